@@ -3,15 +3,15 @@
     git clone https://github.com/deepspeedai/DeepSpeed
     python benchmarks/deepspeed_tests.py DeepSpeed              # tests on one and two processes
     python benchmarks/deepspeed_tests.py DeepSpeed --ranks 1    # tests on one process
-    python benchmarks/deepspeed_tests.py DeepSpeed --into docs/from_deepspeed.md --keep found.json
+    python benchmarks/deepspeed_tests.py DeepSpeed --into PAGE --keep found.json
 
 The files are read from the checkout. Tests run in the process of pytest. For tests on two processes
 `shardwise run -n 2` starts two pytests, which run the same tests in parallel; a test passes if it
 passes on both. The test files import internals of DeepSpeed that scripts do not use (MoE,
 DeepSpeedConfig): each is an empty class here, and a test that uses it fails. They also get the
 names of the JSON's words (WARMUP_NUM_STEPS). One file needs the package hjson. --into writes the
-table into a document. With --keep the results of each file are kept, and a later call continues
-there.
+table into a page, docs/reference/deepspeed_comparison.md. With --keep the results of each file
+are kept, and a later call continues there.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""The gradient of the mean over all items: by each library's default, and with exact_mean=True.
+"""Gradients of the mean over all items, by each library's default and with exact_mean=True.
 
     python benchmarks/exact_mean.py --ranks 2 --json benchmarks/results/today-exact-mean.json
 
-Steps of 16 rows in two micro-batches and a last one of 5; rows differ in their number of labels.
-Each figure is the norm of a step's gradient over that of plain PyTorch, which has the whole batch
-of the step at once: 1 is right. The learning rate is 0, so that all steps have the same weights.
+Steps have 16 rows in two micro-batches, and the last one 5 rows. Rows differ in their number of
+labels. Each figure is the norm of a step's gradient, divided by the norm in plain PyTorch with the
+whole batch at once: 1 is right. The learning rate is 0, so that all steps have the same weights.
 """
 
 import json

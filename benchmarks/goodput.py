@@ -48,7 +48,7 @@ LIMIT = 3600.0
 
 TRIALS = 200
 
-TITLE = "Beside real kills"
+TITLE = "Compared with real kills"
 GOAL = 3.0
 """Points of goodput that the simulation may be off."""
 

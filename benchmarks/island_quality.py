@@ -5,12 +5,12 @@
         --vocabulary 512 --layers 2 --width 64 --rarely 100,300 --rates 3e-3,1e-2 --seeds 0
 
 A GPT learns the source text of the standard library (examples/diloco.py) on two islands with one
-worker each. All ways are tuned in the same manner: each trains at every one of --rates with the
-first seed, and with the other seeds at the best rate. The second way is synchronous with a batch
---every times as large: it sends as many bytes as islands with fp32 do, and takes fewer steps.
-Perplexity is that of the common parameters: let the number of steps, --tokens / (--batch-size x
---context), be a multiple of --every and of all --rarely. The defaults make 45 trials. A run that
-was interrupted continues from its --json.
+worker each. All ways are tuned in the same manner: each trains at all --rates with the first seed,
+and with the other seeds at the best rate. The second way is synchronous training with a batch that
+is --every times as large: it sends as many bytes as islands with fp32, in fewer steps. The
+perplexity is measured on the common parameters, so the number of steps, --tokens / (--batch-size x
+--context), must be a multiple of --every and of all --rarely. The defaults make 45 trials. A run
+that was interrupted continues from its --json.
 """
 
 import argparse
@@ -115,7 +115,7 @@ SIZES = ("tokens", "batch_size", "context", "vocabulary", "layers", "width", "he
 def _read_text(folder: Path, options: argparse.Namespace) -> Path:
     """The text and its tokens, made once for all trials."""
     sys.path.insert(0, str(EXAMPLES))
-    import corpus
+    from helpers import corpus
 
     path = folder / "corpus.pickle"
     path.write_bytes(pickle.dumps(corpus.read(options.data, vocabulary=options.vocabulary)))

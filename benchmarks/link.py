@@ -1,9 +1,9 @@
-"""Joins two network namespaces of this machine by a link of a limited rate, whose bytes it counts.
+"""A link of limited rate between two network namespaces of this machine, with a byte count.
 
     island 0   veth, tbf ===== veth, tbf   island 1       10.232.0.1 and 10.232.0.2
 
-A token bucket (tbf) limits the rate at which each end sends. Offloads are off, so that no end sends
-packets larger than the link's, and an interface counts the headers of each.
+A token bucket (tbf) limits the sending rate of each end. Offloads are off, so that packets are not
+larger than on a real link, and an interface counts the headers of each.
 """
 
 import os

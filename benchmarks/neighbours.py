@@ -12,7 +12,7 @@ BUSY = 0.05
 # Columns of /proc/stat: user, nice, system, steal. Interrupts are left out: loopback traffic is
 # our own.
 COUNTED = (1, 2, 3, 8)
-# Per second: Linux fixes it for user space, whatever the kernel's own rate is.
+# Ticks per second: Linux reports this rate to user space, even if the kernel's own rate differs.
 TICKS = 100.0
 
 

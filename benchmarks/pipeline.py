@@ -1,4 +1,4 @@
-"""Layers on several ranks, schedule by schedule, next to torch's pipelining by hand.
+"""Step times of pipeline schedules, compared with torch's own pipelining.
 
     python benchmarks/pipeline.py [--config A] [--ranks 2] [--microbatches 8] [--stages blocks.5]
         [--json FILE]
@@ -6,12 +6,12 @@
 All train the same model from the same weights on the same batches, in fp32 with torch's fused
 AdamW and one thread per rank, by the method of step_time.py.
 
-- one process: plain PyTorch, the whole batch at once, one thread;
-- its micro-batches: the same in M parts, which is the work of all stages together;
-- naive: the layers on N ranks, the batch as one: one rank works while the others wait;
-- ours by schedule, and torch.distributed.pipelining by hand (cut into equal blocks, as ours is
-  here), which scales its gradients by itself;
-- with --stages, ours cut there instead, as `shardwise pipeline-plan` proposes.
+- one process: plain PyTorch, the whole batch at once, one thread
+- its micro-batches: the same in M parts, which is the work of all stages together
+- naive: the layers on N ranks and the batch in one piece, so one rank works while the others wait
+- Shardwise with each schedule, and torch.distributed.pipelining (both cut into equal blocks; torch
+  scales its gradients itself)
+- with --stages, Shardwise with these cuts instead, as `shardwise pipeline-plan` proposes
 
 *waits* is the part of the ranks' time that is not the work of its micro-batches on one process:
 1 - (its micro-batches) / (N x step); the formula below the table, (N - 1) / (M + N - 1), is for

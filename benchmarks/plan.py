@@ -52,8 +52,7 @@ TITLES = ("Peak memory of models, measured here", "Peak memory of placements, me
 
 @dataclass(frozen=True)
 class Setup:
-    """A placement that is measured: of which model, on how many ranks, by which flags; with a
-    save in each step."""
+    """A placement to measure: model, number of ranks, flags, and whether each step saves."""
 
     model: str
     ranks: int = 1
@@ -62,7 +61,7 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """The name in the table."""
         flags = " ".join(each.replace(str(tempfile.gettempdir()), "DIR") for each in self.flags)
         return f"-n {self.ranks} {flags}" + (", with a save" if self.saves else "")
 
@@ -157,7 +156,7 @@ def compare(name: str, folder: Path) -> tuple[MemoryPlan, int] | str:
 
 
 def _in_fork(work: Callable[[], Any], log: Path) -> None:
-    """Run `work` in a process of its own, what it prints in `log`."""
+    """Run `work` in a forked process, with its output in `log`."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -169,7 +168,7 @@ def _in_fork(work: Callable[[], Any], log: Path) -> None:
         try:
             work()
         except SystemExit:
-            pass  # the script is stopped this way once it has been measured
+            pass  # the measurement ends the script this way
         except BaseException:
             traceback.print_exc()
         sys.stdout.flush()
@@ -178,7 +177,7 @@ def _in_fork(work: Callable[[], Any], log: Path) -> None:
 
 
 def placements_table(setups: Sequence[Setup]) -> Iterator[str]:
-    """A line for each placement: the rank with the most bytes."""
+    """Yield a line per placement, with the bytes of the rank that has the most."""
     yield "| model | flags | planned | measured | error | of it shared |"
     yield "|---|---|--:|--:|--:|--:|"
     errors: list[float] = []
@@ -200,7 +199,7 @@ def placements_table(setups: Sequence[Setup]) -> Iterator[str]:
 
 
 def plan_of(setup: Setup, step: ObservedStep) -> MemoryPlan:
-    """What is planned for the first rank."""
+    """Return the plan of the first rank."""
     level = int(setup.flags[setup.flags.index("--zero") + 1]) if "--zero" in setup.flags else 0
     row = Placement.zero(level)
     if "--offload-optimizer" in setup.flags:
@@ -211,7 +210,7 @@ def plan_of(setup: Setup, step: ObservedStep) -> MemoryPlan:
 
 
 def measured(setup: Setup) -> tuple[int, int]:
-    """Bytes of the rank with the most, and how many of them are shared."""
+    """Return the bytes of the rank that has the most, and how many of them are shared."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "peak"
         words = [sys.executable, "-m", "shardwise", "run", "-n", str(setup.ranks), "--quiet"]

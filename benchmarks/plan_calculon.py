@@ -1,7 +1,7 @@
-"""Asks Calculon (Isaev et al., SC 2023) for the rows of Korthikanti et al. that it comes with.
+"""The predictions of Calculon (Isaev et al., SC 2023) for the rows of Korthikanti et al.
 
-It is read from a folder with github.com/calculon-ai/calculon (Apache 2.0), which is not part of
-this repository: its own validation files describe the training of each row.
+Calculon (github.com/calculon-ai/calculon, Apache 2.0) is imported from a folder and is not part of
+this repository. Its own validation files describe the training of each row.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Puts tables that commands have printed into docs/plan_accuracy.md, each in its own section."""
+"""Writes the tables of the planning benchmarks into docs/plan_accuracy.md, one per section."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "plan_accuracy.md"
 
 
 def put(title: str, lines: Sequence[str], page: Path = PAGE) -> None:
-    """Let the section `title` of `page` be `lines`: in its place, or at the end where there is
-    none."""
+    """Replace the section `title` of `page` by `lines`, or append it if it is missing."""
     before, *sections = ("\n" + page.read_text().rstrip()).split("\n## ")
     made = f"{title}\n\n" + "\n".join(lines).strip() + "\n"
     kept = [made if each.split("\n", 1)[0] == title else each for each in sections]

@@ -1,14 +1,14 @@
-"""Trains a model of plan_models.py for some steps, and notes the peak of its memory in tensors.
+"""Trains a model of plan_models.py for some steps, and records its peak memory of tensors.
 
     shardwise run -n 2 --zero 2 benchmarks/plan_measure.py FILE gpt2 [--save FOLDER]
 
-Each rank writes FILE.RANK: {"private": ..., "shared": ...}, bytes from before sw.Engine on, without
-the tensors that the process had then beside its parameters (the dataset). Private is the peak of
-the tensors that operators have made and that are alive, with the buffers for files, which no
-operator makes. Shared is this rank's part (Pss) of memory that several ranks map.
+Each rank writes FILE.RANK: {"private": ..., "shared": ...}, in bytes. The measurement starts before
+sw.Engine. Of the tensors that exist then, it counts only the parameters, and not the dataset.
+Private is the peak of living tensors that operators have made, plus the buffers for files. Shared
+is this rank's part (Pss) of memory that several ranks map.
 
-Resident memory is not read: it also has Python, libraries, workspaces of kernels and free blocks
-that the C library keeps.
+It does not use the resident set, which also contains Python, libraries, workspaces of kernels and
+free blocks of the C library.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class TensorBytes(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, and add what it has made."""
+        """Run `func`, and add its new tensors."""
         out = func(*args, **(kwargs or {}))
-        # Memory that several ranks map is no operator's: it is known as the input of a view.
+        # Operators do not allocate the memory that several ranks map. It only appears as the input
+        # of views, so do not count outputs that share memory with an input.
         inputs = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(out):
             key = storage._cdata
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def warm_up(models: Sequence[str]) -> None:
-    """Import what the models and the first update need, so that forks start with it."""
+    """Import the modules that the models and the first update need, so that forks have them."""
     if set(models) & set(TRANSFORMERS):
         import transformers  # noqa: F401
     parameter = torch.nn.Parameter(torch.zeros(2))
@@ -92,7 +93,7 @@ def warm_up(models: Sequence[str]) -> None:
 
 
 def measure(file: Path, model: str, *, save: Path | None = None, steps: int = 2) -> None:
-    """Train `model` with an engine that ends the script once it has written `file`."""
+    """Train `model` with an engine that writes `file` and then ends the script."""
     with TensorBytes() as tensors:
         shardwise.engine.Engine = _measured(file, save, steps, tensors)  # type: ignore[misc]
         sys.argv = [str(MODELS), model]

@@ -80,7 +80,8 @@ def _rows(fields: str, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]
 
 
 ZERO_CAPTION = (
-    "Bytes of states by the cells of each row. Errors are digits that the paper cuts off."
+    "Bytes of the states in each row of the placement table. The errors are digits that the "
+    "paper omits."
 )
 
 
@@ -98,9 +99,9 @@ def zero_lines() -> Iterator[Line]:
                 yield Line(name, printed, parameters * held / 1e9)
 
 
-SC21_CAPTION = """Seconds of a step, from the published TFLOP/s. The paper does not say the
-micro-batch and the interleaving of a row: the fastest of 1, 2, 4, 8 and 16 is predicted, without
-interleaving."""
+SC21_CAPTION = """Seconds of a step, from the published TFLOP/s. The paper does not give the
+micro-batch and the interleaving of a row. The prediction is the fastest of the micro-batches 1,
+2, 4, 8 and 16, without interleaving."""
 
 
 def sc21_lines() -> Iterator[Line]:
@@ -117,9 +118,9 @@ def sc21_lines() -> Iterator[Line]:
 
 SC21_SHAPES = {174.6: (96, 12288, 96), 529.6: (105, 20480, 128)}
 SC21_CAPTION_2 = """Tensor 8, pipeline 12 and 35, without interleaving."""
-SC21_ZERO_CAPTION = """DeepSpeed's ZeRO-3 of that time, without model parallelism. Missed by far:
-the prediction gathers one unit ahead over all network cards of a host. The published times of 768
-devices and more are those of three passes over the parameters at 16 GB/s, about one card of the
+SC21_ZERO_CAPTION = """DeepSpeed's ZeRO-3 of that time, without model parallelism. The prediction
+is far off: it gathers one unit ahead over all network cards of a host. The published times of
+768 devices and more equal three passes over the parameters at 16 GB/s, about one card of the
 eight."""
 
 
@@ -152,8 +153,9 @@ def _sc21_line(
     return Line(name, published, predicted, work_of(model, row), note)
 
 
-ACTIVATIONS_CAPTION = """Bytes that the first stage keeps, all layers of a pipeline's length of
-micro-batches in flight; and what is left of them, in percent, with each method."""
+ACTIVATIONS_CAPTION = """Bytes that the first stage keeps: all its layers, with as many micro-
+batches in flight as the pipeline has stages. The other columns are the remaining percentage with
+each method."""
 
 
 def activation_lines(calculon: Path | None = None) -> Iterator[Line]:
@@ -187,8 +189,8 @@ def activation_lines(calculon: Path | None = None) -> Iterator[Line]:
 
 
 KORTHIKANTI_CAPTION = """Full recomputation, and their sequence parallelism with selective
-recomputation. Goal: 3 %. What the model leaves out: the gathers that backward makes again for
-sequence parallelism, which they hide."""
+recomputation. Goal: 3 %. Not modelled: the repeated gathers of sequence parallelism in backward,
+which their system hides."""
 
 
 def korthikanti_lines(calculon: Path | None = None) -> Iterator[Line]:
@@ -207,9 +209,9 @@ def korthikanti_lines(calculon: Path | None = None) -> Iterator[Line]:
 LATER = replace(MEGATRON, size=Bytes(gradient=4.0))
 """Megatron-LM since bf16: gradients are reduced in fp32."""
 
-MEGASCALE_CAPTION = """The first row fits one factor for the matrix products' efficiency; the others
-are predicted. Goal: 5 %. What the model leaves out: stragglers and slow hosts, which they find to
-grow with the number of devices, and the network's collisions."""
+MEGASCALE_CAPTION = """The first row fits one factor for the efficiency of matrix products; the
+others are predicted. Goal: 5 %. Not modelled: network collisions, and stragglers and slow hosts,
+whose number grows with the number of devices in their measurements."""
 
 
 def megascale_lines(system: str) -> Iterator[Line]:
@@ -240,8 +242,9 @@ def megascale_lines(system: str) -> Iterator[Line]:
 
 
 LLAMA_CAPTION = """Each rank has 8 stages of one layer; embedding and head count as one each. The
-first row fits one factor for the matrix products' efficiency of an H100; the others are predicted.
-The third has sequences of 131072 cut over 16 ranks, which gather keys and values of each layer."""
+first row fits one factor for the efficiency of matrix products on an H100; the others are
+predicted. The third row splits sequences of 131072 over 16 ranks, which gather keys and values
+of each layer."""
 
 
 def llama_lines() -> Iterator[Line]:
@@ -276,10 +279,10 @@ def llama_lines() -> Iterator[Line]:
     yield from _first_fitted(fields, rows, "seconds", model, predict)
 
 
-TORCHTITAN_CAPTION = """Memory at the peak. What is beside the states, which are sharded in fp32, is
-fitted to the row of 128 devices and the same on 8. Activations by themselves are not predicted: the
-paper does not say which products its selective recomputation keeps, nor how the loss is computed,
-which is a third of all. Its rows in float8, of 70B and 405B, are not compared."""
+TORCHTITAN_CAPTION = """Memory at the peak. The states are sharded in fp32. All other memory is
+fitted to the row of 128 devices, and is the same on 8. Activations are not predicted separately:
+the paper does not say which products its selective recomputation keeps, nor how it computes the
+loss, which is a third of the memory. Its rows in float8, of 70B and 405B, are not compared."""
 
 
 def torchtitan_lines() -> Iterator[Line]:

@@ -1,12 +1,17 @@
-"""A GPT learns Python's standard library on two islands, in several ways to make them equal.
+"""A GPT on two islands with four ways to synchronise: `python examples/diloco.py`.
 
-    python examples/diloco.py                            # each way in turn: a table, a picture
+    python examples/diloco.py                            # trains in each way
     shardwise run -n 2 --islands 2 --equal-every 30 --wire int8 examples/diloco.py     # one way
 
-The loop is that of any script: flags alone make islands of it. What is evaluated is the anchor,
-what islands have in common. On one machine no link is slow: the seconds of the picture are those
-of the steps here and those that the bytes would take at --megabits, beside the steps where
-differences are used late, else after them.
+The first command prints a table of perplexity, bytes sent and seconds per way, and writes
+runs/diloco/bytes_and_seconds.png and curves.json. The second prints the held-out perplexity.
+
+The model learns Python's standard library. The training loop is an ordinary one: only flags turn it
+into islands. Evaluations use the anchor, the parameters that the islands agreed on last.
+
+One machine has no slow link, so the plot computes its seconds: the seconds of the steps, plus the
+seconds that the bytes would take at --megabits. With --late the transfer runs parallel to the
+steps, and the longer of the two counts.
 """
 
 from __future__ import annotations
@@ -30,10 +35,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import corpus
-import gpt
-import islands_plot
 import shardwise as sw
+from helpers import corpus, gpt, islands_plot
 
 EVERY_30 = ("--islands", "2", "--equal-every", "30")
 WAYS = {
@@ -42,7 +45,7 @@ WAYS = {
     "every 30 steps, int8, Nesterov": (*EVERY_30, "--wire", "int8", "--outer", "nesterov:0.7,0.9"),
     "every 30 steps, int4, late 10": (*EVERY_30, "--wire", "int4", "--late", "10"),
 }
-"""What the islands do, and the flags that say so."""
+"""The flags of each way to synchronise the islands."""
 
 
 def main() -> None:
@@ -54,7 +57,7 @@ def main() -> None:
 
 
 def train(world: sw.World, args: argparse.Namespace) -> None:
-    """Train in the way that the flags of this run say, and write --result."""
+    """Train with the flags of this run, and write --result."""
     text = read(world, args)
     model = gpt.GPT(shape(args, text)).to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
@@ -81,13 +84,13 @@ def train(world: sw.World, args: argparse.Namespace) -> None:
 
 
 def endless(loader: sw.Loader[Any], steps: int) -> Iterator[Any]:
-    """The micro-batches of each step, for as many epochs as `steps` steps may take."""
+    """Yield the steps of the loader, for as many epochs as `steps` steps may need."""
     for _ in loader.epochs(steps):
         yield from loader.steps()
 
 
 class Curve:
-    """The held-out loss by steps and by seconds, which are those of training alone."""
+    """The held-out loss against steps, and against seconds of training without evaluations."""
 
     def __init__(self, world: sw.World, steps: int, evaluations: int) -> None:
         self.points: list[dict[str, Any]] = []
@@ -96,7 +99,7 @@ class Curve:
         self._seconds, self._begun = 0.0, time.monotonic()
 
     def stepped(self) -> bool:
-        """Note a step; whether it is time to evaluate."""
+        """Count a step, and return whether to evaluate now."""
         self._step += 1
         due = self._step % self._every == 0 or self._step == self._steps
         if due:
@@ -104,7 +107,7 @@ class Curve:
         return due
 
     def evaluated(self, loss: float) -> None:
-        """Note the loss, and go on counting seconds."""
+        """Record a held-out loss, and continue to count seconds."""
         self.points.append({"step": self._step, "seconds": self._seconds, "loss": loss})
         where = f"step {self._step:>4} of {self._steps}"
         self._world.print(f"{where}: held-out perplexity {math.exp(loss):,.1f}")
@@ -112,7 +115,7 @@ class Curve:
 
 
 def evaluate(model: gpt.GPT, loader: sw.Loader) -> float:
-    """The loss per token on every held-out window once, over all workers."""
+    """Return the mean loss per token on all held-out windows, over all workers."""
     metrics = sw.Metrics()
     model.eval()
     with torch.no_grad():
@@ -123,7 +126,7 @@ def evaluate(model: gpt.GPT, loader: sw.Loader) -> float:
 
 
 def read(world: sw.World, args: argparse.Namespace) -> corpus.Corpus:
-    """The text, read by the main rank, or by who started this run."""
+    """Return the text, which the main rank reads and sends to the others."""
     text: corpus.Corpus | corpus.CorpusError | None = None
     if world.is_main:
         text = read_text(args)
@@ -135,9 +138,9 @@ def read(world: sw.World, args: argparse.Namespace) -> corpus.Corpus:
 
 
 def read_text(args: argparse.Namespace) -> corpus.Corpus | corpus.CorpusError:
-    """The text, or why there is none."""
+    """Return the text, or the error if there is none."""
     if args.corpus:
-        return pickle.loads(args.corpus.read_bytes())  # written by this program
+        return pickle.loads(args.corpus.read_bytes())  # `compare` has written it
     try:
         text = corpus.read(args.data, vocabulary=args.vocabulary)
         text.windows(args.context, args.held_out)
@@ -147,7 +150,7 @@ def read_text(args: argparse.Namespace) -> corpus.Corpus | corpus.CorpusError:
 
 
 def shape(args: argparse.Namespace, text: corpus.Corpus) -> gpt.Shape:
-    """The sizes of the model that the flags ask for."""
+    """Return the sizes of the model from the flags."""
     return gpt.Shape(
         vocabulary=len(text.tokenizer.tokens),
         context=args.context,
@@ -161,7 +164,7 @@ def shape(args: argparse.Namespace, text: corpus.Corpus) -> gpt.Shape:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Train in each way; print the table, and draw the picture."""
+    """Train in each way, print the table and draw the plot."""
     print(f"reading {args.data or 'the standard library'}, learning a tokenizer", flush=True)
     text = read_text(args)
     if isinstance(text, corpus.CorpusError):
@@ -181,7 +184,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def run(way: str, flags: tuple[str, ...], kept: Path, folder: Path) -> dict[str, Any]:
-    """What a run of this way found; exits where it fails."""
+    """Run this script in one way and return its result. Exits if it fails."""
     print(f"== {way}", flush=True)
     result = folder / "result.json"
     own = ["--corpus", str(kept), "--result", str(result), *sys.argv[1:]]
@@ -193,12 +196,12 @@ def run(way: str, flags: tuple[str, ...], kept: Path, folder: Path) -> dict[str,
 
 
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 256}
-"""Of a value on the wire: blocks of 256 share a scale."""
+"""Bytes per value in each format. In int8 and int4, blocks of 256 values share an fp32 scale."""
 
 
 def add_link(result: dict[str, Any], flags: tuple[str, ...], args: argparse.Namespace) -> None:
-    """Write into each point of a curve the bytes that an island has sent until then, and the
-    seconds with those that they take at the rate."""
+    """Add to each point of a curve the bytes that an island has sent, and the seconds over the
+    link."""
     said = dict(zip(flags[::2], flags[1::2], strict=True))
     every, wire = int(said.get("--equal-every", 1)), said.get("--wire", "fp32")
     for point in result["curve"]:
@@ -209,7 +212,7 @@ def add_link(result: dict[str, Any], flags: tuple[str, ...], args: argparse.Name
 
 
 def show(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
-    """Print a table of all ways."""
+    """Print the table of all ways."""
     table = Table(title="two islands, one worker each", title_justify="left")
     rate = f"s at {args.megabits:g} Mbit/s"
     for name in ("made equal", "held-out perplexity", "MB sent", "s here", rate):
@@ -227,27 +230,39 @@ def show(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The flags of this script; those of the run belong to `shardwise run`."""
-    parser = argparse.ArgumentParser(description="Two islands, made equal in several ways.")
-    parser.add_argument("--data", type=Path, metavar="PATH", help="text of your own")
-    parser.add_argument("--tokens", type=int, default=600_000, help="to learn: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=32, help="windows, of all: %(default)s")
-    parser.add_argument("--context", type=int, default=64, help="%(default)s")
-    parser.add_argument("--vocabulary", type=int, default=1024, help="%(default)s")
-    parser.add_argument("--layers", type=int, default=3, help="%(default)s")
-    parser.add_argument("--width", type=int, default=128, help="%(default)s")
-    parser.add_argument("--heads", type=int, default=4, help="%(default)s")
-    parser.add_argument("--lr", type=float, default=4e-3, help="%(default)s")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--held-out", type=int, default=256, metavar="N", help="windows")
-    parser.add_argument("--evaluations", type=int, default=10, metavar="N", help="%(default)s")
-    parser.add_argument("--megabits", type=float, default=10.0, help="of the link: %(default)s")
+    """Parse the flags of this script. `shardwise run` parses the flags of the run."""
+    parser = argparse.ArgumentParser(description="Two islands, synchronised in several ways.")
+    number = "(default %(default)s)"
+    parser.add_argument("--data", type=Path, metavar="PATH", help="a file or folder of text")
+    parser.add_argument("--tokens", type=int, default=600_000, help=f"tokens to train on {number}")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help=f"windows in a total batch {number}"
+    )
+    parser.add_argument("--context", type=int, default=64, help=f"tokens in a window {number}")
+    parser.add_argument("--vocabulary", type=int, default=1024, help=f"distinct tokens {number}")
+    parser.add_argument("--layers", type=int, default=3, help=f"blocks {number}")
+    parser.add_argument("--width", type=int, default=128, help=f"numbers per token {number}")
+    parser.add_argument("--heads", type=int, default=4, help=f"attention heads {number}")
+    parser.add_argument("--lr", type=float, default=4e-3, help=f"peak learning rate {number}")
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of the run {number}")
+    parser.add_argument(
+        "--held-out", type=int, default=256, metavar="N", help=f"windows to evaluate {number}"
+    )
+    parser.add_argument(
+        "--evaluations", type=int, default=10, metavar="N", help=f"evaluations per run {number}"
+    )
+    parser.add_argument(
+        "--megabits", type=float, default=10.0, help=f"Mbit/s of the assumed link {number}"
+    )
     parser.add_argument("--corpus", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path("runs/diloco"), help="%(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/diloco"), help=f"folder to write {number}"
+    )
     args = parser.parse_args()
-    if args.tokens < 20 * args.batch_size * args.context:
-        parser.error(f"--tokens {args.tokens} are less than 20 steps have: give more")
+    least = 20 * args.batch_size * args.context
+    if args.tokens < least:
+        parser.error(f"--tokens {args.tokens} is less than 20 steps need: write {least} or more")
     args.is_started = "SHARDWISE_LAUNCH_RANK" in os.environ or "RANK" in os.environ
     return args
 

@@ -1,10 +1,12 @@
-"""Horovod's elastic training: commit, lose a rank, go on from the commit, on more or fewer ranks.
+"""Horovod's elastic training: `shardwise run -n 4 --restarts 3 examples/horovod_elastic.py`.
 
-    shardwise run -n 4 --restarts 3 examples/horovod_elastic.py
+    shardwise run -n 4 --restarts 3 examples/horovod_elastic.py --fail 35
     shardwise run --nnodes 1:4 --nproc-per-node 2 --restarts 5 --rdzv-endpoint node1:29500 \\
-        examples/horovod_elastic.py                             # on each host; hosts come and go
+        examples/horovod_elastic.py                  # on each host; hosts may join and leave
 
---fail STEP lets the last rank die there, once, to see it. It fits a line through noise.
+It fits a line through noisy points, commits every 10 steps, and resumes from the last commit when a
+rank has died, on more or fewer ranks. With --fail STEP the last rank kills itself at that step. It
+prints where each start begins, and at the end the line: y = 3.00 x -1.00.
 """
 
 import argparse
@@ -21,7 +23,7 @@ SLOPE, OFFSET = 3.0, -1.0
 
 
 def dataset() -> TensorDataset:
-    """Points near a line."""
+    """Return 1200 points near a line."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1200, 1, generator=draw)
     return TensorDataset(x, SLOPE * x + OFFSET + 0.1 * torch.randn(1200, 1, generator=draw))
@@ -29,7 +31,7 @@ def dataset() -> TensorDataset:
 
 @hvd.elastic.run
 def train(state: hvd.elastic.TorchState, args: argparse.Namespace) -> None:
-    """All epochs, from where the state is."""
+    """Train the remaining epochs."""
     if hvd.rank() == 0:
         print(f"{hvd.size()} ranks, epoch {state.epoch}, step {state.step}", flush=True)
     fresh = state.step == 0
@@ -57,10 +59,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=10)
-    parser.add_argument("--commit-every", type=int, default=10, help="steps")
-    parser.add_argument("--fail", type=int, default=0, help="the step at which a rank dies")
+    parser.add_argument("--epochs", type=int, default=3, help="default %(default)s")
+    parser.add_argument(
+        "--batch-size", type=int, default=10, help="samples per rank (default %(default)s)"
+    )
+    parser.add_argument(
+        "--commit-every", type=int, default=10, help="steps between commits (default %(default)s)"
+    )
+    parser.add_argument("--fail", type=int, default=0, help="step at which the last rank dies")
     args = parser.parse_args()
     hvd.init()
     torch.set_num_threads(1)
@@ -74,7 +80,7 @@ def main() -> None:
 
 
 def set_rate(optimizer: optim.Optimizer) -> None:
-    """The learning rate for as many ranks as there are now."""
+    """Scale the learning rate to the present number of ranks."""
     for group in optimizer.param_groups:
         group["lr"] = 0.01 * hvd.size()
 

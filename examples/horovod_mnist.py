@@ -1,11 +1,14 @@
-"""A script as Horovod's users have it; only the line that imports hvd is another one.
+"""A Horovod script that learns digits: `shardwise run -n 4 examples/horovod_mnist.py`.
 
     shardwise run -n 4 examples/horovod_mnist.py
     mpirun -np 4 python examples/horovod_mnist.py
     torchrun --nproc-per-node 4 examples/horovod_mnist.py
 
-It learns handwritten digits: scikit-learn's 1,797 of 8 x 8 pixels, or with --data FILE.npz arrays
-`x` (samples, height, width) and `y` (samples) of your own, MNIST's for example.
+Only the line that imports hvd differs from a script for Horovod itself. It prints the training
+loss, test loss and accuracy of each epoch.
+
+The data are scikit-learn's 1,797 digits of 8 x 8 pixels, or with --data FILE.npz your own arrays
+`x` (samples, height, width) and `y` (samples,), such as MNIST.
 """
 
 import argparse
@@ -22,26 +25,26 @@ import shardwise.horovod as hvd
 
 
 def arguments() -> argparse.Namespace:
-    """The flags."""
+    """Parse the flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batch-size", type=int, default=16, help="samples of a rank and pass")
+    parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and backward")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=0.025, help="for one rank")
+    parser.add_argument("--lr", type=float, default=0.025, help="learning rate of one rank")
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--batches-per-allreduce", type=int, default=2)
-    parser.add_argument("--fp16-allreduce", action="store_true", help="gradients travel as fp16")
-    parser.add_argument("--use-adasum", action="store_true", help="join gradients by Adasum")
+    parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as fp16")
+    parser.add_argument("--use-adasum", action="store_true", help="combine gradients by Adasum")
     parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
-    parser.add_argument("--checkpoint", type=Path, help="a file for the model, by epoch")
-    parser.add_argument("--data", type=Path, help="digits of your own, as .npz")
+    parser.add_argument("--checkpoint", type=Path, help="file to save the model to, each epoch")
+    parser.add_argument("--data", type=Path, help="an .npz file with your own digits")
     return parser.parse_args()
 
 
 def digits(path: Path | None) -> tuple[Dataset, Dataset]:
-    """Digits to train on, and every fifth to test on."""
+    """Return the digits to train on, and every fifth one to test on."""
     if path is None:
         from sklearn.datasets import load_digits
 
@@ -60,7 +63,7 @@ def digits(path: Path | None) -> tuple[Dataset, Dataset]:
 
 
 class Net(nn.Module):
-    """Two convolutions and two layers, for images of any size from 8 x 8 on."""
+    """Two convolutions and two linear layers, for images of 8 x 8 pixels or more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,12 +82,12 @@ class Net(nn.Module):
 
 
 def metric_average(value: float, name: str) -> float:
-    """The mean of a number over all ranks."""
+    """Return the mean of a number over all ranks."""
     return hvd.allreduce(torch.tensor(value), name=name).item()
 
 
 def train(model: nn.Module, optimizer: optim.Optimizer, loader: DataLoader, passes: int) -> float:
-    """One epoch: `passes` backwards for each step; this rank's mean loss."""
+    """Train an epoch with `passes` backwards per step, and return this rank's mean loss."""
     model.train()
     total, batches = 0.0, list(loader)
     batches = batches[: len(batches) // passes * passes]
@@ -92,7 +95,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, loader: DataLoader, pass
         if index % passes == 0:
             optimizer.zero_grad()
         loss = F.nll_loss(model(data), target)
-        (loss / passes).backward()  # Horovod adds the passes up, and divides by the ranks alone
+        (loss / passes).backward()  # Horovod sums the passes, and divides only by the ranks
         if index % passes == passes - 1:
             optimizer.step()
         total += loss.item()
@@ -100,7 +103,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, loader: DataLoader, pass
 
 
 def test(model: nn.Module, loader: DataLoader) -> tuple[float, float]:
-    """This rank's mean loss and accuracy."""
+    """Return this rank's mean loss and accuracy."""
     model.eval()
     loss, right, count = 0.0, 0, 0
     with torch.no_grad():
@@ -113,7 +116,7 @@ def test(model: nn.Module, loader: DataLoader) -> tuple[float, float]:
 
 
 def main() -> None:
-    """The steps of a Horovod script."""
+    """Train and test, in the steps of a Horovod script."""
     args = arguments()
     hvd.init()
     torch.manual_seed(args.seed)

@@ -1,12 +1,14 @@
-"""A GPT learns the source text of Python's standard library, or your own.
+"""A GPT that learns source code: `shardwise run -n 2 --zero 2 examples/language_model.py`.
 
     shardwise run -n 2 --zero 2 examples/language_model.py
-    python examples/language_model.py                         # the same, alone
-    torchrun --nproc-per-node 2 examples/language_model.py    # the same, by torchrun
+    python examples/language_model.py                         # the same with one worker
+    torchrun --nproc-per-node 2 examples/language_model.py    # the same, started by torchrun
     shardwise run -n 2 examples/language_model.py --data my/texts --layers 8 --width 384
 
-The losses are the same for every number of workers and every placement. Into --out go
-metrics.jsonl, tensorboard/, loss.png and model.safetensors.
+It learns Python's standard library, or the text of --data, for at most 3 minutes. The losses are
+the same for every number of workers and every placement. It prints losses, held-out perplexities, a
+text that the model writes, and a table. It writes metrics.jsonl, tensorboard/, loss.png and
+model.safetensors into runs/language_model.
 """
 
 from __future__ import annotations
@@ -24,11 +26,9 @@ from rich.panel import Panel
 from rich.text import Text
 from torch import Tensor
 
-import corpus
-import gpt
-import report
 import shardwise as sw
-from log import HeldOut, Log, resident_bytes
+from helpers import corpus, gpt, report
+from helpers.log import HeldOut, Log, resident_bytes
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def train(
 ) -> None:
     """Train for `log.steps` steps, and evaluate before, after and in between."""
     log.evaluated(evaluate())
-    for _ in loader.epochs(log.steps):  # enough of them: an epoch has a step at least
+    for _ in loader.epochs(log.steps):  # always enough, because an epoch has at least one step
         for step in loader.steps():
             for tokens, targets in step:
                 engine.forward_backward(partial(gpt.token_loss, model), tokens, targets)
@@ -121,7 +121,7 @@ def evaluate(model: gpt.GPT, loader: sw.Loader, token_bytes: Tensor) -> HeldOut:
 
 
 def shared_text(world: sw.World, args: argparse.Namespace) -> corpus.Corpus:
-    """The corpus: made once, by the main rank, and sent to the others."""
+    """Return the corpus, which the main rank makes once and sends to the others."""
     text: corpus.Corpus | corpus.CorpusError | None = None
     if world.is_main:
         print(f"reading {args.data or 'the standard library'}, learning a tokenizer", flush=True)
@@ -138,7 +138,7 @@ def shared_text(world: sw.World, args: argparse.Namespace) -> corpus.Corpus:
 
 
 def shape(args: argparse.Namespace, text: corpus.Corpus) -> gpt.Shape:
-    """The sizes of the model that the flags ask for."""
+    """Return the sizes of the model from the flags."""
     return gpt.Shape(
         vocabulary=len(text.tokenizer.tokens),
         context=args.context,
@@ -149,13 +149,13 @@ def shape(args: argparse.Namespace, text: corpus.Corpus) -> gpt.Shape:
 
 
 def time_limit(world: sw.World, minutes: float) -> Callable[[], bool]:
-    """Whether `minutes` have gone by on any rank, so that all stop at the same step."""
+    """Return a function that tells whether `minutes` are over. All ranks get the same answer."""
     deadline = time.monotonic() + 60 * minutes
     return lambda: world.any(time.monotonic() > deadline)
 
 
 def show_sample(model: gpt.GPT, text: corpus.Corpus, args: argparse.Namespace, log: Log) -> None:
-    """Print what the model writes after the prompt."""
+    """Print the model's continuation of the prompt."""
     prompt = list(text.tokenizer.encode(f"\n{args.prompt}".encode()))
     written = gpt.continue_text(model, prompt, args.sample, seed=0)
     sample = Text(args.prompt, style="bold").append(text.tokenizer.decode(written), "not bold")
@@ -197,46 +197,51 @@ def close(
 
 
 def arguments() -> argparse.Namespace:
-    """The flags of this script; those of the run belong to `shardwise run`."""
+    """Parse the flags of this script. `shardwise run` parses the flags of the run."""
     parser = argparse.ArgumentParser(
         description="A GPT learns Python's standard library, or the text of --data."
     )
     size = parser.add_argument_group("model")
+    number = "(default %(default)s)"
     whole: dict[str, Any] = {"type": positive(int), "metavar": "N"}
-    size.add_argument("--layers", default=6, help="blocks: %(default)s", **whole)
-    size.add_argument("--width", default=256, help="numbers per token: %(default)s", **whole)
-    size.add_argument("--heads", default=4, help="attention heads: %(default)s", **whole)
-    size.add_argument("--context", default=128, help="tokens it looks at: %(default)s", **whole)
-    size.add_argument("--vocabulary", default=2048, help="different tokens: %(default)s", **whole)
+    size.add_argument("--layers", default=6, help=f"blocks {number}", **whole)
+    size.add_argument("--width", default=256, help=f"numbers per token {number}", **whole)
+    size.add_argument("--heads", default=4, help=f"attention heads {number}", **whole)
+    size.add_argument("--context", default=128, help=f"tokens in a window {number}", **whole)
+    size.add_argument("--vocabulary", default=2048, help=f"distinct tokens {number}", **whole)
     training = parser.add_argument_group("training")
     some: dict[str, Any] = {"type": positive(float), "metavar": "X"}
-    training.add_argument("--steps", default=300, help="steps in all: %(default)s", **whole)
-    training.add_argument("--batch-size", default=16, help="windows per step: %(default)s", **whole)
-    training.add_argument("--lr", default=2e-3, help="peak learning rate: %(default)s", **some)
-    training.add_argument("--minutes", default=3.0, help="stop after these: %(default)s", **some)
+    training.add_argument("--steps", default=300, help=f"number of steps {number}", **whole)
+    training.add_argument("--batch-size", default=16, help=f"windows per step {number}", **whole)
+    training.add_argument("--lr", default=2e-3, help=f"peak learning rate {number}", **some)
+    training.add_argument("--minutes", default=3.0, help=f"time limit in minutes {number}", **some)
     text = parser.add_argument_group("text")
     path: dict[str, Any] = {"type": Path, "metavar": "PATH"}
-    text.add_argument("--data", help="a file or folder of text: Python's library", **path)
-    text.add_argument("--held-out", default=128, help="windows evaluated: %(default)s", **whole)
-    text.add_argument("--evaluate-every", default=50, help="so many steps: %(default)s", **whole)
-    text.add_argument("--prompt", default="def", help="the sample's beginning: %(default)s")
-    text.add_argument("--sample", default=160, help="tokens in the sample: %(default)s", **whole)
-    text.add_argument("--out", default="runs/language_model", help="folder: %(default)s", **path)
+    text.add_argument("--data", help="a file or folder of text (default: Python's library)", **path)
+    text.add_argument("--held-out", default=128, help=f"windows to evaluate {number}", **whole)
+    text.add_argument(
+        "--evaluate-every", default=50, help=f"steps between evaluations {number}", **whole
+    )
+    text.add_argument("--prompt", default="def", help=f"start of the sample {number}")
+    text.add_argument("--sample", default=160, help=f"tokens in the sample {number}", **whole)
+    text.add_argument("--out", default="runs/language_model", help=f"folder {number}", **path)
     args = parser.parse_args()
     if args.width % (2 * args.heads):
-        parser.error(f"--width {args.width} is no multiple of 2 x --heads = {2 * args.heads}.")
+        parser.error(
+            f"--width {args.width} must be a multiple of 2 x --heads, which is {2 * args.heads}."
+        )
     if not 256 <= args.vocabulary <= 2**16:
-        parser.error(f"--vocabulary takes 256 to 65536, not {args.vocabulary}.")
+        parser.error(f"--vocabulary must be from 256 to 65536, not {args.vocabulary}.")
     return args
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """A parser of numbers above 0."""
+    """Return a parser of numbers above 0."""
 
     def parse(text: str) -> float:
         value = kind(text)
         if value <= 0:
-            raise argparse.ArgumentTypeError(f"takes a number above 0, not {text}")
+            raise argparse.ArgumentTypeError(f"must be a number above 0, not {text}")
         return value
 
     return parse

@@ -1,10 +1,11 @@
-"""A GPT of 1.5 billion parameters trains in less memory than its weights take.
+"""A GPT with 1.5 billion parameters, in less memory than its weights need. The command:
 
     shardwise run -n 1 --zero 3 --offload-params nvme:/scratch --offload-optimizer nvme:/scratch \\
         --activations recomputed examples/larger_than_memory.py
 
-fp32 weights, gradients and AdamW's moments of 1.5B parameters are 24 GB. They rest on the disk; a
-block's weights are read just before they are used. It learns Python's standard library by bytes.
+The fp32 weights, gradients and AdamW moments of 1.5B parameters have 24 GB. They are stored on the
+disk, and the weights of a block are read just before their use. The model learns the bytes of
+Python's standard library. It prints the loss, gradient norm, seconds and peak memory of each step.
 """
 
 import argparse
@@ -17,12 +18,12 @@ from sysconfig import get_path
 import torch
 from torch import Tensor
 
-import gpt
 import shardwise as sw
+from helpers import gpt
 
 
 def main() -> None:
-    """Build the model without memory, train it, and say what it took."""
+    """Build the model without memory, train it, and print time and memory."""
     args = arguments()
     world = sw.init(seed=0)
     shape = gpt.Shape(
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Bytes of the standard library and those that follow each: (batch, context) both."""
+    """Yield bytes of the standard library and the byte after each, both (batch, context)."""
     library = sorted(Path(get_path("stdlib")).glob("*.py"))
     text = torch.tensor(list(b"".join(path.read_bytes() for path in library[:60])))
     draw = torch.Generator().manual_seed(0)
@@ -64,13 +65,13 @@ def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def resident(world: sw.World) -> str:
-    """The largest resident set so far of any worker, in words."""
+    """Return the peak resident set of all workers, in words."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return f"resident set at most {max(world.gather(peak)) / 1e9:.2f} GB per worker"
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; the default is GPT-2 XL's size."""
+    """Parse the flags. The default sizes are those of GPT-2 XL."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--width", type=int, default=1600)

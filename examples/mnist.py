@@ -1,13 +1,14 @@
-"""Handwritten digits on more and more workers, the rate scaled with them, with and without warm-up.
+"""Digits at several numbers of workers: `python examples/mnist.py --workers 1,2,4,8`.
 
-    python examples/mnist.py --workers 1,2,4,8                   # all of it: every PDF
+    python examples/mnist.py --workers 1,2,4,8                   # trains at each size
     python examples/mnist.py --workers 1,2,4,8 --data my/mnist   # MNIST or Fashion-MNIST files
-    shardwise run -n 4 examples/mnist.py                         # one size: accuracy_4.pdf
+    shardwise run -n 4 examples/mnist.py                         # one size
     mpirun -n 4 python examples/mnist.py
 
-Each worker has a batch of its own size, so that the total batch grows with their number, and the
-learning rate with it. Into --out go accuracy_1.pdf ... accuracy_8.pdf (training and validation
-accuracy by epoch) and, of several sizes, warmup.pdf.
+Each worker has a batch of fixed size, so the total batch grows with the number of workers, and the
+learning rate is scaled with it, once with a warm-up and once without. It prints the accuracy of
+each epoch and a table of all sizes. It writes accuracy_1.pdf ... accuracy_8.pdf (accuracy by epoch)
+and, for several sizes, warmup.pdf into runs/mnist.
 """
 
 from __future__ import annotations
@@ -24,12 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import accuracy
-import batches
-import images
 import shardwise as sw
-from screen import Screen
-from sizes import add_flags, run_each
+from helpers import accuracy, batches, images
+from helpers.screen import Screen
+from helpers.sizes import add_flags, run_each
 
 
 class Network(nn.Module):
@@ -61,7 +60,7 @@ def main() -> None:
         show(args, found)
         return
     world = sw.init(seed=0)
-    batches.refuse_those_of_each(world, "mnist", "--batch-size is of each worker already")
+    batches.refuse_batch_per_worker(world, "mnist", "--batch-size is already per worker")
     try:
         data = images.read(args.data) if args.data else images.digits()
     except images.ImagesError as error:
@@ -73,10 +72,10 @@ def main() -> None:
     if warmup < args.warmup_epochs and world.size > 1:
         world.print(
             f"mnist: a warm-up of {args.warmup_epochs:g} epochs would never reach the full rate "
-            f"in {args.epochs}: it is shortened to {warmup:g}. Give more --epochs, or fewer "
-            "--warmup-epochs."
+            f"in {args.epochs} epochs. It is shortened to {warmup:g}: write more --epochs, or "
+            "fewer --warmup-epochs."
         )
-    # Alone there is nothing to warm up to: both are the same.
+    # With one worker the rate is not scaled, so a run without warm-up would be the same.
     ways = {"warm-up": warmup} | ({} if world.size == 1 else {"none": 0.0})
     with Screen(world, steps * len(ways)) as screen:
         curves = {
@@ -93,7 +92,7 @@ def main() -> None:
 
 
 def reaching(warmup: float, epochs: int) -> float:
-    """`warmup`, or half of the run where that takes all of its epochs."""
+    """Return `warmup`, or half of the epochs if the warm-up would take all of them."""
     return warmup if warmup < epochs else epochs / 2
 
 
@@ -106,7 +105,7 @@ def train(
     total: int,
     warmup: float,
 ) -> dict[str, list[float]]:
-    """Accuracies after each epoch, of training (as it goes) and validation, and seconds taken."""
+    """Train, and return the training accuracy, validation accuracy and seconds of each epoch."""
     torch.manual_seed(0)  # every training starts from the same weights
     model = Network(data.height).to(world.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
@@ -140,7 +139,7 @@ def train(
 
 
 def validate(model: nn.Module, loader: sw.Loader) -> float:
-    """The accuracy on every held-out image once, over all workers."""
+    """Return the accuracy on all held-out images, over all workers."""
     metrics = sw.Metrics()
     model.eval()
     with torch.no_grad():
@@ -151,12 +150,12 @@ def validate(model: nn.Module, loader: sw.Loader) -> float:
 
 
 def hits(out: Tensor, labels: Tensor) -> Tensor:
-    """The share of rows whose largest logit is that of the label."""
+    """Return the fraction of rows whose largest logit is at the label."""
     return (out.argmax(1) == labels).float().mean()
 
 
 def show(args: argparse.Namespace, found: dict[int, Any]) -> None:
-    """Print the table of all sizes, and where the plots are."""
+    """Print the table of all sizes, and the names of the plots."""
     table = Table(title=next(iter(found.values()))["data"], title_justify="left")
     for name in ("workers", "total batch", "s/epoch", "training", "validation", "no warm-up"):
         table.add_column(name, justify="right")
@@ -177,20 +176,32 @@ def show(args: argparse.Namespace, found: dict[int, Any]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The flags of this script; those of the run belong to `shardwise run`."""
-    parser = argparse.ArgumentParser(description="Digits on more and more workers.")
-    parser.add_argument("--data", type=Path, metavar="PATH", help="MNIST's four IDX files")
-    parser.add_argument("--epochs", type=int, default=16, help="%(default)s")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="of EACH worker: 256, or 32")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of one worker: %(default)s")
-    parser.add_argument("--scaling", choices=sw.lr.SCALINGS, default="linear", help="%(default)s")
-    parser.add_argument("--warmup-epochs", type=float, default=5.0, help="%(default)s")
-    parser.add_argument("--out", type=Path, default=Path("runs/mnist"), help="%(default)s")
+    """Parse the flags of this script. `shardwise run` parses the flags of the run."""
+    parser = argparse.ArgumentParser(description="Digits at several numbers of workers.")
+    number = "(default %(default)s)"
+    parser.add_argument("--data", type=Path, metavar="PATH", help="folder of MNIST's 4 IDX files")
+    parser.add_argument("--epochs", type=int, default=16, help=f"number of epochs {number}")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="images per worker (default 32, with --data 256)",
+    )
+    parser.add_argument("--lr", type=float, default=1e-3, help=f"rate of one worker {number}")
+    parser.add_argument(
+        "--scaling", choices=sw.lr.SCALINGS, default="linear", help=f"scaling of the rate {number}"
+    )
+    parser.add_argument(
+        "--warmup-epochs", type=float, default=5.0, help=f"epochs of the warm-up {number}"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/mnist"), help=f"folder to write {number}"
+    )
     add_flags(parser)
     args = parser.parse_args()
     each = 1 if args.batch_size is None else args.batch_size
     if min(args.epochs, each) < 1 or args.lr <= 0 or args.warmup_epochs < 0:
-        parser.error("--epochs, --batch-size and --lr take numbers above 0.")
+        parser.error("--epochs, --batch-size and --lr must be above 0.")
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 

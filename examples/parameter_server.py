@@ -1,11 +1,16 @@
-"""A GPT on two islands whose workers are slow now and then: waiting, and loss, by steps behind.
+"""Bounded staleness with workers that are slow at times: `python examples/parameter_server.py`.
 
-    python examples/parameter_server.py               # --behind 0, 1 and 3: a table, a picture
+    python examples/parameter_server.py               # --behind 0, 1 and 3
     shardwise run -n 2 --islands 2 --behind 3 examples/parameter_server.py          # one of them
 
-The loop is that of any script: flags alone make a parameter server of bounded staleness of it. Of
-each step a worker draws, by seed, whether it is slow: it sleeps then for as long as makes the step
-three times as long. A worker that is always slow holds up every scheme in the end.
+The first command prints a table of staleness, perplexity and waiting time, and writes
+runs/parameter_server/loss_and_waiting.png and curves.json. The second prints the held-out
+perplexity.
+
+A GPT trains on two islands. The training loop is an ordinary one: only flags turn it into a
+parameter server of bounded staleness. In each step every worker draws, from a seed, whether it is
+slow. If so, it sleeps until the step has taken three times as long. (A worker that is always slow
+would slow down every scheme.)
 """
 
 from __future__ import annotations
@@ -29,11 +34,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import corpus
 import diloco
-import gpt
 import shardwise as sw
-import staleness_plot
+from helpers import corpus, gpt, staleness_plot
 from shardwise.engine import StepStats
 
 BEHIND = (0, 1, 3)
@@ -76,7 +79,7 @@ def train(world: sw.World, args: argparse.Namespace) -> None:
 
 
 class Pace:
-    """Slows this worker down, and adds up where its time goes."""
+    """Slows this worker down, and sums the seconds of computing and of waiting."""
 
     def __init__(self, world: sw.World, args: argparse.Namespace) -> None:
         self._draws = random.Random(f"{args.seed} {world.rank}")
@@ -85,22 +88,22 @@ class Pace:
         self._stalest = 0
 
     def begins(self) -> None:
-        """A step begins."""
+        """Record the begin of a step."""
         self._begun = time.perf_counter()
 
     def computed(self) -> None:
-        """Its gradients are there: now a slow worker sleeps."""
+        """Record that the gradients are computed. A slow worker sleeps now."""
         if self._draws.random() < self._share:
             time.sleep((self._times - 1) * (time.perf_counter() - self._begun))
         self._computing += time.perf_counter() - self._begun
 
     def stepped(self, stats: StepStats) -> None:
-        """It was made."""
+        """Record the end of the step."""
         self._waiting += stats.waited
         self._stalest = max(self._stalest, stats.staleness)
 
     def over_workers(self, world: sw.World) -> dict[str, float]:
-        """The means of all workers, and the largest staleness."""
+        """Return the mean seconds over all workers, and the largest staleness."""
         several = world.gather((self._computing, self._waiting, self._stalest))
         computing, waiting, stalest = zip(*several, strict=True)
         return {
@@ -110,11 +113,11 @@ class Pace:
         }
 
 
-# -- all of them ---------------------------------------------------------------------------------
+# -- comparison of --behind ----------------------------------------------------------------------
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Train with each number of steps behind; print the table, and draw the picture."""
+    """Train with each value of --behind, print the table and draw the plot."""
     print(f"reading {args.data or 'the standard library'}, learning a tokenizer", flush=True)
     text = diloco.read_text(args)
     if isinstance(text, corpus.CorpusError):
@@ -131,7 +134,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def run(behind: int, kept: Path, folder: Path) -> dict[str, Any]:
-    """What a run found whose gradients are used so many steps later; exits where it fails."""
+    """Run this script with --behind and return its result. Exits if it fails."""
     print(f"== --behind {behind}", flush=True)
     result = folder / "result.json"
     own = ["--corpus", str(kept), "--result", str(result), *sys.argv[1:]]
@@ -144,7 +147,7 @@ def run(behind: int, kept: Path, folder: Path) -> dict[str, Any]:
 
 
 def show(found: dict[int, dict[str, Any]], args: argparse.Namespace) -> None:
-    """Print a table of all of them."""
+    """Print the table of all runs."""
     slow = f"each {args.times:g} times as slow in {args.slow:.0%} of its steps"
     table = Table(title=f"two islands, one worker each, {slow}", title_justify="left")
     columns = ("behind", "largest staleness", "held-out perplexity", "ms computing", "ms waiting")
@@ -162,29 +165,40 @@ def show(found: dict[int, dict[str, Any]], args: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The flags of this script; those of the run belong to `shardwise run`."""
-    parser = argparse.ArgumentParser(description="Workers that are slow now and then, S behind.")
-    parser.add_argument("--data", type=Path, metavar="PATH", help="text of your own")
-    parser.add_argument("--tokens", type=int, default=200_000, help="to learn: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=16, help="windows, of all: %(default)s")
-    parser.add_argument("--context", type=int, default=64, help="%(default)s")
-    parser.add_argument("--vocabulary", type=int, default=512, help="%(default)s")
-    parser.add_argument("--layers", type=int, default=2, help="%(default)s")
-    parser.add_argument("--width", type=int, default=64, help="%(default)s")
-    parser.add_argument("--heads", type=int, default=4, help="%(default)s")
-    parser.add_argument("--lr", type=float, default=4e-3, help="%(default)s")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--slow", type=float, default=1 / 6, help="share of the steps: 1/6")
-    parser.add_argument("--times", type=float, default=3.0, help="as long: %(default)s")
-    parser.add_argument("--held-out", type=int, default=256, metavar="N", help="windows")
-    parser.add_argument("--evaluations", type=int, default=10, metavar="N", help="%(default)s")
+    """Parse the flags of this script. `shardwise run` parses the flags of the run."""
+    parser = argparse.ArgumentParser(description="Bounded staleness with workers slow at times.")
+    number = "(default %(default)s)"
+    parser.add_argument("--data", type=Path, metavar="PATH", help="a file or folder of text")
+    parser.add_argument("--tokens", type=int, default=200_000, help=f"tokens to train on {number}")
+    parser.add_argument(
+        "--batch-size", type=int, default=16, help=f"windows in a total batch {number}"
+    )
+    parser.add_argument("--context", type=int, default=64, help=f"tokens in a window {number}")
+    parser.add_argument("--vocabulary", type=int, default=512, help=f"distinct tokens {number}")
+    parser.add_argument("--layers", type=int, default=2, help=f"blocks {number}")
+    parser.add_argument("--width", type=int, default=64, help=f"numbers per token {number}")
+    parser.add_argument("--heads", type=int, default=4, help=f"attention heads {number}")
+    parser.add_argument("--lr", type=float, default=4e-3, help=f"peak learning rate {number}")
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of the run {number}")
+    parser.add_argument(
+        "--slow", type=float, default=1 / 6, help="fraction of slow steps (default 1/6)"
+    )
+    parser.add_argument("--times", type=float, default=3.0, help=f"factor of slow steps {number}")
+    parser.add_argument(
+        "--held-out", type=int, default=256, metavar="N", help=f"windows to evaluate {number}"
+    )
+    parser.add_argument(
+        "--evaluations", type=int, default=10, metavar="N", help=f"evaluations per run {number}"
+    )
     parser.add_argument("--corpus", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path("runs/parameter_server"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/parameter_server"), help=f"folder to write {number}"
+    )
     args = parser.parse_args()
     least = 20 * args.batch_size * args.context
     if args.tokens < least:
-        parser.error(f"--tokens {args.tokens} are less than 20 steps have: give {least} or more")
+        parser.error(f"--tokens {args.tokens} is less than 20 steps need: write {least} or more")
     args.is_started = "SHARDWISE_LAUNCH_RANK" in os.environ or "RANK" in os.environ
     return args
 

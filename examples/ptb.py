@@ -1,16 +1,18 @@
-"""An LSTM language model on the Penn Treebank, or text in its form, with one total batch.
+"""An LSTM on the Penn Treebank: `shardwise run -n 2 examples/ptb.py --data my/ptb`.
 
     shardwise run -n 2 examples/ptb.py --data my/ptb --config small
-    shardwise run -n 4 --exact 4 examples/ptb.py --data my/ptb          # the bits of 1 worker
-    shardwise run -n 4 examples/ptb.py --data my/ptb --double           # its losses, to 1e-8
-    python examples/ptb.py --data my/ptb --workers 1,2,4                # the table of all sizes
+    shardwise run -n 4 --exact 4 examples/ptb.py --data my/ptb          # same bits as 1 worker
+    shardwise run -n 4 examples/ptb.py --data my/ptb --double           # same losses, to 1e-8
+    python examples/ptb.py --data my/ptb --workers 1,2,4                # a table of all sizes
     mpirun -n 2 python examples/ptb.py --data my/ptb
 
-The batch is the total one, so the learning rate is that of a single worker, and so are the
-perplexities. In fp32 the small model's losses are alike for some steps only: at a learning rate of
-1 rounding grows, between two runs of one worker with other threads as well.
+It prints the seconds and perplexities of each epoch, and the test perplexity.
 
-Models and schedules are those of Zaremba et al. (2014, arXiv:1409.2329).
+The total batch is fixed, so the learning rate and the perplexities are those of one worker. In fp32
+the losses of the small model agree for some steps only: at a learning rate of 1 rounding errors
+grow, just as between two runs of one worker with different numbers of threads.
+
+Models and schedules are from Zaremba et al. (2014, arXiv:1409.2329).
 """
 
 from __future__ import annotations
@@ -29,18 +31,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import batches
-import lanes
 import shardwise as sw
-from screen import Screen
-from sizes import add_flags, run_each
+from helpers import batches, lanes
+from helpers.screen import Screen
+from helpers.sizes import add_flags, run_each
 
 State = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A model and its schedule: the rate is decay ** (epoch - decay_from) after that epoch."""
+    """A model and its schedule. After `decay_from` the rate is decay ** (epoch - decay_from)."""
 
     hidden: int
     steps: int
@@ -70,17 +71,18 @@ CONFIGS = {
         decay_from=14,
     ),
 }
-TOLD = {
+
+PUBLISHED = {
     "small": (40.81, 118.99, 114.72, 137, 207),
     "medium": (44.18, 87.63, 84.42, 311, 461),
     "large": (36.54, 82.55, 78.72, 931, 1765),
 }
-"""Perplexities of training, validation and test, and seconds per epoch on 1 and 2 GPUs, as Texar's
-documentation of its Horovod example has them (two AWS p2.xlarge, Penn Treebank)."""
+"""Perplexities of training, validation and test, and seconds per epoch on 1 and 2 GPUs, from
+Texar's documentation of its Horovod example (two AWS p2.xlarge, Penn Treebank)."""
 
 
 class Model(nn.Module):
-    """Tokens (rows, steps) and the state to logits (rows, steps, words) and the state after."""
+    """Maps tokens (rows, steps) and a state to logits (rows, steps, words) and the next state."""
 
     def __init__(self, words: int, config: Config) -> None:
         super().__init__()
@@ -102,7 +104,10 @@ class Model(nn.Module):
 
 
 class Memory:
-    """What the model remembers of this rank's lanes, by micro-batch: a step has the same ones."""
+    """The state of the LSTM for this rank's lanes, by micro-batch.
+
+    Micro-batch i of every step has the same lanes.
+    """
 
     def __init__(self) -> None:
         self._states: dict[int, State] = {}
@@ -115,7 +120,7 @@ class Memory:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy summed over the steps, and averaged over the lanes: a mean over lanes."""
+    """Return the cross-entropy, summed over the steps and averaged over the lanes."""
     total = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return total / len(targets)
 
@@ -123,7 +128,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 def train_epoch(
     engine: sw.Engine, model: Model, loader: sw.Loader, clip: float, screen: Screen
 ) -> tuple[list[float], int]:
-    """One epoch; the loss of each step per token, and the number of tokens in a lane."""
+    """Train an epoch. Returns the loss of each step, and the number of tokens in a lane."""
     memory, losses, tokens = Memory(), [], 0
     for step in loader.steps():
         for part, (x, y) in enumerate(step):
@@ -137,7 +142,7 @@ def train_epoch(
 
 
 def perplexity(model: Model, loader: sw.Loader) -> float:
-    """That of all lanes, over all workers: exp of the mean loss of a token."""
+    """Return the perplexity of all lanes over all workers: exp of the mean loss per token."""
     metrics, memory = sw.Metrics(), Memory()
     model.eval()
     with torch.no_grad():
@@ -150,7 +155,7 @@ def perplexity(model: Model, loader: sw.Loader) -> float:
 
 
 def run(world: sw.World, text: lanes.Text, config: Config, args: argparse.Namespace) -> Any:
-    """Train and evaluate; what was found, as JSON takes it."""
+    """Train and evaluate, and return the results as plain values for JSON."""
 
     def read(tokens: Tensor) -> sw.Loader:
         read_by = lanes.Lanes(tokens, args.batch_size, config.steps)
@@ -190,7 +195,7 @@ def main() -> None:
         show(args, run_each(__file__, args.workers, sys.argv[1:]))
         return
     world = sw.init(seed=0)
-    batches.refuse_those_of_each(
+    batches.refuse_batch_per_worker(
         world, "ptb", "a step is one window of every lane, shared by all workers"
     )
     changed = {name: getattr(args, name) for name in ("hidden", "steps", "epochs")}
@@ -207,7 +212,7 @@ def main() -> None:
 
 
 def show(args: argparse.Namespace, found: dict[int, Any]) -> None:
-    """Print the table of all sizes, the source's figures under ours."""
+    """Print the table of all sizes, with the published figures in the last rows."""
     table = Table(title=f"{args.config}, total batch {args.batch_size}", title_justify="left")
     for name in ("workers", "epochs", "train", "valid", "test", "s/epoch"):
         table.add_column(name, justify="right")
@@ -217,7 +222,7 @@ def show(args: argparse.Namespace, found: dict[int, Any]) -> None:
         epochs = str(len(each["seconds"]))
         table.add_row(str(size), epochs, *(f"{p:,.2f}" for p in perplexities), f"{seconds:.1f}")
     table.add_section()
-    *perplexities, alone, two = TOLD[args.config]
+    *perplexities, alone, two = PUBLISHED[args.config]
     epochs = str(CONFIGS[args.config].epochs)
     for size, seconds in ((1, alone), (2, two)):
         row = (f"PTB on {size} GPU", epochs, *(f"{p:,.2f}" for p in perplexities), str(seconds))
@@ -226,26 +231,29 @@ def show(args: argparse.Namespace, found: dict[int, Any]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The flags of this script; those of the run belong to `shardwise run`."""
+    """Parse the flags of this script. `shardwise run` parses the flags of the run."""
     parser = argparse.ArgumentParser(description="An LSTM language model.")
     whole: dict[str, Any] = {"type": int, "metavar": "N"}
     parser.add_argument(
-        "--data", type=Path, required=True, metavar="PATH", help="the folder with ptb.train.txt"
+        "--data", type=Path, required=True, metavar="PATH", help="folder with ptb.train.txt"
     )
-    parser.add_argument("--config", choices=CONFIGS, default="small", help="%(default)s")
-    parser.add_argument("--batch-size", default=20, help="in all: %(default)s", **whole)
-    parser.add_argument("--vocabulary", default=10_000, help="words: %(default)s", **whole)
-    parser.add_argument("--hidden", help="instead of the configuration's", **whole)
+    number = "(default %(default)s)"
     parser.add_argument(
-        "--steps", help="tokens of a window, instead of the configuration's", **whole
+        "--config", choices=CONFIGS, default="small", help=f"model and schedule {number}"
     )
-    parser.add_argument("--epochs", help="instead of the configuration's", **whole)
+    parser.add_argument(
+        "--batch-size", default=20, help=f"lanes in a total batch {number}", **whole
+    )
+    parser.add_argument("--vocabulary", default=10_000, help=f"number of words {number}", **whole)
+    parser.add_argument("--hidden", help="hidden size (default: of --config)", **whole)
+    parser.add_argument("--steps", help="tokens in a window (default: of --config)", **whole)
+    parser.add_argument("--epochs", help="number of epochs (default: of --config)", **whole)
     parser.add_argument("--double", action="store_true", help="compute in fp64")
     add_flags(parser)
     args = parser.parse_args()
     numbers = (args.batch_size, args.vocabulary, args.hidden, args.steps, args.epochs)
     if min(number for number in numbers if number is not None) < 1:
-        parser.error("numbers are above 0.")
+        parser.error("numbers must be above 0.")
     return args
 
 

@@ -1,9 +1,11 @@
-"""Five steps under Ray: TorchTrainer starts the workers and keeps the engine's checkpoints.
+"""Five steps under Ray: `SHARDWISE_ZERO=3 python examples/ray_train.py --workers 2`.
 
     pip install "ray[train]"
     SHARDWISE_ZERO=3 python examples/ray_train.py --workers 2
 
-The losses are those of `python examples/same_losses.py`, which trains the same model.
+Ray's TorchTrainer starts the workers and keeps the engine's checkpoints. It prints the loss of the
+last step and the path of the checkpoint. The losses equal those of examples/same_losses.py, which
+trains the same model.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from same_losses import CONTEXT, dataset
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train on one of Ray's workers."""
+    """Train, on each of Ray's workers."""
     world = sw.init(seed=0, quiet=True)
     model = nn.Sequential(
         nn.Embedding(128, 16),
@@ -42,7 +44,8 @@ def train(config: dict[str, Any]) -> None:
         for x, y in step:
             engine.backward(nn.functional.cross_entropy(model(x), y))
         stats = engine.step(max_norm=1.0)
-        # All ranks write one checkpoint together, so one of them reports it. All of them report.
+        # All ranks write one checkpoint together, so only the main rank reports it. But Ray needs
+        # a report from every rank.
         saved = engine.save(config["folder"], keep=1)
         checkpoint = Checkpoint.from_directory(saved) if world.is_main else None
         metrics = {"step": engine.steps, "loss": stats.loss, "placement": engine.placement.name}
@@ -52,14 +55,14 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Start the workers, and print what the last step reported."""
+    """Start the workers, and print the report of the last step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--folder", default="runs/ray", help="a folder that all hosts share")
     given = parser.parse_args()
     folder = Path(given.folder).resolve()
-    # Ray hands its workers no variables of the driver.
+    # Ray does not pass the driver's environment variables to its workers.
     settings = {name: value for name, value in os.environ.items() if name.startswith("SHARDWISE_")}
     ray.init(runtime_env={"env_vars": settings})
     result = TorchTrainer(

@@ -1,12 +1,13 @@
-"""How many images a second ResNet-34 trains on, as workers are added.
+"""The throughput of ResNet-34: `shardwise run -n 2 examples/resnet.py --num-steps 10`.
 
     shardwise run -n 2 examples/resnet.py --num-steps 10
     mpirun -n 2 python examples/resnet.py --num-steps 10
-    python examples/resnet.py --num-steps 10 --workers 1,2,4,8     # the efficiency table
-    shardwise run -n 2 examples/resnet.py --data my/images         # a folder of each class
+    python examples/resnet.py --num-steps 10 --workers 1,2,4,8     # prints the efficiency table
+    shardwise run -n 2 examples/resnet.py --data my/images         # one sub-folder per class
 
-Each worker has its own batch, Adam's rate grows with their number, and the first step is dropped.
-On a GPU a worker has 256 images of 256 x 256; on a CPU 8 of 64 x 64, unless flags say otherwise.
+It prints images per second with a confidence interval. Each worker has a batch of fixed size, the
+learning rate of Adam is scaled with the number of workers, and the first step is not counted. By
+default a worker has 256 images of 256 x 256 on a GPU, and 8 images of 64 x 64 on a CPU.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import batches
 import shardwise as sw
-from screen import Screen
+from helpers import batches
+from helpers.screen import Screen
+from helpers.sizes import add_flags, run_each
 from shardwise.tools.scale.estimates import rate
-from sizes import add_flags, run_each
 
 STAGES = (3, 4, 6, 3)
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 CLASSES = 1000
 
-TOLD = {1: 281.22, 2: 382.01, 4: 689.22, 8: 1341.25}
-"""Images a second by the number of GPUs (AI training series of the Argonne Leadership Computing
+PUBLISHED = {1: 281.22, 2: 382.01, 4: 689.22, 8: 1341.25}
+"""Images per second by number of GPUs (AI training series of the Argonne Leadership Computing
 Facility, 2022, Horovod on ThetaGPU)."""
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut (He et al. 2016, arXiv:1512.03385)."""
+    """Two 3 x 3 convolutions with a shortcut (He et al. 2016, arXiv:1512.03385)."""
 
     def __init__(self, channels: int, into: int, stride: int) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Block(nn.Module):
 
 
 class ResNet34(nn.Module):
-    """Images (rows, 3, height, width) to logits (rows, classes)."""
+    """Maps images (rows, 3, height, width) to logits (rows, classes)."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class ResNet34(nn.Module):
 
 
 class Synthetic(Dataset[tuple[Tensor, int]]):
-    """`rows` images of noise; all are one of a few, so that making them takes no time."""
+    """`rows` images of noise. It repeats a few images, so that making them takes no time."""
 
     def __init__(self, rows: int, size: int) -> None:
         self._images = torch.randn(16, 3, size, size, generator=torch.Generator().manual_seed(0))
@@ -103,9 +104,9 @@ class Synthetic(Dataset[tuple[Tensor, int]]):
 
 
 class Folder(Dataset[tuple[Tensor, int]]):
-    """The images in the sub-folders of `root`, a class each, cut square to `size`.
+    """`rows` images from the sub-folders of `root`, one class each, cropped square to `size`.
 
-    Item `rows` - 1 is the last: what is there is repeated where it is less.
+    If there are fewer images, they are repeated.
     """
 
     def __init__(self, root: Path, rows: int, size: int) -> None:
@@ -139,7 +140,7 @@ def main() -> None:
         show(run_each(__file__, args.workers, sys.argv[1:]))
         return
     world = sw.init(seed=0)
-    batches.refuse_those_of_each(world, "resnet", "--batch-size is of each worker already")
+    batches.refuse_batch_per_worker(world, "resnet", "--batch-size is already per worker")
     on_gpu = world.device.type == "cuda"
     each = args.batch_size or (256 if on_gpu else 8)
     size = args.crop or (256 if on_gpu else 64)
@@ -161,14 +162,14 @@ def main() -> None:
 
 
 def dataset(args: argparse.Namespace, rows: int, size: int) -> Synthetic | Folder:
-    """What the flags ask for. Raises OSError where there is no such folder."""
+    """Return the images that the flags select. Raises OSError if there is no such folder."""
     return Folder(args.data, rows, size) if args.data else Synthetic(rows, size)
 
 
 def train(
     world: sw.World, data: Synthetic | Folder, total: int, args: argparse.Namespace
 ) -> list[float]:
-    """Train, and give the seconds of each step but the first: of the slowest rank."""
+    """Train, and return the slowest rank's seconds of each step except the first."""
     classes = len(data.classes) if isinstance(data, Folder) else CLASSES
     model = ResNet34(classes).to(world.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=sw.lr.factor(world.size) * args.lr)
@@ -190,7 +191,7 @@ def train(
 
 
 def show(found: dict[int, Any]) -> None:
-    """Print the efficiency table, the source's figures beside ours."""
+    """Print the efficiency table, with the published figures in the last columns."""
     run = next(iter(found.values()))
     title = f"ResNet-34, {run['each']} images of {run['size']} x {run['size']} per worker"
     table = Table(title=title, title_justify="left")
@@ -203,27 +204,30 @@ def show(found: dict[int, Any]) -> None:
         efficiency = run["rate"] / size / (found[first]["rate"] / first)
         interval = f"{run['low']:,.1f} - {run['high']:,.1f}"
         row = [str(size), f"{run['rate']:,.1f}", interval, f"{efficiency:.0%}"]
-        if size in TOLD:
-            row += [f"{TOLD[size]:,.1f}", f"{TOLD[size] / TOLD[1] / size:.0%}"]
+        if size in PUBLISHED:
+            row += [f"{PUBLISHED[size]:,.1f}", f"{PUBLISHED[size] / PUBLISHED[1] / size:.0%}"]
         table.add_row(*row)
     Console().print(table)
 
 
 def arguments() -> argparse.Namespace:
-    """The flags of this script; those of the run belong to `shardwise run`."""
+    """Parse the flags of this script. `shardwise run` parses the flags of the run."""
     parser = argparse.ArgumentParser(description="The throughput of ResNet-34.")
     whole: dict[str, Any] = {"type": int, "metavar": "N"}
-    parser.add_argument("--num-steps", default=10, help="measured, 2 or more: %(default)s", **whole)
-    parser.add_argument("--batch-size", help="of EACH worker: 256, on a CPU 8", **whole)
-    parser.add_argument("--crop", help="pixels of a side: 256, on a CPU 64", **whole)
-    parser.add_argument("--num-workers", default=0, help="that read: %(default)s", **whole)
-    parser.add_argument("--lr", type=float, default=5e-5, help="of one worker: %(default)s")
-    parser.add_argument("--data", type=Path, metavar="PATH", help="a folder of each class")
+    number = "(default %(default)s)"
+    parser.add_argument(
+        "--num-steps", default=10, help=f"steps to measure, 2 or more {number}", **whole
+    )
+    parser.add_argument("--batch-size", help="images per worker (default 256, CPU 8)", **whole)
+    parser.add_argument("--crop", help="height and width in pixels (default 256, CPU 64)", **whole)
+    parser.add_argument("--num-workers", default=0, help=f"DataLoader workers {number}", **whole)
+    parser.add_argument("--lr", type=float, default=5e-5, help=f"rate of one worker {number}")
+    parser.add_argument("--data", type=Path, metavar="PATH", help="folder with one per class")
     add_flags(parser)
     args = parser.parse_args()
     sizes = [size for size in (args.batch_size, args.crop) if size is not None]
     if args.num_steps < 2 or min(sizes, default=1) < 1:
-        parser.error("--num-steps is 2 or more, and other numbers are above 0.")
+        parser.error("--num-steps must be 2 or more, and other numbers above 0.")
     return args
 
 

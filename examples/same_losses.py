@@ -1,9 +1,10 @@
-"""Five steps of a small model in fp64: the same losses under every placement.
+"""The same losses under every placement: `shardwise run -n 4 --zero 2 examples/same_losses.py`.
 
     shardwise run -n 1 --zero 0 examples/same_losses.py
     shardwise run -n 4 --zero 2 examples/same_losses.py
 
-It guesses the next character of argparse's source text from the eight before it.
+It trains a small fp64 model for five steps, and prints the loss and gradient norm of each. The
+model predicts the next character of argparse's source code from the eight before it.
 """
 
 import argparse
@@ -18,7 +19,7 @@ CONTEXT = 8
 
 
 def dataset() -> torch.utils.data.TensorDataset:
-    """Pairs of eight characters and the next, as codes below 128."""
+    """Return pairs of eight characters and the next one, as codes below 128."""
     text = torch.tensor([min(ord(letter), 127) for letter in inspect.getsource(argparse)])
     windows = text.unfold(0, CONTEXT + 1, 1)[:4000]
     return torch.utils.data.TensorDataset(windows[:, :CONTEXT], windows[:, CONTEXT])

@@ -1,4 +1,4 @@
-"""Writes the tables of DeepSpeed's keys into docs/from_deepspeed.md, from the code."""
+"""Writes the tables of DeepSpeed's keys into docs/reference/deepspeed_keys.md, from the code."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->"
 
 def main() -> None:
     """Put the tables between the two marks of the document."""
-    path = Path(__file__).parents[1] / "docs" / "from_deepspeed.md"
+    path = Path(__file__).parents[1] / "docs" / "reference" / "deepspeed_keys.md"
     before, _, rest = path.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     path.write_text(f"{before}{BEGIN}{deepspeed.table()}{END}{after}")

@@ -1,22 +1,23 @@
-"""Adds to the site of docs/: pages from other folders, help of the command, lists of files.
+"""Completes the site of docs/: pages from other folders, flags, lists of files, a page to print.
 
 mkdocs calls the functions `on_...`. Links are written as they work in the repository. Their targets
-must exist; if a target is no page of the site, only the text of the link stays.
+must exist; if a target is not a page of the site, only the text of the link stays.
 """
 
 import ast
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
 import griffe
+import site_flags
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-from shardwise.cli import main as cli
+from shardwise import __version__
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "shardwise"
@@ -33,11 +34,35 @@ LINK = re.compile(
     r"^```.*?^```$|`[^`\n]+`(?!\])|\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", re.M | re.S
 )
 """A link; or code, which contains no links."""
+INCLUDE = re.compile(r"^<!-- include (\S+) -->$", re.M)
+"""The place of a program on a page."""
 SHOWN = re.compile(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", re.M)
 """A module or object on a page of the reference, and its name there."""
 ROOMS = ("accelerate", "horovod", "lightning", "transformers")
 """The packages whose names users import."""
-COMMANDS = ("run", "doctor", "scale", "pipeline-plan", "verify", "checkpoint", "timeline")
+PRINTED = "reference/print.md"
+NOT_PRINTED = (
+    "reference/index.md",
+    "reference/bridges.md",
+    "reference/horovod.md",
+    "reference/errors.md",
+    "reference/changelog.md",
+    "design/files.md",
+    "design/contributing.md",
+    PRINTED,
+)
+"""Pages that the page for printing leaves out."""
+MARK = "<!-- the whole guide -->"
+_order: list[Any] = []
+"""The pages of the page for printing, in the order of the navigation."""
+ATTRIBUTE = re.compile(r'(?<=\s)(id|href|src)="([^"]*)"')
+"""An attribute that depends on the page on which it is."""
+
+
+def on_config(config: Any) -> Any:
+    """Show the version in the header of every page."""
+    config.site_name = f"Shardwise {__version__}"
+    return config
 
 
 def on_pre_build(config: Any) -> None:
@@ -61,8 +86,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Insert generated text, and turn links of the repository into links of the site."""
-    markdown = re.sub(r"<!-- help of the command -->", lambda _: _help(), markdown)
+    markdown = re.sub(r"<!-- help of the command -->", lambda _: _flags(), markdown)
     markdown = re.sub(r"<!-- the files -->", lambda _: "\n".join(_files(SOURCES)), markdown)
+    markdown = INCLUDE.sub(_program, markdown)
     source = Path(page.file.abs_src_path).resolve().relative_to(ROOT)
 
     def linked(found: re.Match[str]) -> str:
@@ -84,25 +110,59 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return LINK.sub(linked, markdown)
 
 
+def on_nav(nav: Any, config: Any, files: Any) -> Any:
+    """Remember the order of the pages for printing."""
+    del config, files
+    _order[:] = [page for page in nav.pages if page.file.src_uri not in NOT_PRINTED]
+    return nav
+
+
+def on_env(env: Any, config: Any, files: Any) -> Any:
+    """Fill the page for printing, once all other pages are rendered."""
+    del config
+    places = {page.url: page.file.src_uri.removesuffix(".md").replace("/", "-") for page in _order}
+    here = files.get_file_from_path(PRINTED)
+    listed = "\n".join(f'<li><a href="#{places[p.url]}">{p.title}</a></li>' for p in _order)
+    parts = [f"<ol>\n{listed}\n</ol>"]
+    for page in _order:
+        content = ATTRIBUTE.sub(partial(_printed, page, places, here.url), page.content)
+        parts.append(f'<section class="printed" id="{places[page.url]}">\n{content}\n</section>')
+    here.page.content = here.page.content.replace(MARK, "\n".join(parts))
+    return env
+
+
+def _printed(page: Any, places: dict[str, str], here: str, found: re.Match[str]) -> str:
+    """Return an attribute of a page as it has to be on the page for printing, `here`."""
+    kind, value = found.groups()
+    if kind == "id":
+        return f'id="{places[page.url]}--{value}"'
+    path, _, anchor = value.partition("#")
+    if "://" in path or path.startswith("mailto:"):
+        return found[0]
+    target = os.path.normpath(os.path.join(os.path.dirname(page.url), path)) if path else page.url
+    if target in places:
+        return f'{kind}="#{places[target]}{"--" + anchor if anchor else ""}"'
+    target = os.path.relpath(target, os.path.dirname(here))
+    return f'{kind}="{target}{"#" + anchor if anchor else ""}"'
+
+
+def _program(found: re.Match[str]) -> str:
+    """Return a program of the repository as a block of code."""
+    return f"```python\n{(ROOT / found[1]).read_text().rstrip()}\n```"
+
+
 def _in_site(path: str) -> str | None:
     """Return the site's path of a file that is not in PAGES; None if the site does not have it."""
-    is_page = path.endswith((".md", ".png"))
+    is_page = path.endswith((".md", ".png", ".svg"))
     return path.removeprefix("docs/") if is_page else None
 
 
-def _help() -> str:
-    """Return the output of `shardwise COMMAND --help-all` for each command."""
-    parts = []
-    for name in COMMANDS:
-        command = cli._shardwise.commands[name]
-        context = click.Context(command, info_name=name, parent=click.Context(cli._shardwise))
-        formatter = context.make_formatter()
-        if isinstance(command, cli.Command):
-            command.write_help(formatter, all_flags=True)
-        else:
-            command.format_help(context, formatter)
-        parts.append(f"## shardwise {name}\n\n```text\n{formatter.getvalue().rstrip()}\n```\n")
-    return "\n".join(parts)
+def _flags() -> str:
+    """Return the tables of all commands and flags."""
+    try:
+        return site_flags.pages_text()
+    except ValueError as error:
+        raise PluginError(str(error)) from None
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the tests of files on a disk share."""
+"""Helpers for tests of files on a disk."""
 
 import ctypes
 import errno
@@ -23,18 +23,18 @@ MB = 2**20
 
 
 OWN = "TESTS_DISK"
-"""Names the folder of this run of the tests: another one beside it must not see its files."""
+"""Names the folder of this test run, which other runs at the same time must not see."""
 
 
 def on_a_disk() -> Path:
-    """A folder that is not in memory, as /tmp is on some machines, and this run's own."""
+    """Return the folder of this run on a disk; /tmp is in memory on some machines."""
     if OWN not in os.environ:
         pytest.skip("no folder here is on a disk")
     return Path(os.environ[OWN])
 
 
 def make_own() -> None:
-    """Make that folder, where one can be, for this process and those that it starts."""
+    """Make that folder, if possible, for this process and the processes that it starts."""
     for folder in (Path(tempfile.gettempdir()), Path(__file__).parent, Path("/var/tmp")):
         if mount_of(folder).kind not in IN_MEMORY and os.access(folder, os.W_OK):
             os.environ[OWN] = tempfile.mkdtemp(prefix="sw", dir=folder)
@@ -42,26 +42,26 @@ def make_own() -> None:
 
 
 def remove_own() -> None:
-    """Remove it, with what failed tests have left in it."""
+    """Remove it, with files that failed tests have left."""
     if OWN in os.environ:
         shutil.rmtree(os.environ.pop(OWN), ignore_errors=True)
 
 
 def pattern(seed: int, nbytes: int) -> Tensor:
-    """Bytes that another seed would not give."""
+    """Return bytes that depend on the seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
 def put(store: Store, index: int, data: Tensor) -> None:
-    """Write a record whole, behind."""
+    """Write a whole record asynchronously."""
     lease = store.blank(index)
     lease.wait().copy_(data)
     lease.write()
 
 
 def take(store: Store, index: int) -> Tensor:
-    """A copy of a record."""
+    """Return a copy of a record."""
     lease = store.read(index)
     data = lease.wait().clone()
     lease.give_back()
@@ -69,8 +69,10 @@ def take(store: Store, index: int) -> Tensor:
 
 
 def sweep(store: Store, order: Sequence[int], *, write: bool) -> Iterator[tuple[int, Tensor]]:
-    """Each record of `order` in turn, as an update does it: the next one is read meanwhile. It is
-    written behind if `write`, but not where its turn ends by an exception."""
+    """Use each record of `order` in turn, as an update does; the next one is read meanwhile.
+
+    It is written if `write`, unless its turn ends with an exception.
+    """
     ahead = [store.read(index) for index in order[:1]]
     try:
         for place in range(len(order)):
@@ -88,14 +90,14 @@ def sweep(store: Store, order: Sequence[int], *, write: bool) -> Iterator[tuple[
 
 
 def drain(store: Store) -> None:
-    """Wait until everything is written; raise for what could not be."""
+    """Wait until everything is written; raise the first failure."""
     for _, transfer in store._behind.values():
         wait(transfer)
     store._check()
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float = 0.02) -> None:
-    """Let every os.preadv or os.pwritev take longer."""
+    """Make every os.preadv or os.pwritev take longer."""
     real: Callable[..., int] = getattr(os, name)
 
     def late(*arguments: object) -> int:
@@ -106,7 +108,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float = 0.02) -> N
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
-    """Let every call of a function of os fail with an errno."""
+    """Make every call of a function of os fail with an errno."""
 
     def fail(*_: object) -> int:
         raise OSError(number, os.strerror(number))
@@ -115,7 +117,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a file system does that knows only the page cache: EINVAL at the first transfer."""
+    """Act like a file system without direct transfers: EINVAL at the first one."""
     real: Callable[..., int] = os.preadv
 
     def refuse(fd: int, *rest: object) -> int:
@@ -127,7 +129,7 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refuse_nameless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a file system does on which every file has a name at first."""
+    """Act like a file system that requires names of files."""
     real: Callable[..., int] = os.open
 
     def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
@@ -139,7 +141,7 @@ def refuse_nameless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cached(fd: int, nbytes: int) -> int:
-    """Bytes of a file's first `nbytes` that the page cache holds, as mincore(2) says."""
+    """Return how many of a file's first `nbytes` bytes the page cache has, by mincore(2)."""
     with mmap.mmap(fd, nbytes) as mapped:
         there = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
         first = ctypes.c_char.from_buffer(mapped)
@@ -152,7 +154,7 @@ def cached(fd: int, nbytes: int) -> int:
 
 
 def wait_until(true: Callable[[], bool], limit: float = 5.0) -> None:
-    """Wait up to `limit` seconds."""
+    """Wait up to `limit` seconds for a condition."""
     until = time.monotonic() + limit
     while not true():
         if time.monotonic() > until:

@@ -1,6 +1,6 @@
 """Train a PyTorch model on many devices exactly as it trains on one."""
 
-# Nothing large: the command line cannot handle Ctrl-C before this module is imported.
+# Import nothing large here: the command line cannot handle Ctrl-C before this module is imported.
 import os
 import sys
 from importlib import import_module
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwise.world.world import current as world
 
 __version__ = "0.1.0"
-"""Kept here, since the package also runs from a copy of its files, without installed metadata."""
+"""The version. It is a literal because the package also runs without installed metadata."""
 
 __all__ = [
     "Attention",
@@ -59,32 +59,34 @@ _HOMES = {
     "stop_timeline": "shardwise.world.world",
 }
 
-if "SHARDWISE_LAUNCH_REPORTS" in os.environ:  # in a rank: a refusal may come before `sw.init`
+# In a rank, an error before `sw.init` has to reach the launcher's report too.
+if "SHARDWISE_LAUNCH_REPORTS" in os.environ:
     import_module("shardwise.net.error_file").watch_before_joining()
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: the command line starts without torch."""
+    """Import a public name when it is first used, so that the command line starts without torch."""
     if name in _HOMES:
-        return getattr(_imported(_HOMES[name]), name)
+        return getattr(_import(_HOMES[name]), name)
     if name in ("errors", "launch", "lr", "world"):
-        return _imported(f"shardwise.{name}")
+        return _import(f"shardwise.{name}")
     from importlib.util import find_spec
 
-    # `from shardwise import` would ask this function for the module, without end.
+    # Not `from shardwise import ...`, which would call this function again, without end.
     other_libraries = import_module("shardwise.messages.other_libraries")
-    said = f"module 'shardwise' has no attribute {name!r}"
+    message = f"module 'shardwise' has no attribute {name!r}"
     hint = other_libraries.hint(name)
     if hint is None or find_spec(f"shardwise.{name}") is not None:
-        raise AttributeError(said)
+        raise AttributeError(message)
     if sys._getframe(1).f_code.co_name == "_handle_fromlist":
-        # `from shardwise import NAME` looks first, and would drop the text of an AttributeError.
+        # `from shardwise import NAME` catches an AttributeError and drops its text.
         raise ImportError(f"cannot import name {name!r} from 'shardwise'. {hint}", name=name)
-    raise AttributeError(f"{said}. {hint}")
+    raise AttributeError(f"{message}. {hint}")
 
 
-def _imported(module: str) -> ModuleType:
-    """Some libraries draw a number when they are imported: what a script draws stays the same."""
+def _import(module: str) -> ModuleType:
+    """Import a module without changing the random numbers that the script will draw."""
+    # Some libraries draw from Python's global generator while they are imported.
     import random
 
     state = random.getstate()

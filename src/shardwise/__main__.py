@@ -5,11 +5,11 @@ import threading
 
 
 def main() -> int:
-    """Import the command line and run it; returns the exit code.
+    """Import the command line, run it and return the exit code.
 
-    Ctrl-C during the imports ends the process as it ends other commands, without a traceback.
+    Ctrl-C during the imports ends the process without a traceback, as it ends other commands.
     """
-    # Not if it is ignored, as under nohup, nor if another program runs this function in a thread.
+    # Keep the handler if SIGINT is ignored, as under nohup, or if a thread calls this function.
     is_ours = (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
         and threading.current_thread() is threading.main_thread()

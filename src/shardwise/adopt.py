@@ -1,7 +1,9 @@
-"""Runs a script with our classes in the place of a library's: `python -m shardwise.adopt NAMES
-SCRIPT ...`, as `shardwise run --adopt NAMES SCRIPT ...` has every rank do.
+"""Runs a script with our classes in place of a library's.
 
-The run is joined before the script starts, so that whatever it asks first knows its rank.
+    python -m shardwise.adopt NAMES SCRIPT ...
+
+`shardwise run --adopt NAMES SCRIPT ...` runs this command on every rank. The process joins the run
+before the script starts, because the script may ask for its rank at once.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ def main(arguments: list[str]) -> None:
     names, *words = arguments or [""]
     if not words or any(name not in LIBRARIES for name in names.split(",")):
         sys.exit(
-            "shardwise: python -m shardwise.adopt takes names out of "
-            f"{', '.join(LIBRARIES)}, with commas between, and then a script or -m MODULE."
+            "shardwise: python -m shardwise.adopt takes one or more of "
+            f"{', '.join(LIBRARIES)}, separated by commas, and then a script or -m MODULE."
         )
+    # Before the library is imported: some read the rank on import.
     join({}, f"--adopt {names}", in_parts=names == "deepspeed")
     for name in names.split(","):
         _adopt(name)
+    # True for `-m MODULE`.
     if program.set_up_python(words):
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
@@ -35,10 +39,11 @@ def main(arguments: list[str]) -> None:
 
 def _run(path: str) -> None:
     """Run the script at `path` as Python itself does."""
-    # In the module `__main__` of this process, and not in a new one as runpy does: pickle looks
-    # for the script's functions there.
+    # In the module `__main__` of this process, not in a new module as runpy does, because pickle
+    # looks there for the script's functions.
     code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     namespace = vars(sys.modules["__main__"])
+    # Names of this module must not be visible to the script.
     namespace.clear()
     namespace |= {
         "__name__": "__main__",
@@ -51,30 +56,30 @@ def _run(path: str) -> None:
 
 
 CLASSES = {"accelerate": ("Accelerator",), "transformers": ("Trainer", "Seq2SeqTrainer")}
-"""Classes that are replaced by ours of the same name."""
+"""Classes of a library that our classes of the same name replace."""
 
 MODULES = {"deepspeed": "shardwise.deepspeed.modules", "lightning": "shardwise.lightning.adoption"}
-"""Modules of ours that replace a whole library."""
+"""Our modules that replace a whole library."""
 
 LIBRARIES = ("accelerate", "deepspeed", "transformers", "lightning")
 
 
 def _adopt(library: str) -> None:
-    """Put our classes in the place of those of `library`."""
+    """Replace classes of `library` by ours."""
     if library in MODULES:
         import_module(MODULES[library]).adopt()
         return
     theirs = import_module(library)
-    # All of theirs first: importing ours may import more of the library.
-    stock = {name: getattr(theirs, name) for name in CLASSES[library]}
+    # The original classes first, because importing ours may import more of the library.
+    originals = {name: getattr(theirs, name) for name in CLASSES[library]}
     ours = import_module(f"shardwise.{library}")
-    for name, before in stock.items():
+    for name, original in originals.items():
         # Submodules hold the class under its name too: `from .trainer import Trainer`.
         for path, module in list(sys.modules.items()):
-            if path.split(".")[0] == library and vars(module).get(name) is before:
+            if path.split(".")[0] == library and vars(module).get(name) is original:
                 setattr(module, name, getattr(ours, name))
 
 
 if __name__ == "__main__":
-    # The script takes this module's place, so that nothing may still run in it.
+    # The script clears and takes over the module `__main__`, so run from the imported copy of it.
     import_module("shardwise.adopt").main(sys.argv[1:])

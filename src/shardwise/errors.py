@@ -1,35 +1,35 @@
 """Every error that Shardwise raises, in one tree.
 
     ShardwiseError
-    ├── ConfigError          a flag, variable, TOML key or keyword that cannot be
+    ├── ConfigError          a flag, variable, TOML key or keyword is wrong
     │   ├── PlacementError   an illegal row of the placement table
-    │   └── BadSchedule      keywords that a schedule does not take (shardwise.deepspeed)
-    ├── LaunchError          a run that cannot start: no such script, a port in use
+    │   └── BadSchedule      a schedule does not take these keywords (shardwise.deepspeed)
+    ├── LaunchError          a run cannot start: no such script, a port in use
     │   └── RankFailed       a rank of sw.launch failed; raised in the process that called it
-    ├── ModelError           a model or optimizer that cannot be trained as asked
+    ├── ModelError           a model or optimizer cannot be trained with these settings
     │   ├── ModelMismatch    ranks built different models
     │   └── BrokenView       user code replaced a tensor that the engine owns
     ├── UsageError           a call at the wrong time: step without backward, bare backward
-    │   ├── GradientAccess   a gradient touched between backward and step
-    │   ├── ParameterAccess  a sharded parameter touched outside of a forward
-    │   ├── OrderError       a sharded unit needed where other ranks do not expect it
-    │   ├── BadCall          arguments that cannot be
+    │   ├── GradientAccess   a gradient was used between backward and step
+    │   ├── ParameterAccess  a sharded parameter was used outside of a forward
+    │   ├── OrderError       a sharded unit is needed when other ranks do not expect it
+    │   ├── BadCall          invalid arguments
     │   ├── HookOrder        zero_grad before step, or too many backwards (shardwise.horovod)
-    │   └── FailedAssertion  what DeepSpeed asserts does not hold (shardwise.deepspeed)
-    ├── DataError            a dataset, sampler or batch that cannot be shared out
-    ├── MetricsError         ranks disagree on what they measured
-    ├── CheckpointError      a checkpoint that cannot be written, found or read
-    │   ├── CheckpointNotWritten  a disk that is full, or refuses
+    │   └── FailedAssertion  an assertion of DeepSpeed's fails (shardwise.deepspeed)
+    ├── DataError            a dataset, sampler or batch cannot be divided among ranks
+    ├── MetricsError         ranks measured different metrics
+    ├── CheckpointError      a checkpoint cannot be written, found or read
+    │   ├── CheckpointNotWritten  the disk is full, read-only or failing
     │   ├── FolderInUse         another job saves there
-    │   ├── BrokenCheckpoint    cut short, contradicting itself, or with a wrong checksum
+    │   ├── BrokenCheckpoint    truncated, inconsistent, or with a wrong checksum
     │   └── CheckpointMismatch  of another model or optimizer
-    ├── TierError            a folder or disk that cannot hold a state, or failed while it did
+    ├── TierError            a folder or disk cannot hold a state, or failed while it did
     ├── NonFiniteError       a gradient or loss became NaN or infinite
     └── CollectiveError      a collective failed; the cause is usually on another rank
-        ├── PeerLost         another rank went away
+        ├── PeerLost         another rank ended
         └── HorovodInternalError  an operation of shardwise.horovod failed
 
-A message is a sentence with the values in it, and ends with what to do.
+A message states the values, and ends with what to do.
 """
 
 from collections.abc import Iterable
@@ -37,15 +37,16 @@ from typing import Self
 
 
 class ShardwiseError(Exception):
-    """The root of every error that Shardwise raises on purpose.
+    """The base class of all errors that Shardwise raises on purpose.
 
-    `at_fault` are the ranks that its message names as the cause, where that is not this one.
+    Attributes:
+        at_fault: Ranks that the message names as the cause, if that is not this rank.
     """
 
     at_fault: tuple[int, ...] = ()
 
     def blaming(self, ranks: Iterable[int]) -> Self:
-        """Say which ranks are the cause; returns itself."""
+        """Set the ranks that are the cause, and return the error itself."""
         self.at_fault = tuple(ranks)
         return self
 
@@ -59,18 +60,21 @@ class PlacementError(ConfigError):
 
 
 class BadSchedule(ConfigError, ValueError):
-    """Keywords that a schedule of DeepSpeed's JSON does not take; a ValueError, as there."""
+    """A schedule of DeepSpeed's JSON does not take these keywords; a ValueError, as there."""
 
 
 class LaunchError(ShardwiseError):
-    """A run that cannot start, or a process that cannot find the others."""
+    """A run cannot start, or a process cannot find the other ranks."""
 
 
 class RankFailed(LaunchError):
-    """A rank of `sw.launch` failed, in the process that called it; the message ends with the
-    traceback of that rank.
+    """A rank of `sw.launch` failed. The message ends with the traceback of that rank.
 
-    `rank` is the first that failed, and `exit_code` the one of the run, as `shardwise run` has it.
+    It is raised in the process that called `sw.launch`.
+
+    Attributes:
+        rank: The first rank that failed; None if unknown.
+        exit_code: The exit code that `shardwise run` would have.
     """
 
     def __init__(self, message: str, *, rank: int | None, exit_code: int) -> None:
@@ -80,7 +84,7 @@ class RankFailed(LaunchError):
 
 
 class ModelError(ShardwiseError):
-    """A model or an optimizer that cannot be trained as asked."""
+    """A model or an optimizer cannot be trained with these settings."""
 
 
 class ModelMismatch(ModelError):
@@ -92,7 +96,7 @@ class BrokenView(ModelError):
 
 
 class UsageError(ShardwiseError):
-    """A call that would be silently wrong; the message holds the line to write instead."""
+    """A call that would be silently wrong; the message contains the line to write instead."""
 
 
 class GradientAccess(UsageError):
@@ -100,61 +104,65 @@ class GradientAccess(UsageError):
 
 
 class ParameterAccess(UsageError):
-    """A sharded parameter was read or written where this rank has a part of it only."""
+    """A sharded parameter was read or written while this rank has only a part of it."""
 
 
 class OrderError(UsageError):
-    """A sharded unit is needed out of the order in which all ranks gather units."""
+    """A sharded unit is needed outside of the common order of gathers."""
 
 
 class BadCall(UsageError, ValueError, RuntimeError):
-    """Arguments that cannot be, such as a name that is on its way already. A ValueError and a
-    RuntimeError: Horovod raises the one for what it looks at in Python, the other below."""
+    """Invalid arguments, such as a name that is already in use by a pending operation.
+
+    Both a ValueError, which Horovod raises in Python, and a RuntimeError, which its C++ raises.
+    """
 
 
 class HookOrder(UsageError, AssertionError):
-    """Backward, synchronize, step and zero_grad in an order that would lose gradients; an
-    AssertionError, as Horovod's."""
+    """Backward, synchronize, step and zero_grad in an order that would lose gradients.
+
+    An AssertionError, as in Horovod.
+    """
 
 
 class FailedAssertion(UsageError, AssertionError):
-    """No model, or tags that differ between ranks; an AssertionError, as DeepSpeed's."""
+    """No model, or tags that differ between ranks; an AssertionError, as in DeepSpeed."""
 
 
 class DataError(ShardwiseError):
-    """A dataset, a sampler or a batch that cannot be shared out over the ranks."""
+    """A dataset, a sampler or a batch cannot be divided among the ranks."""
 
 
 class MetricsError(ShardwiseError):
-    """Ranks disagree on which metrics they measured."""
+    """Ranks measured different metrics."""
 
 
 class CheckpointError(ShardwiseError):
-    """A checkpoint that cannot be written, found or read."""
+    """A checkpoint cannot be written, found or read."""
 
 
 class CheckpointNotWritten(CheckpointError):
-    """A disk is full, read-only, or refuses what a checkpoint writes; those before it are whole."""
+    """The disk is full, read-only or failing. Earlier checkpoints are intact."""
 
 
 class FolderInUse(CheckpointError):
-    """Another job saves into the folder that this one was given; names it."""
+    """Another job saves into the same folder."""
 
 
 class BrokenCheckpoint(CheckpointError):
-    """A file of a checkpoint is cut short, contradicts itself, or is not what was written."""
+    """A file of a checkpoint is truncated, inconsistent, or was changed after it was written."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint of another model or optimizer; names all that differ."""
+    """A checkpoint of another model or optimizer; names all differences."""
 
 
 class TierError(ShardwiseError):
-    """A folder or a disk that cannot hold a state, or that failed while it held one."""
+    """A folder or a disk cannot hold a state, or failed while it held one."""
 
 
 class NonFiniteError(ShardwiseError):
-    """A loss or a gradient became NaN or infinite; names parameter, rank and samples."""
+    """A loss or a gradient became NaN or infinite; names the parameter, rank and samples."""
 
 
 class CollectiveError(ShardwiseError):
@@ -166,5 +174,7 @@ class PeerLost(CollectiveError):
 
 
 class HorovodInternalError(CollectiveError, RuntimeError):
-    """An operation of `shardwise.horovod` failed: ranks disagree on it, or one is gone. Of
-    Horovod's name, and a RuntimeError as there."""
+    """An operation of `shardwise.horovod` failed: ranks disagree on it, or one has ended.
+
+    The name and the base class RuntimeError are the same as in Horovod.
+    """

@@ -1,4 +1,4 @@
-"""Scales learning rates with the number of workers, and warms them up.
+"""Learning-rate scaling with the number of workers, and warm-up.
 
     multiplier   S ┤         ┌──────────    S = N, linear; or the square root of N
     of the base    │     .·'
@@ -6,8 +6,8 @@
                    └─────────┬──────────
                    0         W epochs
 
-Goyal et al., "Accurate, Large Minibatch SGD" (2017, arXiv:1706.02677), as Horovod's callbacks
-have it; square root: Krizhevsky, "One weird trick" (2014, arXiv:1404.5997).
+Linear: Goyal et al., "Accurate, Large Minibatch SGD" (2017, arXiv:1706.02677), with the warm-up of
+Horovod's callbacks. Square root: Krizhevsky, "One weird trick" (2014, arXiv:1404.5997).
 """
 
 from __future__ import annotations
@@ -27,9 +27,18 @@ SCALINGS = ("linear", "sqrt", "none")
 
 
 def factor(workers: float, scaling: str = "linear") -> float:
-    """By how much the rate grows where the total batch is `workers` times as large.
+    """Return the factor of the learning rate for a total batch that is `workers` times as large.
 
-    Raises ConfigError for a number that is not above 0, or a scaling that is none of SCALINGS.
+    Args:
+        workers: How many times larger the batch is, above 0.
+        scaling: "linear", "sqrt" or "none".
+
+    Raises:
+        ConfigError: `workers` is not above 0, or `scaling` is unknown.
+
+    Example:
+        >>> factor(4, "sqrt")
+        2.0
     """
     if not 0 < workers < math.inf:
         raise ConfigError(f"workers is a number above 0, not {workers!r}.")
@@ -39,10 +48,16 @@ def factor(workers: float, scaling: str = "linear") -> float:
 
 
 def warmed(epoch: float, epochs: float, to: float) -> float:
-    """The multiplier of the base rate at the fractional `epoch` of a warm-up of `epochs` epochs.
+    """Return the multiplier of the base rate at a fractional epoch of a linear warm-up.
 
-    It goes from 1 to `to`: with N = `to` the rate is lr/N * (epoch * (N - 1) / epochs + 1), where
-    lr = base * N is the scaled one. Without a warm-up (`epochs` 0) it is `to` from the start.
+    Args:
+        epoch: Epochs since the start, with fractions.
+        epochs: Length of the warm-up; 0 for none, and then the result is `to`.
+        to: Multiplier after the warm-up. It is 1 at the start.
+
+    Example:
+        >>> warmed(2.5, epochs=5.0, to=8.0)
+        4.5
     """
     if epoch >= epochs:
         return to
@@ -50,26 +65,41 @@ def warmed(epoch: float, epochs: float, to: float) -> float:
 
 
 class ScaledLR(LRScheduler):
-    """The optimizer's rates as a larger total batch wants them. Call `step()` after each step.
+    """A scheduler that scales the optimizer's learning rates for a larger total batch.
 
+    For scripts whose total batch grows with the number of workers. The optimizer gets the rate for
+    a single worker; over the warm-up the scheduler raises it to rate * factor. If the total batch
+    stays the same, the rate stays too, and no scheduler is needed. Call `step()` after each
+    training step.
+
+    It multiplies the current rates, so it can be combined with other schedulers that do the same,
+    such as MultiStepLR or CosineAnnealingLR. A state that is loaded with another number of workers
+    continues at the same fractional epoch, with the rates for the new number.
+
+    Args:
+        optimizer: The user's optimizer.
+        steps_per_epoch: Training steps per epoch, such as `len(loader)`.
+        workers: How many times larger the total batch is than that of one worker. Default:
+            `world.data_size`; with `--islands` the number of replicas of an island, because each
+            island steps over its own rows.
+        scaling: "linear" (default), "sqrt" or "none".
+        warmup_epochs: Length of the warm-up in epochs, with fractions; 0 for none. Default: 5.
+        momentum_correction: Multiply the momentum of a step by the change of the rate before it.
+            For optimizers whose velocity contains the rate (v = m v + lr g). Those of torch
+            (v = m v + g) need no correction. Default: False.
+
+    Raises:
+        ConfigError: An argument is out of range.
+        ModelError: With `momentum_correction`, for an optimizer that needs none. A trial step
+            decides.
+
+    Example:
         loader = sw.Loader(dataset, batch_size=32 * world.data_size, shuffle=True)
         scheduler = sw.lr.ScaledLR(optimizer, steps_per_epoch=len(loader), warmup_epochs=5)
-
-    For scripts whose total batch grows with the number of workers: the optimizer's rate is the one
-    for a single worker. Where the total batch stays, the rate stays too, and no scheduler is
-    needed. `workers` says how many times larger the batch is (default: `world.data_size`, those of
-    an island with `--islands`, which makes steps over its own rows);
-    `scaling` is "linear", "sqrt" or "none". From base * 1 the rates go to base * factor over
-    `warmup_epochs` (fractional ones too, 0 for none). It multiplies what it finds, so it goes
-    together with other schedulers that do, such as MultiStepLR or CosineAnnealingLR, in the same
-    loop.
-
-    `momentum_correction` multiplies the momentum of a step by the change of the rate before it, for
-    optimizers whose velocity has the rate in it (v = m v + lr g). In those of torch (v = m v + g)
-    it has not, and they need no correction: for them, ModelError (found by trying).
-
-    A state that is loaded on another number of workers goes on at the same fractional epoch with
-    the rates of this one. Raises ConfigError for arguments that cannot be.
+        for x, y in loader:
+            engine.backward(loss_fn(model(x), y))
+            engine.step()
+            scheduler.step()
     """
 
     def __init__(
@@ -89,8 +119,8 @@ class ScaledLR(LRScheduler):
         if momentum_correction:
             _check_momentum(optimizer)
         if workers is None:
-            # The replicas that make a step together. Islands make their own steps, unless they
-            # exchange gradients (`behind`): then a step is one of the whole run.
+            # The replicas that step together. Islands step separately, unless they exchange
+            # gradients (`--behind`): then a step is one of the whole run.
             world = current_world()
             workers = world.data_size // world.groups_apart
         self._factor = factor(workers, scaling)
@@ -100,17 +130,19 @@ class ScaledLR(LRScheduler):
 
     @property
     def multiplier(self) -> float:
-        """What the base rate is multiplied by now."""
+        """Current multiplier of the base rate."""
         return self._multiplier(self.last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rates of the next step, from those of the optimizer."""
+        """Return the rates of the next step, computed from the optimizer's current rates."""
+        # A ratio, and not base_lr * multiplier, so that other schedulers' factors are kept.
         before = self._multiplier(self.last_epoch - 1) if self.last_epoch else 1.0
         change = self.multiplier / before
         return [group["lr"] * change for group in self.optimizer.param_groups]
 
     def step(self, epoch: int | None = None) -> None:
-        """Go on by a training step."""
+        """Advance by one training step."""
+        # The correction lasts one step: divide by the previous one before applying the next.
         corrected = self._correction()
         super().step(epoch)
         if self._corrects:
@@ -118,10 +150,12 @@ class ScaledLR(LRScheduler):
                 group["momentum"] *= self._correction() / corrected
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it has come: {"steps", "epoch" (fractional), "multiplier", "base_lrs"}, and
-        "correction", by which the momentum is multiplied, where it is corrected."""
-        kept = {"correction": self._correction()} if self._corrects else {}
-        return kept | {
+        """Return "steps", "epoch" (fractional), "multiplier" and "base_lrs".
+
+        With `momentum_correction` also "correction", the factor of the momentum.
+        """
+        correction = {"correction": self._correction()} if self._corrects else {}
+        return correction | {
             "steps": self.last_epoch,
             "epoch": self.last_epoch / self._steps_per_epoch,
             "multiplier": self.multiplier,
@@ -129,10 +163,14 @@ class ScaledLR(LRScheduler):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; load the optimizer's before. Its rates become those of this
-        number of workers."""
-        known = math.isclose(state["steps"] / self._steps_per_epoch, state["epoch"])
-        steps = state["steps"] if known else round(state["epoch"] * self._steps_per_epoch)
+        """Continue from `state`. Load the optimizer's state before.
+
+        The optimizer's rates become those for the current number of workers.
+        """
+        # With another total batch, an epoch has another number of steps: keep the epoch.
+        same_length = math.isclose(state["steps"] / self._steps_per_epoch, state["epoch"])
+        steps = state["steps"] if same_length else round(state["epoch"] * self._steps_per_epoch)
+        # torch's own attribute: it counts one more than last_epoch, from its initial step.
         self.last_epoch, self._step_count = steps, steps + 1
         self.base_lrs = list(state["base_lrs"])
         if (change := self.multiplier / state["multiplier"]) != 1:
@@ -142,7 +180,7 @@ class ScaledLR(LRScheduler):
         if (change := correction / state.get("correction", 1.0)) != 1:
             for group in self.optimizer.param_groups:
                 group["momentum"] *= change
-        # A rate may be a tensor, which later steps change in place.
+        # A rate may be a tensor that later steps change in place.
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self._last_lr = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
@@ -150,7 +188,7 @@ class ScaledLR(LRScheduler):
         return warmed(steps / self._steps_per_epoch, self._epochs, self._factor)
 
     def _correction(self) -> float:
-        """Return the ratio by which the rate changes before the next step."""
+        """Return the ratio of the next step's rate to the current one."""
         if self.last_epoch < 1:
             return 1.0
         return self.multiplier / self._multiplier(self.last_epoch - 1)
@@ -160,17 +198,20 @@ def _check_momentum(optimizer: optim.Optimizer) -> None:
     """Raise ModelError if the optimizer needs no correction of the momentum."""
     name = type(optimizer).__name__
     if not all("momentum" in group for group in optimizer.param_groups):
-        raise ModelError(f"{name} has no momentum in its groups: leave momentum_correction out.")
+        raise ModelError(f"{name} has no momentum in its groups: remove momentum_correction.")
+    # If momentum alone moves a parameter less at half the rate, the rate is applied to the velocity
+    # (v = m v + g). Otherwise the velocity contains the rate of its own step.
     if abs(_moved(optimizer, 0.5) / _moved(optimizer, 1.0) - 1) > 0.1:
         raise ModelError(
-            f"The velocity of {name} is free of the learning rate (v = m v + g), so that every "
-            "change of the rate holds for it too and nothing is to be corrected: leave "
-            "momentum_correction out."
+            f"The velocity of {name} does not contain the learning rate (v = m v + g), so a change "
+            "of the rate already applies to it and needs no correction: remove "
+            "momentum_correction."
         )
 
 
 def _moved(optimizer: optim.Optimizer, rate: float) -> float:
     """Return how far momentum alone moves a parameter at `rate`, after a step at rate 1."""
+    # Weight decay would move the parameter too.
     options = {**optimizer.defaults, "lr": 1.0, "momentum": 0.5, "weight_decay": 0.0}
     options = {name: value for name, value in options.items() if name in optimizer.defaults}
     parameter = nn.Parameter(torch.ones(2, 2))

@@ -1,4 +1,4 @@
-"""Metrics computes exact means over all ranks, whatever the sizes of their batches."""
+"""Exact means over all ranks, for batches of any size."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ Number = float | Tensor
 
 
 class Metrics:
-    """Weighted means of what a loop measures, over all its batches and all ranks.
+    """Weighted means over all batches of a loop and all ranks.
 
-        metrics = Metrics()
+    The weight of a batch is its number of samples. A stand-in (the batch of a rank that has no
+    samples left) has weight 0.
+
+    Example:
+        metrics = sw.Metrics()
         with torch.no_grad():
             for x, y in loader:
                 out = model(x)
                 metrics.add(loss=loss_fn(out, y), accuracy=(out.argmax(1) == y).float().mean())
-        print(metrics.compute())            # {"loss": ..., "accuracy": ...}, alike on all ranks
-
-    A stand-in (the batch of a rank that has no samples left) counts for nothing.
+        print(metrics.compute())  # {"loss": ..., "accuracy": ...}, the same on all ranks
     """
 
     def __init__(self) -> None:
@@ -35,30 +37,46 @@ class Metrics:
         self._sums: dict[str, _Sum] = {}
         self._weights: dict[str, _Sum] = {}
         self._training = False  # whether autograd recorded when something was added last
-        self._sat_out = self._world.current_batch.sat_out
+        self._skipped_before = self._world.current_batch.skipped_batches
 
     def add(self, n: Number | None = None, **means: Any) -> None:
-        """Count `means`, each a mean over `n` items: numbers or tensors of one element.
+        """Add means over `n` items of this rank.
 
-        `n` (likewise) is by default the samples of the batch that a Loader gave
-        last. Tensors are kept on their device in float64, where that has it; nothing waits for
-        the device. Where the batch is a stand-in, or `n` is 0, the values are ignored, NaN too.
+        Tensors stay on their device (in float64 if it has that), so this never waits for a device.
+        If the batch is a stand-in or `n` is 0, the values are ignored, even if they are NaN.
 
-        Raises UsageError without `n` where no Loader gave a batch, MetricsError for an `n` below
-        0 or a value that is not a scalar, UsageError for a metric called `weight`, as the items of
-        engine.backward are.
+        Args:
+            n: Number of items: a number or a tensor with one element, at least 0. Default: the
+                samples of the last batch from a Loader.
+            **means: Means by name: numbers or tensors with one element.
+
+        Raises:
+            UsageError: There is no `n` and no batch, or a metric is called `weight` (which is the
+                name of `n` in `engine.backward`).
+            MetricsError: `n` is below 0, or a value is no scalar.
+
+        Example:
+            >>> import shardwise as sw
+            >>> world = sw.init()
+            >>> metrics = sw.Metrics()
+            >>> metrics.add(n=1, loss=4.0)
+            >>> metrics.add(n=3, loss=2.0)
+            >>> metrics.compute()
+            {'loss': 2.5}
         """
         if "weight" in means:
             raise UsageError(
-                "metrics.add(weight=...) would be the mean of a metric called weight: the number "
-                "of items is metrics.add(n=...)."
+                "metrics.add(weight=...) would add a metric called weight. To set the number of "
+                "items, write metrics.add(n=...)."
             )
+        # For the step log, which keeps training and evaluation apart.
         self._training = torch.is_grad_enabled()
         weight = _weight(self._world, n)
         values = {name: _scalar(name, mean) for name, mean in means.items()}
         for name, value in values.items():
             product: Number = 0.0
             if isinstance(weight, Tensor):
+                # Not weight * value alone: the values of a stand-in may be NaN, and 0 * NaN is NaN.
                 product = torch.where(weight != 0, weight * value, torch.zeros_like(weight))
             elif weight != 0:
                 product = value * weight
@@ -66,24 +84,26 @@ class Metrics:
             self._weights.setdefault(name, self._kind()).add(weight)
 
     def compute(self) -> dict[str, float]:
-        """The means over all that was added on all ranks since the last call; then start over.
+        """Return the means over everything that all ranks added since the last call, and reset.
 
-        One collective round, so every rank must come. A mean over no items is NaN. Raises
-        MetricsError, on all ranks alike, where ranks measured different things or a weight is
-        below 0; nothing is forgotten then.
+        Collective, with one exchange. A mean over no items is NaN.
+
+        Raises:
+            MetricsError: Ranks added different names, or a total weight is below 0. Raised on all
+                ranks, and nothing is reset.
         """
-        own = {name: (self._sums[name].told(), self._weights[name].told()) for name in self._sums}
-        # A rank without a batch in an uneven evaluation measured nothing: it counts as weight 0,
-        # and not as a rank that forgot a name.
-        idle = not own and self._world.current_batch.sat_out > self._sat_out
+        own = {name: (self._sums[name].parts(), self._weights[name].parts()) for name in self._sums}
+        # A rank without a batch in an uneven evaluation measured nothing. It counts with weight 0,
+        # not as a rank that forgot a name.
+        idle = not own and self._world.current_batch.skipped_batches > self._skipped_before
         gathered = self._world.gather(None if idle else own)
-        measured = next((rank for rank in gathered if rank is not None), {})
-        ranks = [dict.fromkeys(measured, NOTHING) if rank is None else rank for rank in gathered]
+        names = next((rank for rank in gathered if rank is not None), {})
+        ranks = [dict.fromkeys(names, NOTHING) if rank is None else rank for rank in gathered]
         _check_names(ranks)
         _check_weights(ranks)
         self._sums, self._weights = {}, {}
-        self._sat_out = self._world.current_batch.sat_out
-        # The ranks of a replica have measured the same: it counts once.
+        self._skipped_before = self._world.current_batch.skipped_batches
+        # The ranks of a replica have measured the same batches, which count once.
         counted = ranks[:: self._world.mesh.replica]
         means = {name: _mean([rank[name] for rank in counted]) for name in ranks[0]}
         self._world.step_log.measured(means, training=self._training)
@@ -91,11 +111,11 @@ class Metrics:
 
 
 Totals = dict[str, tuple[list[float], list[float]]]
-"""Of one rank: numbers that make up the weighted sum, and the weight, by name."""
+"""Weighted sum and weight of one rank by name; each is the sum of a list of numbers."""
 
 
 NOTHING: tuple[list[float], list[float]] = ([0.0], [0.0])
-"""The weighted sum and the weight of a rank that has measured nothing."""
+"""Weighted sum and weight of a rank that has measured nothing."""
 
 
 class _Sum:
@@ -105,17 +125,19 @@ class _Sum:
         self._total: Number = 0.0
 
     def add(self, value: Number) -> None:
-        """Count one more."""
         self._total = self._total + value
 
-    def told(self) -> list[float]:
-        """Numbers whose sum it is."""
+    def parts(self) -> list[float]:
+        """Return numbers whose sum is this sum."""
         return [float(self._total)]
 
 
 class _ExactSum(_Sum):
-    """The same without rounding, for the exact mode: as a few numbers whose digits do not overlap
-    (Shewchuk, 1997). So it does not matter which rank has counted what. Waits for a device."""
+    """A running sum without rounding, for the exact mode. Waits for a device.
+
+    It consists of a few numbers whose digits do not overlap (Shewchuk, 1997), so the total does
+    not depend on the distribution of values over ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,39 +152,42 @@ class _ExactSum(_Sum):
         for part in self._parts:
             large, small = sorted((rest, part), key=abs, reverse=True)
             rest = large + small
-            if lost := small - (rest - large):
+            if lost := small - (rest - large):  # the rounding error, exactly (Dekker's TwoSum)
                 parts.append(lost)
         self._parts = [*parts, rest]
 
-    def told(self) -> list[float]:
-        return [*super().told(), *self._parts]
+    def parts(self) -> list[float]:
+        return [*super().parts(), *self._parts]
 
 
 def _weight(world: World, n: Any) -> Number:
     batch = world.current_batch.batch
+    # Also if `n` is passed: the rows of a stand-in belong to another rank.
     if batch is not None and batch.samples == 0:
         return 0.0
     if n is None:
         if batch is None:
             raise UsageError(
-                "Metrics.add cannot tell how many items these are means over, since no Loader "
+                "Metrics.add does not know how many items these are means over, because no Loader "
                 "gave a batch: write metrics.add(n=len(x), ...)."
             )
         return float(batch.samples)
     weight = _scalar("n", n)
+    # A tensor on a device is not read here. `compute` checks the totals.
     if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
         raise MetricsError(f"Metrics.add takes an n of 0 or more, not {n!r}.")
     return weight
 
 
 def _scalar(name: str, value: Any) -> Number:
-    """`value` as a float, or as a tensor in the widest float of its device."""
+    """Return `value` as a float, or as a 0-dim tensor in the widest float dtype of its device."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
             raise MetricsError(
                 f"Metrics.add takes numbers and tensors of one element, but {name} is a tensor of "
-                f"shape {tuple(value.shape)} and dtype {value.dtype}: give its mean, and n=."
+                f"shape {tuple(value.shape)} and dtype {value.dtype}: pass its mean, and n=."
             )
+        # MPS has no float64.
         wide = torch.float32 if value.device.type == "mps" else torch.float64
         return value.detach().reshape(()).to(wide)
     if isinstance(value, Real):
@@ -186,16 +211,16 @@ def _mean(totals: list[tuple[list[float], list[float]]]) -> float:
 def _check_names(ranks: list[Totals]) -> None:
     if all(rank.keys() == ranks[0].keys() for rank in ranks):
         return
-    found: dict[tuple[str, ...], list[str]] = {}
+    ranks_by_names: dict[tuple[str, ...], list[str]] = {}
     for number, rank in enumerate(ranks):
-        found.setdefault(tuple(sorted(rank)), []).append(str(number))
-    said = "; ".join(
+        ranks_by_names.setdefault(tuple(sorted(rank)), []).append(str(number))
+    differences = "; ".join(
         f"rank(s) {', '.join(numbers)}: {', '.join(names) or 'nothing'}"
-        for names, numbers in found.items()
+        for names, numbers in ranks_by_names.items()
     )
     raise MetricsError(
-        f"Ranks disagree on what they measured ({said}). Every rank must add the same names, "
-        "also for a batch whose values do not matter to it."
+        f"Ranks disagree on what they measured ({differences}). Add the same names on every rank, "
+        "also for a batch whose values do not count."
     )
 
 

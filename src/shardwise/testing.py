@@ -1,4 +1,4 @@
-"""For tests of your own: that a training is the same under every placement.
+"""An assertion for your own tests: training gives the same result under every placement.
 
 from shardwise.testing import assert_same_training
 
@@ -42,104 +42,125 @@ from shardwise.tools.verify.runs import Run, RunFailed, ScriptCommand, WarmRanks
 from shardwise.tools.verify.verdicts import TrainingVerdict
 from shardwise.world.randomness import seed_everything
 
-Made = tuple[nn.Module, torch.optim.Optimizer, Sequence[Any], Callable[..., Tensor]]
+Training = tuple[nn.Module, torch.optim.Optimizer, Sequence[Any], Callable[..., Tensor]]
+"""Model, optimizer, total batches and loss function."""
 
 _LAST = 40
-"""Lines of the output of a run that failed, in the message."""
+"""Number of output lines of a failed run to show in the message."""
 
 
 def assert_same_training(
-    make: Callable[[], Made],
+    make: Callable[[], Training],
     *,
     placements: Sequence[str] = ("-n 2 --zero 0", "-n 2 --zero 3"),
     steps: int = 5,
     bits: bool = False,
 ) -> None:
-    """Raise AssertionError unless `make`'s training is that of plain PyTorch in every placement.
+    """Assert that a training has the result of plain PyTorch under each of several placements.
 
-    `make()` returns `model, optimizer, batches, loss_of`: total batches (nests of tensors whose
-    rows are dimension 0; they are gone through again where there are fewer than `steps`), and
-    `loss_of(model, *batch)`, a mean over rows. `placements` are flags of `shardwise run`. In fp64
-    every loss, gradient norm, parameter, buffer and optimizer state agrees to 1e-8; with `bits`
-    they are to be equal to the last bit as they are. `make` is a function at the top of a module,
-    since every rank, a process of its own, imports it.
+    It trains once in plain PyTorch and once per placement, and compares every loss, gradient norm,
+    parameter, buffer and optimizer state: in fp64, to 1e-8.
 
-    The message has the first step, the first tensor and the cause, as `shardwise verify` has them.
+    Args:
+        make: Returns `(model, optimizer, batches, loss_of)`. `batches` are total batches: nested
+            containers of tensors of shape (rows, ...), used repeatedly if there are fewer than
+            `steps`. `loss_of(model, *batch)` returns a mean over rows. `make` must be a function
+            at the top level of a module, because every rank imports it in its own process.
+        placements: Flags of `shardwise run`, one string per placement.
+        steps: Number of training steps. Default: 5.
+        bits: Require equality to the last bit, in the model's own precision. Default: False.
+
+    Raises:
+        AssertionError: A result differs. The message names the first step, the first tensor and
+            the cause, as `shardwise verify` does.
+        UsageError: `make` cannot be imported.
+
+    Example:
+        def test_same_training():
+            assert_same_training(make, placements=["-n 2 --zero 3", "-n 4 --tensor 2"])
     """
     __tracebackhide__ = True
-    where = _place_of(make)
-    spread = [placement_of(text) for text in placements]
+    source = _source_of(make)
+    requested = [placement_of(text) for text in placements]
     folder = Path(tempfile.mkdtemp(prefix="shardwise-testing-"))
-    words = ("shardwise.testing", *where, str(steps))
+    words = ("shardwise.testing", *source, str(steps))
     plan = VerifyRequest(
         script=ScriptCommand(words=words, module=True),
         against=ScriptCommand(words=(*words, "plain"), module=True),
-        placements=spread,
+        placements=requested,
         steps=steps,
         out=folder,
     )
     try:
-        with WarmRanks(plan.script, plan.most) as warm:
+        with WarmRanks(plan.script, plan.max_size) as warm:
 
             def run_training(run: Run, words: str) -> RecordedTraining:
                 return runs.make(run, words, folder / "output.txt", lambda steps: None, warm)
 
             verification = Verification(plan, run_training)
-            for placement in spread:
+            for placement in requested:
                 _check(verification, placement, bits=bits)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check(verification: Verification, placement: RunPlacement, *, bits: bool) -> None:
+    """Raise AssertionError if the training under `placement` differs from the plain one."""
     __tracebackhide__ = True
     try:
+        # Trains the reference, in the first call only.
         verification.check()
         result = verification.judge(placement)
     except RunFailed as error:
-        said = "\n".join(error.output.strip().splitlines()[-_LAST:])
-        raise AssertionError(f"{placement}: {error}\n{said}") from None
+        output = "\n".join(error.output.strip().splitlines()[-_LAST:])
+        raise AssertionError(f"{placement}: {error}\n{output}") from None
     except ShardwiseError as error:
         raise AssertionError(f"{placement}: {error}") from None
     if result.verdict is TrainingVerdict.BITS or (
         result.verdict is TrainingVerdict.ROUNDING and not bits
     ):
         return
-    said = "\n  ".join(verdicts.sentences(result))
-    raise AssertionError(f"{placement}: {result.verdict.words}\n  {said}")
+    differences = "\n  ".join(verdicts.sentences(result))
+    raise AssertionError(f"{placement}: {result.verdict.words}\n  {differences}")
 
 
-def _place_of(make: Callable[[], Made]) -> tuple[str, str, str, str]:
-    """The file of a function, its name, its module, and where modules are looked for here. Raises
-    UsageError for one that no process can import."""
+def _source_of(make: Callable[[], Training]) -> tuple[str, str, str, str]:
+    """Return the file, name and module of a function, and `sys.path` as one string.
+
+    Raises UsageError for a function that other processes cannot import.
+    """
     name, path = getattr(make, "__qualname__", ""), inspect.getsourcefile(make)
     if path is None or not name.isidentifier():
         raise UsageError(
-            f"assert_same_training takes a function at the top of a module, which every rank "
+            "assert_same_training takes a function at the top level of a module, which every rank "
             f"imports, not {name or make!r}."
         )
-    places = os.pathsep.join(os.path.abspath(place) for place in sys.path)
-    return str(Path(path).resolve()), name, make.__module__, places
+    folders = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    return str(Path(path).resolve()), name, make.__module__, folders
 
 
-def _imported(path: str, name: str, module: str, places: str) -> Callable[[], Made]:
-    """The function `name` of the file `path`, imported as it was there: as `module`, looked for in
-    the same `places`, where that is the file; else from the file, with its folder on the path."""
-    sys.path += [place for place in places.split(os.pathsep) if place not in sys.path]
-    if (found := _by_name(path, module)) is None:
+def _import_function(path: str, name: str, module: str, folders: str) -> Callable[[], Training]:
+    """Import the function that `_source_of` has described, in another process.
+
+    By the name of its module if that leads to the same file, else from the file.
+    """
+    # Behind this process's own entries, which must keep their order.
+    sys.path += [folder for folder in folders.split(os.pathsep) if folder not in sys.path]
+    if (imported := _by_name(path, module)) is None:
         sys.path.insert(0, str(Path(path).parent))
-        found = _by_file(path)
-    function: Callable[[], Made] = getattr(found, name)
+        imported = _by_file(path)
+    function: Callable[[], Training] = getattr(imported, name)
     return function
 
 
 def _by_name(path: str, module: str) -> ModuleType | None:
-    """The module of that name, if it is in that file: pytest's importlib mode gives other names."""
+    """Import a module by name if it is in the file `path`; else return None."""
+    # pytest's importlib mode gives modules other names than an import would.
     if module == "__main__":
         return None
     try:
         spec = find_spec(module)
-    except (ImportError, ValueError):  # a package of it is not to be found from here
+    except (ImportError, ValueError):  # its package cannot be imported here
         return None
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(path):
         return None
@@ -147,9 +168,9 @@ def _by_name(path: str, module: str) -> ModuleType | None:
 
 
 def _by_file(path: str) -> ModuleType:
-    """The module in a file, by its full name where it lies in a package, so that it may import
-    from there."""
+    """Import the module in a file; by its full name if it is in a package, for its own imports."""
     file = Path(path)
+    # Relative imports in the file need the name of its package.
     names, folder = [file.stem], file.parent
     while (folder / "__init__.py").exists():
         names.insert(0, folder.name)
@@ -161,13 +182,14 @@ def _by_file(path: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
+    # Before it runs, as Python's own import does: dataclasses look up their module there.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def _train(make: Callable[[], Made], steps: int) -> None:
-    """The loop under a placement."""
+def _train(make: Callable[[], Training], steps: int) -> None:
+    """Train under the placement of this process's flags."""
     import shardwise as sw
 
     world = sw.init(seed=0)
@@ -178,8 +200,9 @@ def _train(make: Callable[[], Made], steps: int) -> None:
         engine.step()
 
 
-def _train_plain(make: Callable[[], Made], steps: int) -> None:
-    """The same loop as plain PyTorch has it."""
+def _train_plain(make: Callable[[], Training], steps: int) -> None:
+    """Run the same loop in plain PyTorch."""
+    # As `sw.init(seed=0)` in the other loop, so that `make` builds the same model and batches.
     seed_everything(0)
     model, optimizer, batches, loss_of = make()
     for batch in islice(cycle(batches), steps):
@@ -189,5 +212,6 @@ def _train_plain(make: Callable[[], Made], steps: int) -> None:
 
 
 if __name__ == "__main__":
-    path, name, module, places, steps, *plain = sys.argv[1:]
-    (_train_plain if plain else _train)(_imported(path, name, module, places), int(steps))
+    path, name, module, folders, steps, *plain = sys.argv[1:]
+    make = _import_function(path, name, module, folders)
+    (_train_plain if plain else _train)(make, int(steps))

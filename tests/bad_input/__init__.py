@@ -1,8 +1,8 @@
-"""Input that cannot be, by every way that there is, and what is made of it.
+"""Invalid input from every source, and checks that the command refuses it in one sentence.
 
-- drawing.py: a seed becomes a bad input: flags, variables, TOML, hostfiles, contradictions, ...
-- values.py: texts that no setting of a kind takes
-- trying.py: it is given to the real command line, in a process that is forked, or a real one
-- judging.py: what came of it, and whether that is what is promised
+- drawing.py: draws an invalid input from a seed: flags, variables, TOML, hostfiles, ...
+- values.py: invalid values by type of setting
+- trying.py: gives the input to the real command line, in a forked or a new process
+- judging.py: judges the result
 - __main__.py: python -m tests.bad_input --inputs 1000 --seed 1
 """

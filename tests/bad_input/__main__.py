@@ -1,7 +1,7 @@
-"""Input that cannot be, by every way that there is, and what is made of it.
+"""Tries invalid input from every source, and checks that the command refuses it in one sentence.
 
 python -m tests.bad_input --inputs 1000 --seed 1     seeds 1 to 1000
-python -m tests.bad_input --input 17                 that one, and all about it
+python -m tests.bad_input --input 17                 only seed 17, with its whole output
 """
 
 import tempfile
@@ -14,7 +14,7 @@ from tests.bad_input.judging import COMMAND, Runner
 
 @contextmanager
 def prepared() -> Iterator[Runner]:
-    """What tries an input."""
+    """Yield the runner of inputs."""
     with tempfile.TemporaryDirectory(prefix="input") as folder:
         yield Runner(Path(folder))
 

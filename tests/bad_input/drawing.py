@@ -1,4 +1,4 @@
-"""A seed becomes an input that cannot be."""
+"""Draws an invalid input from a seed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SCRIPT = "ok.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """What is given to `target`: the command line with `words`, the script alone, or an agent.
+    """An invalid input to `target`: the command line, the script without a launcher, or an agent.
 
-    `files` are made beside the script first. `around` names what surrounds it (see trying.py).
+    `files` are created next to the script. `around` names unusual surroundings (see trying.py).
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Input:
 
 
 def draw(seed: int) -> Input:
-    """The input of `seed`."""
+    """Draw the input of `seed`."""
     rng = Random(seed)
     kind = rng.choices(list(KINDS), weights=[weight for weight, _ in KINDS.values()])[0]
     return KINDS[kind][1](rng)
@@ -50,20 +50,20 @@ def _run(*words: str) -> tuple[str, ...]:
 
 
 def setting(rng: Random) -> Input:
-    """A setting's value, on the command line."""
+    """Draw an invalid value of a setting, on the command line."""
     name = rng.choice([name for name, each in FIELDS.items() if each.metadata["metavar"]])
     return Input(kind="setting", words=_run(flag(name), rng.choice(values.of_setting(name))))
 
 
 def launcher(rng: Random) -> Input:
-    """The value of a flag of the launcher."""
+    """Draw an invalid value of a flag of the launcher."""
     name = rng.choice(list(values.OF_FLAGS))
     words = [name, rng.choice(values.OF_FLAGS[name])]
     return Input(kind="launcher's flag", words=_run(*values.NEEDS.get(name, ()), *words))
 
 
 def typo(rng: Random) -> Input:
-    """A flag that is none, or a command."""
+    """Draw an unknown flag, command or script."""
     name = rng.choice(list(FIELDS))
     place = rng.randrange(1, len(name))
     broken = name[:place] + rng.choice("xq_-") + name[place:] + rng.choice(["", "x"])
@@ -88,7 +88,7 @@ def typo(rng: Random) -> Input:
 
 
 def other_command(rng: Random) -> Input:
-    """What the other commands do not take."""
+    """Draw invalid arguments of another command."""
     name, bad = rng.choice(
         [
             ("-n", ("", "0", "x", "1,,2", "-1", "9" * 5000, "1,x", "²")),
@@ -130,7 +130,7 @@ def other_command(rng: Random) -> Input:
 
 
 def variable(rng: Random) -> Input:
-    """A setting's value, in the environment."""
+    """Draw an invalid value of a setting, in the environment."""
     name = rng.choice(list(FIELDS))
     bad = [text for text in values.of_setting(name) if "\0" not in text]
     environ = {f"SHARDWISE_{name.upper()}": rng.choice(bad)}
@@ -150,14 +150,13 @@ def variable(rng: Random) -> Input:
 
 
 def identity(rng: Random) -> Input:
-    """Who a process is, told by a launcher."""
+    """Draw invalid variables of a launcher."""
     name = rng.choice(list(values.VARIABLES))
-    beside = dict(values.VARIABLES[name])
-    environ = {name: "0"} | beside
+    environ = {name: "0"} | dict(values.VARIABLES[name])
     spoiled = rng.choice([each for each in environ if each not in values.NOT_NUMBERS])
     environ[spoiled] = rng.choice(["x", "", "-2", "9" * 30, "9" * 5000, "nan", "²"])
     if rng.random() < 0.2:
-        environ[name] = "7"  # no rank of two
+        environ[name] = "7"  # a rank above the number of ranks
     if rng.random() < 0.2:
         environ = {
             "SHARDWISE_FLAGS": rng.choice(["x", "[]", "[" * 5000, '{"a": 1}', '{"zero": 1}'])
@@ -166,7 +165,7 @@ def identity(rng: Random) -> Input:
 
 
 def toml(rng: Random) -> Input:
-    """A TOML file."""
+    """Draw an invalid TOML file."""
     name = rng.choice(list(FIELDS)).replace("_", "-")
     deep = rng.choice([3, 200, 5000])
     text = rng.choice(
@@ -202,7 +201,7 @@ def toml(rng: Random) -> Input:
 
 
 def _is_harmless(data: bytes) -> bool:
-    """Whether the one thing that it says is right after all."""
+    """Return whether the file is valid after all: an empty list."""
     try:
         (value,) = tomllib.loads(data.decode()).values()
     except Exception:
@@ -211,7 +210,7 @@ def _is_harmless(data: bytes) -> bool:
 
 
 def hostfile(rng: Random) -> Input:
-    """A line of a hostfile."""
+    """Draw an invalid hostfile."""
     bad = [f"{each} slots=2" for each in values.NOT_HOSTS if each.strip() and "\n" not in each]
     bad += [
         f"a slots={each}" for each in ("", "x", "0", "-1", "²", "9" * 5000, "99999999", "1 slots=2")
@@ -224,7 +223,7 @@ def hostfile(rng: Random) -> Input:
 
 
 def contradiction(rng: Random) -> Input:
-    """Flags that do not go together, or one without what it is for."""
+    """Draw flags that contradict each other, or a flag that needs another one."""
     several: list[tuple[str, ...]] = [
         ("--sequence-parallel",),
         *(("--schedule", each) for each in SCHEDULES if each != "1f1b"),
@@ -303,7 +302,8 @@ _MESSAGES: dict[str, dict[str, Any]] = {
             "patience": 5.0,
             "grace": 5.0,
             "restarts": 0,
-            "elastic_islands": 0,
+            "parts": 0,
+            "agent": "shardwise.launch.ssh.agent",
             "shown": None,
             "log_dir": None,
             "run": "a",
@@ -360,19 +360,19 @@ def _garbled(rng: Random, messages: Mapping[str, Mapping[str, Any]]) -> bytes:
 
 
 def to_agent(rng: Random) -> Input:
-    """What no launcher says to an agent."""
+    """Draw an invalid message to an agent."""
     return Input(kind="to an agent", words=(), target="agent", stdin=_garbled(rng, _MESSAGES))
 
 
 def from_agent(rng: Random) -> Input:
-    """What no agent says to a launcher."""
+    """Draw an invalid message from an agent."""
     line = _garbled(rng, _ANSWERS)
     words = _run("-H", "node1,node2", "--ssh", "./says")
     return Input(kind="from an agent", words=words, files={"said": line})
 
 
 def surroundings(rng: Random) -> Input:
-    """Where nothing can be, whatever is asked for."""
+    """Draw surroundings that make any run impossible."""
     around = rng.choice(["no folder", "no files", "stdout closed", "all closed", "stdout full"])
     words: Any = ("run", "-n", "2", SCRIPT)
     if around != "no files":
@@ -396,4 +396,4 @@ KINDS: dict[str, tuple[int, Callable[[Random], Input]]] = {
     "from an agent": (2, from_agent),
     "surroundings": (3, surroundings),
 }
-"""With how often each is drawn."""
+"""By name of a kind: its weight, and the function that draws it."""

@@ -1,4 +1,4 @@
-"""One bad input: what came of it, and whether that is what is promised: a sentence."""
+"""Tries one invalid input, and judges whether it was refused in a sentence."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from pathlib import Path
 from random import Random
 
 from tests.bad_input.drawing import Input, draw
-from tests.bad_input.trying import Seen, tried
+from tests.bad_input.trying import Seen, try_input
 from tests.distributed.group import FORKED
 from tests.seeded import Command, Result
 
 REAL = 0.1
-"""The part that goes through processes of its own."""
+"""Fraction of inputs that are tried in a new process rather than a forked one."""
 
 TRACES = ("Traceback (most recent call last)", "Exception ignored in")
 SLOW = 60.0
 LONGEST = 3
-"""Lines that a refusal may have."""
+"""Most lines that a refusal may have."""
 
 _TELLS = ("does nothing", "has no effect", "overrides")
-"""Words of the lines that tell of a setting which changes nothing."""
+"""Words in warnings about a setting without effect."""
 
 COMMAND = Command(
     name="bad_input",
-    about="Input that cannot be, by every way that there is, and what is made of it.",
+    about="Try invalid input from every source, and check that it is refused in one sentence.",
     thing="input",
     things="inputs",
     fine=("sentence", "a line says so"),
@@ -36,16 +36,16 @@ class Runner:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        first = FORKED.Process(target=int)  # the process that others are forked from is started
+        first = FORKED.Process(target=int)  # starts the fork server
         first.start()
         first.join()
 
     def __call__(self, seed: int) -> Result:
-        """Try the one of `seed`."""
+        """Try the input of `seed`."""
         given = draw(seed)
         real = given.around == "no files" or Random(-seed).random() < REAL
-        seen = tried(given, self._folder / f"input-{seed}", real=real)
-        kind, words = judged(given, seen)
+        seen = try_input(given, self._folder / f"input-{seed}", real=real)
+        kind, words = judge(given, seen)
         return Result(
             kind=kind,
             fine=kind in COMMAND.fine,
@@ -56,8 +56,8 @@ class Runner:
         )
 
 
-def judged(given: Input, seen: Seen) -> tuple[str, str]:
-    """The kind of result, and a few words."""
+def judge(given: Input, seen: Seen) -> tuple[str, str]:
+    """Return the kind of result, and a few words about it."""
     lines = [line for line in seen.err.splitlines() if line.strip()]
     last = lines[-1][:300] if lines else ""
     if seen.code is None:

@@ -1,5 +1,7 @@
-"""A bad input is given to the real command line: in a forked process, which has torch already, or
-in a process of its own, as a user starts it."""
+"""Gives an invalid input to the real command line.
+
+It runs in a forked process, which has imported torch already, or in a new process, as for a user.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.bad_input.drawing import SCRIPT, Input
 from tests.distributed.group import FORKED, _environment
 
 LIMIT = 120.0
-"""Seconds that a refusal may take, on a machine that is busy."""
+"""Seconds that a refusal may take on a busy machine."""
 
 TRAINS = """
 import torch, shardwise as sw
@@ -36,7 +38,7 @@ for _ in range(2):
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """How it ended: the exit code, None where it did not end, and what it wrote."""
+    """The result of a command: its exit code (None if it did not end), output and leftovers."""
 
     code: int | None
     out: str
@@ -45,8 +47,8 @@ class Seen:
     left: tuple[str, ...]
 
 
-def tried(given: Input, folder: Path, *, real: bool) -> Seen:
-    """Give it to the command line; `folder` is made for it, and removed."""
+def try_input(given: Input, folder: Path, *, real: bool) -> Seen:
+    """Run the command line with an input, in the new `folder`, which is removed afterwards."""
     _prepare(given, folder)
     environ = _environment() | given.environ | {"TMPDIR": str(folder / "temporary")}
     environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
@@ -107,14 +109,14 @@ def _forked(given: Input, folder: Path, environ: dict[str, str]) -> int | None:
     if code is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
-        process.kill()  # it may not have had a group yet
+        process.kill()  # it may not lead a group yet
         process.join()
     process.close()
     return code
 
 
 def _surround(around: str, folder: Path) -> None:
-    """Make of this process one that finds itself so."""
+    """Put this process into the surroundings `around`."""
     full = around == "stdout full"
     out = os.open("/dev/full" if full else folder / "out", os.O_WRONLY | os.O_CREAT, 0o600)
     err = os.open(folder / "err", os.O_WRONLY | os.O_CREAT, 0o600)
@@ -132,10 +134,10 @@ def _surround(around: str, folder: Path) -> None:
 
 
 def _serve(given: Input, folder: Path, environ: dict[str, str]) -> NoReturn:
-    """What the forked process does."""
+    """Run the target in the forked process."""
     os.setsid()
     os.chdir(folder / "work")
-    ours, theirs = os.pipe()  # epoll knows no plain files
+    ours, theirs = os.pipe()  # a pipe, because epoll does not accept files
     os.write(theirs, given.stdin)
     os.close(theirs)
     os.dup2(ours, 0)
@@ -166,7 +168,7 @@ def _command(given: Input) -> int:
 
 
 def _be_rank(job: Any, command: Any, console: Any, *rest: Any) -> Any:
-    """Instead of starting the one rank that is asked for, become it."""
+    """Become the only rank instead of starting it."""
     from shardwise.launch.run_spec import Meeting, rank_environment
     from shardwise.net import network
     from shardwise.net.identity import Identity

@@ -1,11 +1,11 @@
-"""Texts that no setting of a kind takes."""
+"""Invalid values, by type of setting and by flag."""
 
 from __future__ import annotations
 
 from shardwise.config import FIELDS, values
 
 NOT_TEXT = "\udcff"
-"""What Python makes of a byte that is no UTF-8."""
+"""A byte that is not UTF-8, as Python decodes it."""
 
 LONG = "a" * 300
 WORDS = ("x", "", " ", NOT_TEXT, "\x1b[31mred", "[/x]", "[lr=0.1]", "-", "None", "\u0661", "²")
@@ -50,7 +50,7 @@ OF_SETTINGS = {
 
 
 def of_setting(name: str) -> tuple[str, ...]:
-    """Texts that the setting `name` does not take, on one worker of the script."""
+    """Return invalid values of the setting `name`, for the script on one worker."""
     parse, default = FIELDS[name].metadata["parse"], FIELDS[name].default
     if parse in OF_SETTINGS:
         return OF_SETTINGS[parse]
@@ -90,7 +90,7 @@ OF_FLAGS = {
     "--host-timeout": (*NOT_NUMBER, "1", "0"),
     "--grace": NOT_NUMBER,
 }
-"""By flag of the launcher, what it does not take."""
+"""Invalid values by flag of the launcher."""
 
 NEEDS = {
     "--node-rank": ("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29500"),
@@ -99,7 +99,7 @@ NEEDS = {
     "--ssh-port": ("-H", "node1,node2"),
     "--host-timeout": ("-H", "node1,node2"),
 }
-"""Flags that go with one, so that nothing but its value is wrong."""
+"""Flags that another flag needs, so that only its value is wrong."""
 
 VARIABLES = {
     "RANK": {
@@ -128,8 +128,8 @@ VARIABLES = {
     "PET_NODE_RANK": {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1"},
     "SM_CURRENT_HOST": {"SM_HOSTS": '["0", "1"]'},
 }
-"""By the variable of a rank, the others that its launcher sets."""
+"""By the variable of a rank, the other variables that its launcher sets."""
 
 NOT_NUMBERS = {"MASTER_ADDR", "SHARDWISE_RENDEZVOUS", "PET_MASTER_ADDR", "SKYPILOT_NODE_IPS"}
 NOT_NUMBERS |= {"SLURM_STEP_ID", "FLUX_JOB_ID", "LSB_JOBID"}
-"""Those that may hold any text."""
+"""Variables that may hold any text."""

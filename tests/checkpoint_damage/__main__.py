@@ -1,7 +1,7 @@
-"""Checkpoints damaged in every way, and what is made of them.
+"""Damage checkpoints at random, and check their loads.
 
 python -m tests.checkpoint_damage --damages 1000 --seed 1     seeds 1 to 1000
-python -m tests.checkpoint_damage --damage 17                 that one, and all about it
+python -m tests.checkpoint_damage --damage 17                 only seed 17, with all details
 """
 
 import tempfile
@@ -15,7 +15,7 @@ from tests.distributed.group import Groups
 
 @contextmanager
 def prepared() -> Iterator[Runner]:
-    """What tries a damage."""
+    """Return the runner that tries one damage."""
     with (
         closing(Groups()) as groups,
         tempfile.TemporaryDirectory(prefix="damaged") as folder,

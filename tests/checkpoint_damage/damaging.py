@@ -1,4 +1,4 @@
-"""A seed becomes a damage to a folder of checkpoints."""
+"""Random damage to a folder of checkpoints, determined by a seed."""
 
 import json
 import os
@@ -19,9 +19,9 @@ from tests.checkpoint_damage.training import STEPS
 
 @dataclass(frozen=True)
 class Damage:
-    """What was done, in words, of which kind, and what it lets go on.
+    """Description and kind of a damage.
 
-    `known`: `verify` may find nothing, since the damage has the sums of what it left.
+    `known` means that `verify` may find nothing, because the damage includes valid checksums.
     """
 
     kind: str
@@ -33,14 +33,14 @@ Rng = random.Random
 
 
 def damage(seed: int, folder: Path) -> Damage:
-    """Damage the newest checkpoint in `folder`, and at times all of them."""
+    """Damage the newest checkpoint in `folder`, and sometimes all of them."""
     rng = Rng(seed)
     kind = rng.choices(list(KINDS), weights=[weight for weight, _ in KINDS.values()])[0]
     steps = [STEPS] if rng.random() < 0.8 else list(range(STEPS, 0, -1))
     state = rng.getstate()
     said = ""
     for step in steps:
-        rng.setstate(state)  # the same to each
+        rng.setstate(state)  # every checkpoint gets the same damage
         words = KINDS[kind][1](rng, folder / f"step-{step}")
         said = said or words
     everywhere = "" if len(steps) == 1 else ", in all checkpoints"
@@ -59,7 +59,7 @@ def _file(rng: Rng, path: Path) -> Path:
 
 
 def flip(rng: Rng, path: Path) -> str:
-    """One bit, of any file."""
+    """Flip one bit of any file."""
     file = _file(rng, path)
     data = bytearray(file.read_bytes())
     place, bit = rng.randrange(len(data)), rng.randrange(8)
@@ -69,7 +69,7 @@ def flip(rng: Rng, path: Path) -> str:
 
 
 def flip_early(rng: Rng, path: Path) -> str:
-    """One bit where a file tells of itself."""
+    """Flip one bit in the header of a file."""
     file = _file(rng, path)
     data = bytearray(file.read_bytes())
     place, bit = rng.randrange(min(len(data), 600)), rng.randrange(8)
@@ -79,7 +79,7 @@ def flip_early(rng: Rng, path: Path) -> str:
 
 
 def truncate(rng: Rng, path: Path) -> str:
-    """An end that is missing."""
+    """Cut off the end of a file."""
     file = _file(rng, path)
     size = file.stat().st_size
     left = rng.choice([0, 1, 7, 8, size - 1, rng.randrange(size)])
@@ -88,7 +88,7 @@ def truncate(rng: Rng, path: Path) -> str:
 
 
 def extend(rng: Rng, path: Path) -> str:
-    """More than was written."""
+    """Append bytes to a file."""
     file = _file(rng, path)
     more = rng.choice([b"\n", b"\0" * 512, file.read_bytes()])
     with file.open("ab") as end:
@@ -97,7 +97,7 @@ def extend(rng: Rng, path: Path) -> str:
 
 
 def blank(rng: Rng, path: Path) -> str:
-    """A block that never came to the disk, or is another file's."""
+    """Overwrite a block, as if it was never written or belongs to another file."""
     file = _file(rng, path)
     data = bytearray(file.read_bytes())
     first = rng.randrange(len(data))
@@ -114,21 +114,21 @@ def blank(rng: Rng, path: Path) -> str:
 
 
 def lose(rng: Rng, path: Path) -> str:
-    """A file that is gone."""
+    """Remove a file."""
     file = _file(rng, path)
     file.unlink()
     return f"{file.name} is gone"
 
 
 def lose_document(rng: Rng, path: Path) -> str:
-    """The one that makes a folder a checkpoint."""
+    """Remove checkpoint.json."""
     del rng
     (path / DOCUMENT).unlink()
     return f"{DOCUMENT} is gone"
 
 
 def lose_all(rng: Rng, path: Path) -> str:
-    """All files but some."""
+    """Remove most files."""
     kept = set(rng.sample(_files(path), rng.randrange(2)))
     for file in _files(path):
         if file not in kept:
@@ -137,7 +137,7 @@ def lose_all(rng: Rng, path: Path) -> str:
 
 
 def swap(rng: Rng, path: Path) -> str:
-    """Two files with each other's names."""
+    """Exchange the names of two files."""
     one, two = rng.sample(_files(path), 2)
     aside = path / "aside"
     one.rename(aside)
@@ -147,7 +147,7 @@ def swap(rng: Rng, path: Path) -> str:
 
 
 def stale(rng: Rng, path: Path) -> str:
-    """A file of another checkpoint."""
+    """Replace a file with the one of another checkpoint."""
     file = _file(rng, path)
     others = [f"step-{step}" for step in range(1, STEPS + 1) if f"step-{step}" != path.name]
     other = path.parent / rng.choice(others) / file.name
@@ -158,7 +158,7 @@ def stale(rng: Rng, path: Path) -> str:
 
 
 def replace(rng: Rng, path: Path) -> str:
-    """Something in a file's place that is none."""
+    """Put something that is not a regular file in the place of a file."""
     file = _file(rng, path)
     file.unlink()
     what = rng.choice(["a folder", "a pipe", "a socket", "nowhere", "itself", "/dev/zero"])
@@ -177,7 +177,7 @@ def replace(rng: Rng, path: Path) -> str:
 
 
 def pickle_in(rng: Rng, path: Path) -> str:
-    """A tracked file of another kind."""
+    """Replace a tracked file with another kind of object."""
     file = path / "tracked-own.pt"
     value: Any = rng.choice([{0: torch.ones(3)}, [1, 2], Rng(0), torch.ones(2, 2).to_sparse()])
     torch.save(value, file)
@@ -192,11 +192,11 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 _DEEP = "deep"
-"""Stands for what Python's own writer of JSON is not up to."""
+"""Placeholder for values that Python's JSON writer cannot write."""
 
 
 def _write(rng: Rng, path: Path, told: dict[str, Any], deep: str = "") -> str:
-    """With a sum of its own, as one that was accepted, or as a file of version 1; in words."""
+    """Write a document with a valid checksum, or as version 1 without one; return a description."""
     fields = {k: v for k, v in told.items() if k not in ("format", "version", "crc32")}
     if rng.random() < 0.5:
         whole = {"format": document.FORMAT, "version": document.VERSION} | fields
@@ -212,7 +212,7 @@ def _write(rng: Rng, path: Path, told: dict[str, Any], deep: str = "") -> str:
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where values stand in a document; states of the user's own objects only as a whole."""
+    """Return the paths of all values in a document. User states are one value each."""
     found = [place] if place else []
     if len(place) == 2 and place[0] in ("tracked", "written_by"):
         return found
@@ -223,7 +223,7 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _other_kind(rng: Rng, value: Any) -> Any:
-    """A value of another type of JSON."""
+    """Return a value of another JSON type."""
     several: list[Any] = [3, "three", [1, [2]], {"a": {"b": 1}}, None, True, -1.5]
     return rng.choice([v for v in several if type(v) is not type(value) and not _numbers(v, value)])
 
@@ -246,7 +246,7 @@ def _get(told: Any, place: tuple[Any, ...]) -> Any:
 
 
 def retype(rng: Rng, path: Path) -> str:
-    """A value of another type, anywhere; each of the document's fields as often."""
+    """Change the type of a value. Each field of the document is equally likely."""
     told = _document(path)
     name = rng.choice([key for key in told if key not in ("format", "version", "crc32")])
     place = rng.choice(_places({name: told[name]}))
@@ -260,7 +260,7 @@ def retype(rng: Rng, path: Path) -> str:
 
 
 def drop(rng: Rng, path: Path) -> str:
-    """A field that is missing."""
+    """Remove a field."""
     told = _document(path)
     name = rng.choice([key for key in told if key not in ("format", "version", "crc32", "files")])
     del told[name]
@@ -268,7 +268,7 @@ def drop(rng: Rng, path: Path) -> str:
 
 
 def nest(rng: Rng, path: Path) -> str:
-    """Lists in lists in lists."""
+    """Nest lists very deeply."""
     told = _document(path)
     levels = rng.choice([101, 450, 900, 10**5])
     before, after = rng.choice([("[", "]"), ('{"$tuple": [', "]}"), ('{"a": ', "}")])
@@ -282,13 +282,13 @@ def nest(rng: Rng, path: Path) -> str:
 
 
 def nest_raw(rng: Rng, path: Path) -> str:
-    """Brackets without end."""
+    """Write very many opening brackets."""
     (path / DOCUMENT).write_text(rng.choice(["[", '{"a":']) * rng.choice([1000, 10**6]))
     return f"{DOCUMENT} is brackets"
 
 
 def header(rng: Rng, path: Path) -> str:
-    """A header that says something else of the same bytes, in a checkpoint without sums of it."""
+    """Describe the same bytes with another header, in a checkpoint without header checksums."""
     told = _document(path)
     file = path / rng.choice([name for names in told["sets"].values() for name in names])
     data = file.read_bytes()
@@ -342,7 +342,7 @@ KINDS: dict[str, tuple[int, Callable[[Rng, Path], str]]] = {
     "brackets": (1, nest_raw),
     "header": (7, header),
 }
-"""With how often each is drawn."""
+"""Kinds of damage, with the relative frequency of each."""
 
 KNOWN = ("type", "field gone", "nested", "header", "most files gone")
-"""Those after which `verify` may find all as written: they leave right sums, or nothing."""
+"""Kinds of damage that `verify` may not find, because checksums are valid or all files are gone."""

@@ -1,4 +1,4 @@
-"""One damage: what came of it, and whether that is what is promised."""
+"""Judgement of one damage: does the load keep our promises?"""
 
 import shutil
 from pathlib import Path
@@ -6,23 +6,22 @@ from random import Random
 
 from tests import seeded
 from tests.checkpoint_damage.damaging import Damage, damage
-from tests.checkpoint_damage.training import STEPS, Seen, goes_on, saved
+from tests.checkpoint_damage.training import STEPS, Seen, saved, verify_and_continue
 from tests.distributed.group import Group, RankFailed, RankLate
 from tests.seeded import Result
 
 LIMIT = 60.0
-"""Seconds that a trial may take."""
+"""Maximum seconds of a trial."""
 
 SLOW = 10.0
-"""Seconds of a rank's processor that a resume of a few kilobytes may take. What only waits is seen
-by LIMIT."""
+"""Maximum CPU seconds of a rank for the resume of a few kilobytes. LIMIT covers waiting."""
 
 COMMAND = seeded.Command(
     name="checkpoint_damage",
-    about="Checkpoints damaged in every way, and what is made of them.",
+    about="Damage checkpoints at random, and check their loads.",
     thing="damage",
     things="damages",
-    fine=("sentence", "fell back with a line", "equal", "begins anew at nothing"),
+    fine=("sentence", "fell back with a line", "equal", "starts from scratch"),
     wrong=(
         "silent difference",
         "fell back in silence",
@@ -36,19 +35,19 @@ COMMAND = seeded.Command(
 
 
 class Runner:
-    """Damages copies of two runs' checkpoints, whole files and split ones, in `folder`."""
+    """Damages copies of the checkpoints of two runs in `folder`, one with split files."""
 
     def __init__(self, group: Group, folder: Path) -> None:
         self._group, self._folder = group, folder
         self.runs: list[tuple[Path, list[str]]] = []
-        """Their folders, and what each step of them holds."""
+        """Folders of the runs, with the digest of each step."""
         for name, split in (("whole", 5.0), ("split", 2e-6)):
             run = folder / name
             digests = group(saved, run, split, limit=120)[0]
             self.runs.append((run, digests))
 
     def __call__(self, seed: int) -> Result:
-        """Damage a copy as `seed` says, and see what is made of it."""
+        """Damage a copy according to `seed`, and judge the load."""
         rng = Random(-seed)
         run, digests = rng.choice(self.runs)
         row, call = rng.choice([0, 1, 2, 3]), rng.choice(["resume", "resume", "load"])
@@ -57,7 +56,7 @@ class Runner:
         done = damage(seed, copy)
         words = f"{done.words}; {call} in row {row}, {run.name} files"
         try:
-            seen = self._group(goes_on, copy, row, call, limit=LIMIT)
+            seen = self._group(verify_and_continue, copy, row, call, limit=LIMIT)
             kind, said, story = judged(done, seen, digests, call)
             seconds = max(each.seconds for each in seen)
         except RankLate as error:
@@ -77,7 +76,7 @@ class Runner:
 
 
 def judged(done: Damage, seen: list[Seen], digests: list[str], call: str) -> tuple[str, str, str]:
-    """The kind, the words and the story of what all ranks saw of a damage."""
+    """Return kind, words and details of the result that all ranks saw."""
     main = seen[0]
     traces = [each.trace or each.verify_trace for each in seen if each.trace or each.verify_trace]
     if traces:
@@ -91,13 +90,13 @@ def judged(done: Damage, seen: list[Seen], digests: list[str], call: str) -> tup
     if main.refusal:
         return "sentence", main.refusal, ""
     if not main.steps:
-        kind = "begins anew at nothing" if done.kind == "most files gone" else "silent difference"
+        kind = "starts from scratch" if done.kind == "most files gone" else "silent difference"
         return kind, "from step 0", "\n".join(main.lines)
     if main.digest != digests[main.steps - 1]:
         return "silent difference", f"at step {main.steps}", "\n".join(main.lines)
     if main.steps == STEPS:
         return "equal", "", ""
-    told = [line for line in main.lines if "passed over" in line]
+    told = [line for line in main.lines if "skipped a checkpoint" in line]
     if call == "resume" and (told or done.kind == "most files gone"):
         return "fell back with a line", told[0] if told else "nothing was left of it", ""
     return "fell back in silence", f"to step {main.steps}", "\n".join(main.lines)

@@ -1,4 +1,4 @@
-"""The run whose checkpoints are damaged, and how it goes on. All of it happens on ranks."""
+"""The run whose checkpoints are damaged, and its resume. Runs on ranks."""
 
 import hashlib
 import time
@@ -18,28 +18,28 @@ from tests.distributed.test_checkpoint import Everything, batch
 from tests.distributed.test_checkpoint_faults import Own
 
 STEPS = 3
-"""Each is saved; what is damaged is the last one, and at times those before it."""
+"""Number of saved steps. The last checkpoint is damaged, sometimes the earlier ones too."""
 
 
 class Config:
-    """Of a model, as transformers' have one."""
+    """A configuration of a model, as transformers have one."""
 
     architectures = ("Everything",)
 
     def to_json_string(self) -> str:
-        """What config.json is to be."""
+        """Return the contents of config.json."""
         return '{"layers": 3}'
 
 
 class Configured(Everything):
-    """With a config.json."""
+    """A model with a config.json."""
 
     config = Config()
 
 
 @dataclass
 class Training:
-    """A model, its engine and all that is tracked, built anew."""
+    """A model, its engine and all tracked objects, newly built."""
 
     model: Any
     engine: Any
@@ -49,7 +49,7 @@ class Training:
     loader: Any
 
     def step(self, world: Any) -> float:
-        """One step on a batch that its number tells."""
+        """Train one step on a batch that depends on its number."""
         number = self.engine.steps
         x = world.share(batch(number).float())
         self.engine.backward(self.model(x, number).float())
@@ -59,7 +59,7 @@ class Training:
         return float(loss)
 
     def digest(self) -> str:
-        """A sum of all that a checkpoint is to bring back, to the bit."""
+        """Return a checksum of everything that a checkpoint must restore, bit for bit."""
         seen = hashlib.sha256()
         with self.engine.full_parameters():
             values = {f"model {k}": v.clone() for k, v in self.model.state_dict().items()}
@@ -79,7 +79,7 @@ class Training:
 
 
 def built(world: Any, row: int, seed: int) -> Training:
-    """As a script builds it; the values come from `seed`."""
+    """Build the training as a script does; initial values depend on `seed`."""
     world.engines = 0
     torch.manual_seed(seed)
     model = Configured()
@@ -96,7 +96,7 @@ def built(world: Any, row: int, seed: int) -> Training:
 
 
 def saved(world: Any, folder: Path, split: float) -> list[str]:
-    """Train and save each step into `folder`; the digests by step, from 1 on."""
+    """Train, and save each step into `folder`; return the digests by step, starting at 1."""
     made, digests = built(world, 3, 5), []
     for _ in range(STEPS):
         made.step(world)
@@ -109,24 +109,24 @@ def saved(world: Any, folder: Path, split: float) -> list[str]:
 
 @dataclass
 class Seen:
-    """What a rank has seen of a damaged checkpoint."""
+    """Observations of a rank with a damaged checkpoint."""
 
     verified: int | None = None
-    """The exit code of `shardwise checkpoint verify`, on the main rank."""
+    """Exit code of `shardwise checkpoint verify`, on the main rank."""
     verify_trace: str = ""
     steps: int | None = None
-    """Where it went on; None where it did not."""
+    """Step after the resume; None if it did not succeed."""
     digest: str = ""
     refusal: str = ""
     trace: str = ""
-    """Of an error that is none of ours."""
+    """Traceback of an error that is not one of ours."""
     lines: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    """Of processor time, for the resume alone."""
+    """CPU seconds of the resume alone."""
 
 
-def goes_on(world: Any, folder: Path, row: int, call: str) -> Seen:
-    """Verify the newest checkpoint in `folder`, go on by `call` in `row`, and make a step."""
+def verify_and_continue(world: Any, folder: Path, row: int, call: str) -> Seen:
+    """Verify the newest checkpoint in `folder`, continue by `call` in `row`, and train one step."""
     seen = Seen()
     if world.is_main:
         words = ["verify", str(folder / f"step-{STEPS}")]
@@ -137,7 +137,7 @@ def goes_on(world: Any, folder: Path, row: int, call: str) -> Seen:
     made = built(world, row, 77)
     world.print = lambda *words, **_: seen.lines.append(" ".join(map(str, words)))
     world.barrier()
-    began = time.process_time()  # also where others keep the processors busy
+    began = time.process_time()  # CPU time, because other processes may compete for the cores
     try:
         if call == "resume":
             made.engine.resume(folder)

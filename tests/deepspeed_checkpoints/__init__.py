@@ -1,8 +1,8 @@
-"""The model, optimizer and batches of the checkpoints in this folder, which DeepSpeed 0.19.8 wrote.
+"""Model, optimizer and batches of the checkpoints in this folder, which DeepSpeed 0.19.8 wrote.
 
-`python -m tests.deepspeed_checkpoints` made each folder: STEPS steps on the batches of `batch`, a
-save, and MORE steps, whose losses are in its `losses.json`. The tests load a folder and train the
-same steps.
+`python -m tests.deepspeed_checkpoints` made each folder. It trains STEPS steps on the batches of
+`batch`, saves, and trains MORE steps, whose losses are in `losses.json`. The tests load a folder
+and train the same steps.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ STEPS, MORE = 3, 4
 
 
 class Small(nn.Module):
-    """Two layers with sizes that no number of ranks divides; tied and frozen weights, buffers."""
+    """Two layers with sizes that no world size divides; tied and frozen weights, buffers."""
 
     def __init__(self):
         super().__init__()
@@ -38,13 +38,13 @@ class Small(nn.Module):
 
 
 def made(dtype=torch.float32):
-    """The model as it is before the first step."""
+    """Return the model before the first step."""
     torch.manual_seed(11)
     return Small().to(dtype)
 
 
 def optimizer_of(model):
-    """AdamW in two groups, the second without weight decay."""
+    """Return AdamW with two groups, the second without weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
@@ -54,12 +54,12 @@ def optimizer_of(model):
 
 
 def scheduler_of(optimizer):
-    """A rate that is another at each step."""
+    """Return a scheduler with another rate at each step."""
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 
 
 def batch(step, rank=0, size=1):
-    """The inputs and targets of `rank` of `size` in step `step`."""
+    """Return inputs and targets of `rank` of `size` in step `step`."""
     draws = torch.Generator().manual_seed(100 + step)
     x, y = torch.randn(ROWS, 7, generator=draws), torch.randn(ROWS, 3, generator=draws)
     mine = slice(rank * ROWS // size, (rank + 1) * ROWS // size)

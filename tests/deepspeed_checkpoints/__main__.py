@@ -1,10 +1,10 @@
-"""Writes the small checkpoints of the real DeepSpeed that the tests read.
+"""Write the small DeepSpeed checkpoints that the tests read.
 
     python -m tests.deepspeed_checkpoints [NAME ...]
 
 Each is a folder here: the files of `save_checkpoint` after some steps, and `losses.json` with the
-losses of the steps that DeepSpeed trained after it. Needs deepspeed, on the CPU. The scripts of
-DeepSpeed that a save leaves next to its files are removed.
+losses of the steps that DeepSpeed trained afterwards. It needs deepspeed, and runs on the CPU. The
+scripts that DeepSpeed copies next to its files are removed.
 """
 
 import json
@@ -38,11 +38,11 @@ CASES = {
     "stage2-fp16": (2, "fp16", {"stage": 2}),
     "stage3-fp16": (2, "fp16", {"stage": 3}),
 }
-"""By name the number of ranks, the precision, and the settings of ZeRO."""
+"""Number of ranks, precision and ZeRO settings, by name."""
 
 
 def config_of(size: int, precision: str, zero: dict) -> dict:
-    """The JSON that DeepSpeed is given."""
+    """Return the JSON configuration for DeepSpeed."""
     config = {
         "train_micro_batch_size_per_gpu": small.ROWS // size,
         "gradient_accumulation_steps": 1,
@@ -59,13 +59,13 @@ def config_of(size: int, precision: str, zero: dict) -> dict:
 
 
 def train(rank: int, name: str, folder: str, meeting: str) -> None:
-    """One rank of one case."""
+    """Train one rank of one case."""
     size, precision, zero = CASES[name]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     import deepspeed
 
-    # It refuses fp16 on the CPU, where torch has all that this model needs.
+    # DeepSpeed refuses fp16 on the CPU, although torch has all that this model needs.
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, verbose=False
@@ -97,7 +97,7 @@ def train(rank: int, name: str, folder: str, meeting: str) -> None:
 
 
 def make(name: str) -> None:
-    """Write the checkpoint `name`, in place of an older one."""
+    """Write the checkpoint `name`, replacing an older one."""
     folder = small.HERE / name
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as aside:

@@ -1,4 +1,4 @@
-"""What tests of sharded parameters share: small models with units, and plain PyTorch beside."""
+"""Helpers for tests of sharded parameters: small models with units, and plain PyTorch."""
 
 from itertools import product
 
@@ -12,16 +12,18 @@ from shardwise.errors import ParameterAccess
 SIZES = ["1 gloo", "2 gloo", "3 gloo", "3 shared"]
 FULL = pytest.mark.full
 RANKS = [pytest.param(ranks, marks=FULL if ranks == "3 gloo" else ()) for ranks in SIZES]
-"""What neither two ranks over Gloo nor three in shared memory show is rare."""
+"""Numbers of ranks: two over Gloo and three in shared memory show nearly all errors."""
 every_size = pytest.mark.parametrize("ranks", RANKS)
-"""Over Gloo units are gathered by all ranks together; in shared memory every bucket lies whole."""
+"""Over Gloo all ranks gather units together; in shared memory every bucket is always whole."""
 
 TURNS = ("2 gloo", "3 shared")
 
 
 def by_turns(**values):
-    """Parametrizes a test by `ranks` and by the product of `values`, of which `make test` has each
-    case once: the one over Gloo, its neighbours in shared memory."""
+    """Parametrize a test by `ranks` and by the product of `values`.
+
+    `make test` runs each case once: over Gloo, and the adjacent cases in shared memory.
+    """
     cases = []
     for numbered in product(*map(enumerate, values.values())):
         numbers, chosen = zip(*numbered, strict=True)
@@ -31,7 +33,7 @@ def by_turns(**values):
 
 
 def on(group, ranks):
-    """The warm group of `ranks`, one of RANKS."""
+    """Return the warm group of `ranks`, one of RANKS."""
     size, transport = ranks.split()
     return group(int(size), transport=transport)
 
@@ -40,7 +42,7 @@ WIDTH = 6
 
 
 class FailingBackward(torch.autograd.Function):
-    """Nothing in forward; raises KeyError in backward."""
+    """Does nothing in forward, and raises KeyError in backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -81,7 +83,7 @@ class Stack(nn.Module):
 
 
 class Branches(nn.Module):
-    """`which` blocks run, in their order; the forward says so."""
+    """A model that runs the blocks `which`, in order; each forward may choose them."""
 
     def __init__(self):
         super().__init__()
@@ -117,12 +119,12 @@ def adamw(model):
 
 
 def sharded(model, *, optimizer=adamw, **settings):
-    """An engine with sharded parameters and small buckets."""
+    """Return an engine with sharded parameters and small buckets."""
     return sw.Engine(model, optimizer(model), zero=3, bucket_mb=0.001, **settings)
 
 
 def train(world, engine, model, loss_of, steps):
-    """Train on this rank's rows; returns by step the loss and the gradient's norm."""
+    """Train on this rank's rows; return by step the loss and the norm of the gradient."""
     told = []
     for step in steps:
         x = world.share(batch(step))
@@ -133,7 +135,7 @@ def train(world, engine, model, loss_of, steps):
 
 
 def train_plain(model, optimizer, loss_of, steps, *, size):
-    """The same in one process: `loss_of` is called for each rank's rows."""
+    """Train in one process; `loss_of` is called for each rank's rows."""
     told = []
     for step in steps:
         optimizer.zero_grad()
@@ -153,14 +155,14 @@ def train_plain(model, optimizer, loss_of, steps, *, size):
 
 
 def train_alike(world, engine, model, plain, optimizer, steps, loss_of=squares):
-    """Train both: losses and norms are the same."""
+    """Train both, and assert that losses and norms are equal."""
     mine = train(world, engine, model, loss_of, steps)
     theirs = train_plain(plain, optimizer, loss_of, steps, size=world.size)
     assert same_figures(mine, theirs), f"{mine} {theirs}"
 
 
 def agree(world, make, loss_of=squares, *, steps=5, optimizer=adamw, **settings):
-    """Train `make()` sharded and plainly: losses, norms and tensors are the same.
+    """Train `make()` sharded and plainly; assert that losses, norms and tensors are equal.
 
     Returns the names of the units.
     """
@@ -176,7 +178,7 @@ def same_figures(mine, theirs, tolerance=1e-9):
 
 
 def same_weights(engine, model, plain, tolerance=1e-9):
-    """Whole parameters and buffers of `model` are those of `plain`, and rest again afterwards."""
+    """Assert that whole parameters and buffers are equal in `model` and `plain`."""
     with engine.full_parameters():
         mine = {name: value.clone() for name, value in model.state_dict().items()}
     theirs = plain.state_dict()
@@ -190,7 +192,7 @@ def same_weights(engine, model, plain, tolerance=1e-9):
 
 def at_rest(parameter):
     if not (parameter.is_floating_point() or parameter.is_complex()):
-        return True  # an integer has no NaN, and stays whole
+        return True  # integers have no NaN, so they stay whole
     try:
         parameter.sum()
     except ParameterAccess:
@@ -199,15 +201,15 @@ def at_rest(parameter):
 
 
 def units_of(engine):
-    """The names of the engine's units."""
+    """Return the names of the engine's units."""
     return [unit.name for unit in engine._states.shown.residency.units]
 
 
 def buffers_made(engine):
-    """How many buffers for whole buckets were allocated so far; 0 where ranks share memory."""
-    return getattr(engine._states.shown.residency._gathers, "made", 0)
+    """Return the number of buffers allocated for whole buckets; 0 if ranks share memory."""
+    return getattr(engine._states.shown.residency._gathers, "allocated", 0)
 
 
 def gathered(engine):
-    """Whether buckets are gathered, rather than lie whole where all ranks see them."""
+    """Return whether buckets are gathered; they are not if ranks share memory."""
     return engine._states.shown.residency._gathers.collective

@@ -1,4 +1,4 @@
-"""Activations recomputed or moved, over real ranks: what comes of it is that of kept ones."""
+"""Activations recomputed or offloaded over real ranks give the same results as kept ones."""
 
 import shutil
 import warnings
@@ -46,11 +46,11 @@ class Net(nn.Module):
 
 
 def trained(world, settings, *, rows=13, micro=4, two_at_once=False):
-    """The whole state after some steps, and what each rank's generator draws then."""
+    """Return the whole state after some steps, and the next random numbers of each rank."""
     activation_offload.LEAST = 64
     if settings.get("compile"):
-        torch.compiler.reset()  # else torch runs a block eagerly that it has compiled too often
-    world.engines = 0  # the randomness of a step depends on the number of its engine
+        torch.compiler.reset()  # else torch runs a block eagerly after too many compilations
+    world.engines = 0  # a step's random numbers depend on the number of its engine
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -85,10 +85,10 @@ def alike_case(world, folder, common, ways=tuple(WAYS), **options):
 
 
 SYNC = {"sync_batch_norm": True}
-"""Also the micro-batches differ in size, and some ranks get a stand-in."""
+"""Micro-batches also differ in size, and some ranks get a stand-in."""
 
 LOCAL = {"rows": 12, "micro": None}
-"""No rank gets a single row, of which there is no variance."""
+"""No rank gets a single row, which has no variance."""
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_every_precision(group, tmp_path, precision):
 
 
 def several_forwards_case(world, folder):
-    """BatchNorm over all ranks hears the others in forward only; what the batch is has changed by
-    the time of the recomputation, for a rank that was given a stand-in last."""
+    """SyncBatchNorm communicates in forward only. By the time of the recomputation the current
+    batch is another one, for example a stand-in."""
     alike_case(world, folder, SYNC | {"zero": 1}, two_at_once=True)
 
 
@@ -127,10 +127,10 @@ def test_two_forwards_before_one_backward(group, tmp_path):
 
 
 def compiled_case(world, folder, backend, ways):
-    """Of torch.compile the backend says who makes code of the graphs, and whether anybody does."""
+    """The `backend` of torch.compile selects what compiles the graphs, if anything."""
     compile_it = partial(torch.compile, backend=backend)
     with warnings.catch_warnings(), mock.patch.object(torch, "compile", compile_it):
-        warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+        warnings.simplefilter("ignore")  # torch's compiler warns about its own code
         alike_case(world, folder, {"zero": 1, "compile": True}, ways, **LOCAL)
 
 

@@ -1,4 +1,4 @@
-"""All ranks hold one model, whatever their seeds, whatever user code does on the way."""
+"""All ranks hold the same model, for any seeds and any changes by user code."""
 
 import copy
 
@@ -13,12 +13,12 @@ from tests.distributed.test_engine import batch, close, mlp, same_weights
 
 
 def digest(model):
-    """Parameters and buffers as numbers that tell models apart."""
+    """Return numbers that differ for different parameters and buffers."""
     return [float(value.double().sum()) for value in model.state_dict().values()]
 
 
 def unlike(world, dtype=torch.float32):
-    """A model that each rank builds from another seed."""
+    """Return a model that each rank builds with another seed."""
     return mlp(dtype, seed=world.rank)
 
 
@@ -54,7 +54,7 @@ def new_head_case(world, zero, precision):
         engine.step()
 
     train(model["body"])
-    model["head"] = nn.Linear(6, 2)  # built after the engine: each rank draws other weights
+    model["head"] = nn.Linear(6, 2)  # built after the engine, so each rank draws other weights
     optimizer.add_param_group({"params": list(model["head"].parameters())})
     for _ in range(3):
         train(lambda x: model["head"](model["body"](x)))
@@ -63,7 +63,7 @@ def new_head_case(world, zero, precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 2])
-def test_a_head_added_on_the_way_is_rank_0s(group, zero, precision):
+def test_a_head_added_later_gets_rank_0s_values(group, zero, precision):
     first, second = group(2)(new_head_case, zero, precision)
     assert first == second
 
@@ -75,9 +75,9 @@ def untrained_case(world):
     same_weights(model["target"], mlp(torch.float32, seed=0))
 
 
-def test_parameters_of_no_optimizer_are_rank_0s(group):
+def test_parameters_without_an_optimizer_get_rank_0s_values(group):
     for error in group(2).errors(untrained_case):
-        # Warnings are errors in tests; that they are not trained is said, on rank 0 alone.
+        # Only rank 0 warns that they are not trained, and warnings are errors in tests.
         assert error is None or error[0] == "UserWarning"
 
 
@@ -90,23 +90,23 @@ def write_case(world):
         for value in model.state_dict().values():
             value.fill_(7 if world.rank == 0 else 3)
     assert all(bool((value == 7).all()) for value in model.state_dict().values())
-    # Loading alike on all ranks needs no context; the masters are told.
+    # Loading the same on all ranks needs no context, and updates the masters.
     model.load_state_dict({k: torch.full_like(v, 5) for k, v in model.state_dict().items()})
     engine.backward(model(batch(0).bfloat16()).square().mean())
     engine.step()
     assert bool((model[0].weight == 5).all())
 
 
-def test_what_user_code_writes_stays(group):
+def test_writes_of_user_code_are_kept(group):
     group(2)(write_case)
 
 
 def accumulation_case(world, zero):
-    """300 gradients of 1: in bf16 their sum would stop at 256."""
+    """Accumulate 300 gradients of 1, whose bf16 sum would stop at 256."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine = sw.Engine(model, optimizer, zero=zero, precision="bf16")
-    for _ in range(2):  # that steps have several backwards is learned in the first
+    for _ in range(2):  # the first step shows that steps have several backwards
         for i in range(300):
             engine.backward(model(torch.ones(1, 1)).mean(), last=i == 299)
         stats = engine.step()
@@ -218,12 +218,12 @@ def close_case(world):
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
-def test_close_gives_plain_objects_back(group):
+def test_close_returns_plain_objects(group):
     group(2)(close_case)
 
 
 class Cache(nn.Module):
-    """A table that grows with what it sees, as rotary caches do; each rank sees other lengths."""
+    """A table that grows with its input, as rotary caches do; ranks have other lengths."""
 
     def __init__(self):
         super().__init__()
@@ -259,7 +259,7 @@ def test_buffers_that_differ_by_rank_are_left_alone(group):
 def misuse_case(world):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"micro_batch_size is no setting.*sw\.Loader"):
+    with pytest.raises(ConfigError, match=r"micro_batch_size is not a setting.*sw\.Loader"):
         sw.Engine(model, optimizer, micro_batch_size=2)
     engine = sw.Engine(model, optimizer, ema_decay=0.5)
     loss = model(batch(0)).square().mean()
@@ -271,7 +271,7 @@ def misuse_case(world):
         engine.backward(model(batch(0)).square().mean())
 
 
-def test_misuse_is_named(group):
+def test_refuses_misuse_by_name(group):
     group(1)(misuse_case)
 
 
@@ -304,23 +304,23 @@ def test_objects_longer_than_fp32_counts(group):
 def different_data_case(world):
     model = mlp()
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model(batch(0, 2))  # each draws for itself from here on
+    model(batch(0, 2))  # from here on each rank draws its own numbers
     assert engine.steps == 0
-    part, _ = random_split(TensorDataset(batch(0, 12)), [8, 4])  # draws by rank now
+    part, _ = random_split(TensorDataset(batch(0, 12)), [8, 4])  # ranks draw their own numbers now
     next(iter(sw.Loader(part, batch_size=4)))
 
 
 def drawn_data_case(world):
     model = mlp()
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model(batch(0, 2))  # each draws for itself from here on
+    model(batch(0, 2))  # from here on each rank draws its own numbers
     assert engine.steps == 0
     drawn = TensorDataset(batch(0, 12), torch.randn(12))
     next(iter(sw.Loader(drawn, batch_size=4)))
 
 
 @pytest.mark.parametrize("case", [different_data_case, drawn_data_case])
-def test_different_datasets_are_named(group, case):
+def test_names_different_datasets(group, case):
     for error in group(2).errors(case):
         assert error is not None
         assert error[0] == DataError.__name__
@@ -343,7 +343,7 @@ def test_replicated_gradients_allow_unequal_numbers_of_backwards(group):
 
 
 def resume_case(world, folder, rows):
-    """Saving by hand: at one row, to go on at another."""
+    """Save with plain PyTorch at one row, and continue at another."""
 
     def fresh():
         model = mlp()
@@ -377,7 +377,7 @@ def resume_case(world, folder, rows):
 
 
 @pytest.mark.parametrize("rows", [(2, 1), (0, 2), (1, 0)])
-def test_saving_by_hand_and_going_on_at_another_row(group, tmp_path, rows):
+def test_a_plain_save_continues_at_another_row(group, tmp_path, rows):
     group(2)(resume_case, str(tmp_path), rows)
 
 

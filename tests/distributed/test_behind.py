@@ -1,5 +1,5 @@
-"""Gradients that islands make equal at every step and use some steps later (--behind), against a
-plain loop of few lines."""
+"""Bounded staleness (--behind): islands sum gradients at every step and use them some steps later,
+against a plain loop of a few lines."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ CLIP = 0.05
 
 
 def gradient_of(model, rows):
-    """Of the sum over `rows`, flat, and the loss."""
+    """Return the gradient of the sum over `rows`, flat, and the loss."""
     model.zero_grad()
     loss = loss_of(model, rows)
     loss.backward()
@@ -41,7 +41,7 @@ def gradient_of(model, rows):
 
 
 def step(model, optimizer, mean, max_norm):
-    """Update by the flat `mean`; the norm of it."""
+    """Update by the flat `mean`, and return its norm."""
     held = mlp()
     put(held, mean)
     for parameter, other in zip(model.parameters(), held.parameters(), strict=True):
@@ -52,8 +52,10 @@ def step(model, optimizer, mean, max_norm):
 
 
 def plain(behind, sizes, *, optimizer="adamw", wire="fp32", max_norm=CLIP, steps=STEPS):
-    """Steps by the gradients of `behind` steps before, of islands with so many rows each: by step
-    loss and norm, and the weights."""
+    """Train islands with these numbers of rows, using gradients of `behind` steps before.
+
+    Returns loss and norm of each step, and the weights.
+    """
     model, flying, found = mlp(), deque(), []
     optimizer, residuals = optimizer_of(optimizer, model), [0.0] * len(sizes)
     for batch in batches(steps):
@@ -75,7 +77,7 @@ def plain(behind, sizes, *, optimizer="adamw", wire="fp32", max_norm=CLIP, steps
 
 
 def trained(world, settings, sizes=None, optimizer="adamw"):
-    """By step the figures that the engine returned, and the weights."""
+    """Return the figures that the engine returned for each step, and the weights."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of(optimizer, model), **settings)
     found = []
@@ -91,7 +93,7 @@ def trained(world, settings, sizes=None, optimizer="adamw"):
 
 
 def check(found, expected, behind):
-    """All ranks have the weights and figures of the plain loop, and the same bits."""
+    """Check that all ranks have the plain loop's weights and figures, and the same bits."""
     figures, weights = expected
     for stats, mine in found:
         assert torch.equal(mine, found[0][1])
@@ -118,13 +120,14 @@ def check(found, expected, behind):
         ),
     ],
 )
-def test_the_same_as_a_plain_loop(group, behind, wire):
-    """Of islands with other numbers of rows: clipped, and what the wire loses is sent later."""
+def test_equals_a_plain_loop(group, behind, wire):
+    """Islands have different numbers of rows, gradients are clipped, and the loss of the wire is
+    sent later."""
     found = group(2, islands=2, behind=behind)(trained, {"wire": wire}, [12, 4])
     check(found, plain(behind, [12, 4], wire=wire), behind)
 
 
-def test_nothing_behind_is_zero_1(group):
+def test_behind_0_equals_one_island(group):
     settings = {"zero": 1}
     found = group(2, islands=2, behind=0)(trained, settings)
     (expected, weights), _ = group(2)(trained, settings)
@@ -144,7 +147,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_row_of_an_island_changes_nothing(group, layout, tmp_path):
+def test_result_does_not_depend_on_the_row(group, layout, tmp_path):
     if "offload_optimizer" in layout:
         layout = layout | {"offload_optimizer": f"nvme:{tmp_path}"}
     found = group(4, islands=2, behind=BEHIND)(trained, {"wire": "bf16"} | layout)
@@ -152,7 +155,7 @@ def test_the_row_of_an_island_changes_nothing(group, layout, tmp_path):
 
 
 @pytest.mark.parametrize("split", ["tensor", pytest.param("pipeline", marks=pytest.mark.full)])
-def test_replicas_that_are_split(group, split):
+def test_split_replicas(group, split):
     found = group(4, islands=2, behind=BEHIND, **{split: 2})(split_case, 1)
     check(found, plain(BEHIND, [8, 8]), BEHIND)
 
@@ -171,11 +174,11 @@ def split_case(world, zero):
     return found, weights
 
 
-# -- saved in mid-flight -------------------------------------------------------------------------
+# -- saves in mid-flight -------------------------------------------------------------------------
 
 
 def part_case(world, folder, first, last, settings, saves=()):
-    """Steps from `first` on, and the weights after them."""
+    """Make steps from `first` on, and return the weights after each."""
     model = mlp()
     if settings.get("channels"):
         model[0].weight.data = model[0].weight.data.t().contiguous().t()
@@ -204,9 +207,7 @@ def part_case(world, folder, first, last, settings, saves=()):
     ],
     ids=str,
 )
-def test_a_resume_in_mid_flight_has_the_bits_of_a_run_that_went_on(
-    group, tmp_path, saved, settings
-):
+def test_resume_in_mid_flight_is_bit_exact(group, tmp_path, saved, settings):
     ranks = group(4, islands=2, behind=BEHIND)
     whole = ranks(part_case, tmp_path / "none", 0, 8, settings)
     first = ranks(part_case, tmp_path / "a", 0, 6, settings, (saved,))
@@ -226,12 +227,13 @@ def test_a_resume_in_mid_flight_has_the_bits_of_a_run_that_went_on(
     ]
 
 
-def test_what_islands_report_is_known_to_the_schema():
+def test_schema_knows_the_fields_of_reports():
     assert SumsReport._fields == schema.REPORTED
 
 
-def test_any_number_of_islands_goes_on_from_there(group, tmp_path):
-    """Without any, what waits is left out; with more, and fewer steps behind, it is used."""
+def test_resumes_with_any_number_of_islands(group, tmp_path):
+    """Without islands, sums in transit are dropped. With more islands and fewer steps behind, they
+    are used."""
     settings = {"wire": "int8"}
     found = group(4, islands=2, behind=BEHIND)(part_case, tmp_path, 0, 5, settings, (5,))
     weights = found[0][1]
@@ -245,14 +247,14 @@ def test_any_number_of_islands_goes_on_from_there(group, tmp_path):
         assert not torch.equal(mine, weights)
 
 
-def test_islands_that_had_weights_of_their_own_go_on_with_their_mean(group, tmp_path):
+def test_resumes_from_the_mean_of_averaging_islands(group, tmp_path):
     found = group(2, islands=2)(part_case, tmp_path, 0, 4, {"equal_every": 3}, (4,))
     first, second = group(2, islands=2, behind=1)(part_case, tmp_path, 4, 4, {})
     assert torch.equal(first[1], second[1])
     assert not torch.equal(first[1], found[0][1])
 
 
-# -- what cannot be had, and what is found out ---------------------------------------------------
+# -- refusals and divergence ---------------------------------------------------------------------
 
 
 def refused_case(world, settings, words):
@@ -267,15 +269,15 @@ def refused_case(world, settings, words):
         ({"equal_every": 30}, "--behind 2 and --equal-every 30 cannot be had together: that is of"),
         ({"late": 1}, "--behind 2 and --late 1 cannot be had together"),
         ({"outer": "nesterov:0.7,0.9"}, "--behind 2 and --outer nesterov:0.7,0.9 cannot be had"),
-        ({"sync_batch_norm": True}, "--islands 2 and --sync-batch-norm cannot be had together"),
+        ({"sync_batch_norm": True}, "--islands 2 cannot be combined with --sync-batch-norm"),
     ],
 )
-def test_what_cannot_be_had_beside(group, settings, words):
+def test_rejects_contradicting_settings(group, settings, words):
     group(2, islands=2, behind=BEHIND)(refused_case, settings, words)
 
 
 def apart(world, engine, model, optimizer, what):
-    """Four steps, in which island 1 does something by itself."""
+    """Make four steps; island 1 does something different."""
     for number, batch in enumerate(batches(4)):
         if what == "weights" and number == 0 and world.rank == 1:
             with torch.no_grad():
@@ -289,7 +291,7 @@ def apart(world, engine, model, optimizer, what):
 
 
 def stops_case(world, what, words):
-    """A model or a loop that cannot go on, on all ranks alike."""
+    """Check that all ranks raise for a model or loop that does not work."""
     model = mlp()
     if what == "buffers":
         model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
@@ -303,13 +305,13 @@ def stops_case(world, what, words):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("buffers", "--behind 2 with a model whose forward changes its buffers"),
-        ("weights", "Weights before step 1 are others on island 1 than on island 0"),
-        ("rate", "Options of the optimizers.*others on island 1 than on island 0 at step 2"),
-        ("steps", "Island 1 has made 2 steps, and island 0 1"),
+        ("buffers", "--behind 2 does not work with a model whose forward changes buffers"),
+        ("weights", "weights before step 1 differ between island 1 and island 0"),
+        ("rate", "optimizers' options.*differ between island 1 and island 0 at step 2"),
+        ("steps", "Island 1 has made 2 steps, but island 0 1"),
     ],
 )
-def test_islands_that_have_come_apart(group, what, words):
+def test_raises_when_islands_diverge(group, what, words):
     group(2, islands=2, behind=BEHIND)(stops_case, what, words)
 
 
@@ -321,15 +323,15 @@ def closure_case(world):
     engine.close()
 
 
-def test_an_optimizer_that_asks_for_gradients_of_now(group):
+def test_rejects_optimizer_with_closure(group):
     group(2, islands=2, behind=BEHIND)(closure_case)
 
 
-# -- what is not finite ---------------------------------------------------------------------------
+# -- values that are not finite ------------------------------------------------------------------
 
 
 def not_finite_case(world, settings, stops):
-    """Island 1 has a NaN in step 2; by step what was skipped, and the loss scale."""
+    """Give island 1 a NaN in step 2; return for each step if it was skipped, and the loss scale."""
     model = mlp().float()
     engine = sw.Engine(model, optimizer_of("sgd", model), quiet=True, **settings)
     seen = []
@@ -355,7 +357,7 @@ def not_finite_case(world, settings, stops):
     ],
     ids=str,
 )
-def test_what_is_not_finite_is_skipped_by_all(group, settings, scales):
+def test_all_islands_skip_a_step_that_is_not_finite(group, settings, scales):
     (seen, mine), (theirs, others) = group(2, islands=2, behind=BEHIND)(
         not_finite_case, settings, False
     )
@@ -365,15 +367,15 @@ def test_what_is_not_finite_is_skipped_by_all(group, settings, scales):
     assert not torch.equal(mine, flat(mlp().float()))
 
 
-def test_an_island_stops_before_it_sends(group):
+def test_island_raises_before_it_sends(group):
     group(2, islands=2, behind=BEHIND)(not_finite_case, {}, True)
 
 
-# -- steps that are begun anew, and gradients that are written ------------------------------------
+# -- repeated steps, and gradients that the user writes ------------------------------------------
 
 
 def abandoned_case(world, how, settings):
-    """The third step is begun with another batch before, of which nothing may be left."""
+    """Begin the third step with another batch first. Nothing of it may remain."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("adamw", model), **settings)
     for number, batch in enumerate(batches()):
@@ -403,8 +405,8 @@ def begin_in_vain(engine, how):
         ("full_gradients", 0, {"wire": "int8"}),
     ],
 )
-def test_nothing_is_left_of_a_step_that_is_begun_anew(group, how, behind, settings):
-    """Not what it sent, nor what the wire has lost of it."""
+def test_repeated_step_leaves_nothing(group, how, behind, settings):
+    """Neither its messages nor the loss of the wire."""
     ranks = group(2, islands=2, behind=behind)
     expected = ranks(abandoned_case, None, settings)
     for mine, theirs in zip(ranks(abandoned_case, how, settings), expected, strict=True):
@@ -412,7 +414,7 @@ def test_nothing_is_left_of_a_step_that_is_begun_anew(group, how, behind, settin
 
 
 def lonely_case(world):
-    """Island 1 alone begins its last step anew."""
+    """Repeat the last step on island 1 only."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("sgd", model))
     for number, batch in enumerate(batches(4)):
@@ -422,17 +424,17 @@ def lonely_case(world):
             engine.zero_grad()
         engine.backward(loss_of(model, world.share(batch)))
         engine.step()
-    words = "Rank 1 has sent gradients 5 times, and rank 0 4 times"
+    words = "Rank 1 has sent gradients 5 times, but rank 0 4 times"
     with pytest.raises(sw.errors.UsageError, match=words):
         engine.close()
 
 
-def test_a_step_that_one_island_alone_begins_anew(group):
+def test_step_repeated_on_one_island_raises_at_close(group):
     group(2, islands=2, behind=BEHIND)(lonely_case)
 
 
 def uneven_case(world, steps, more):
-    """One island makes more steps; the model is whole afterwards, and the engine gone."""
+    """Make more steps on one island. The model is whole afterwards, and the engine closed."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("sgd", model), zero=3)
     try:
@@ -448,25 +450,25 @@ def uneven_case(world, steps, more):
     return said, str(raised.value)
 
 
-def test_an_island_that_makes_a_step_more(group):
+def test_one_more_step_on_one_island_raises_at_close(group):
     for said, closing in group(2, islands=2, behind=BEHIND)(uneven_case, 4, (1, 0)):
         assert not said
-        assert "Rank 0 has sent gradients 5 times, and rank 1 4 times" in closing
+        assert "Rank 0 has sent gradients 5 times, but rank 1 4 times" in closing
 
 
 @pytest.mark.parametrize("behind", [0, BEHIND])
-def test_an_island_that_makes_many_steps_more_does_not_wait_for_others(group, behind):
+def test_many_more_steps_on_one_island_raise_without_waiting(group, behind):
     first, second = group(2, islands=2, behind=behind)(uneven_case, 4, (0, 9))
     assert not first[0]
     assert "Island 0 has closed its engine" in second[0]
-    assert "before step 5, and others make that step" in second[0]
-    words = f"Rank 1 has sent gradients {5 + behind} times, and rank 0 4 times"
+    assert "before step 5, but other islands make that step" in second[0]
+    words = f"Rank 1 has sent gradients {5 + behind} times, but rank 0 4 times"
     assert words in first[1]
     assert words in second[1]
 
 
 def gradients_written_case(world):
-    """Worker 0 of the run writes the gradients of all."""
+    """Write the gradients of all islands on worker 0."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("sgd", model), zero=2)
     for number, batch in enumerate(batches(4)):
@@ -484,7 +486,7 @@ def gradients_written_case(world):
     return stats.grad_norm, count, flat(model)
 
 
-def test_gradients_that_worker_0_writes_are_of_all_islands(group):
+def test_gradients_written_by_worker_0_reach_all_islands(group):
     found = group(4, islands=2, behind=BEHIND)(gradients_written_case)
     for norm, count, weights in found:
         assert norm == pytest.approx(count**0.5)
@@ -492,9 +494,9 @@ def test_gradients_that_worker_0_writes_are_of_all_islands(group):
 
 
 def mended_case(world, fill):
-    """Island 1 has a NaN in step 2, which `fill` replaces in the gradients of all."""
+    """Give island 1 a NaN in step 2, and replace it by `fill` in the gradients of all islands."""
     model = mlp()
-    model[0].spare = nn.Linear(2, 2).double()  # of which nobody has a gradient
+    model[0].spare = nn.Linear(2, 2).double()  # parameters without any gradient
     engine = sw.Engine(model, optimizer_of("sgd", model), nonfinite="skip", quiet=True)
     seen = []
     for number, batch in enumerate(batches(5), 1):
@@ -514,15 +516,15 @@ def mended_case(world, fill):
     return seen, flat(model)
 
 
-def test_what_is_not_finite_can_be_mended(group):
-    """As in any row: no island uses its own gradients in its place."""
+def test_user_can_replace_nan_gradients(group):
+    """As in any row, no island uses its own gradients instead."""
     first, second = group(2, islands=2, behind=BEHIND)(mended_case, 0.5)
     assert first[0] == second[0] == [False, False, False, True, False]
     assert torch.equal(first[1], second[1])
 
 
 def dropped_case(world):
-    """Engines that go without a close leave nothing behind but what is on its way of the last."""
+    """Drop engines without close(). Only messages in transit of the last one remain."""
     from shardwise.islands import delayed_sums
 
     left = []
@@ -540,14 +542,14 @@ def dropped_case(world):
     return left, sum(map(len, delayed_sums._ORPHANED))
 
 
-def test_engines_that_are_dropped(group):
+def test_dropped_engines_leave_nothing(group):
     for left, orphans in group(2, islands=2, behind=BEHIND)(dropped_case):
         assert left == [[BEHIND]] * 3
         assert not orphans
 
 
 def bytes_case(world, settings):
-    """What is counted beside the states, and what is there between two steps."""
+    """Compare the counted bytes next to the states with the memory between two steps."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("sgd", model), **settings)
     for batch in batches(4):
@@ -559,22 +561,22 @@ def bytes_case(world, settings):
     nbytes = sum(tensor.nbytes for tensor in held)
     found = delayed.state_bytes, nbytes
     table = sw.engine.describe.table_of(engine._spec, engine._states, "memory")
-    assert table.caption == f"and beside: {in_bytes(nbytes)} of gradients between islands"
+    assert table.caption == f"and in addition: {in_bytes(nbytes)} of gradients between islands"
     engine.close()
     return found
 
 
 @pytest.mark.parametrize("settings", [{"zero": 2, "wire": "int8"}, {"wire": "bf16"}], ids=str)
-def test_what_is_on_its_way_is_counted(group, settings):
+def test_counts_bytes_of_messages_in_transit(group, settings):
     for counted, held in group(4, islands=2, behind=BEHIND)(bytes_case, settings):
         assert counted == held
 
 
-# -- what goes on as it does anywhere -------------------------------------------------------------
+# -- behaviour that does not depend on islands ---------------------------------------------------
 
 
 def used_case(world):
-    """A parameter without a gradient on any island keeps its value, and its step count."""
+    """A parameter without a gradient on any island keeps its value and its step count."""
     model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double()
     engine = sw.Engine(model, optimizer_of("adamw", model), zero=1)
     norms = []
@@ -593,9 +595,9 @@ def used_case(world):
     return grads, norms, counts
 
 
-def test_parameters_that_one_step_uses(group):
+def test_parameters_used_in_one_step_only(group):
     for grads, norms, counts in group(2, islands=2, behind=BEHIND)(used_case):
-        assert grads == [True, True, True, True]  # of step 2, in step 4
+        assert grads == [True, True, True, True]  # of step 2, used in step 4
         assert norms[:2] == [0.0, 0.0]
         assert min(norms[2:]) > 0
         assert counts == [2.0, 2.0, 1.0, 1.0]
@@ -606,12 +608,12 @@ def rate_case(world):
     return sw.lr.ScaledLR(optimizer, steps_per_epoch=4, warmup_epochs=0).multiplier
 
 
-def test_a_rate_scales_with_all_workers(group):
+def test_learning_rate_scales_with_all_workers(group):
     assert group(4, islands=2, behind=BEHIND)(rate_case) == [4.0] * 4
 
 
 def written_case(world):
-    """Rank 0 alone knows the values, at any time."""
+    """Rank 0 writes values that only it knows, at any time."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("sgd", model), zero=3)
     for batch in batches(4):
@@ -627,13 +629,13 @@ def written_case(world):
     return found
 
 
-def test_what_rank_0_writes_is_of_all_islands(group):
+def test_weights_written_by_rank_0_reach_all_islands(group):
     for found in group(4, islands=2, behind=BEHIND)(written_case):
         assert set(found.unique().tolist()) == {0.0, 2.0}
 
 
 def grows_case(world):
-    """What is on its way when states are laid out anew is dropped alike."""
+    """A new layout of the states drops messages in transit on all islands."""
     model = mlp()
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.2)
     model[0].requires_grad_(False)
@@ -649,7 +651,7 @@ def grows_case(world):
     return skipped, flat(model)
 
 
-def test_a_group_that_is_added(group):
+def test_adds_a_parameter_group(group):
     (skipped, mine), (_, theirs) = group(2, islands=2, behind=BEHIND)(grows_case)
     assert skipped == [True, True, False, True, True, False, False]
     assert torch.equal(mine, theirs)
@@ -665,8 +667,8 @@ def said_case(world):
     return lines, title
 
 
-def test_what_is_made_equal_when_is_said(group):
+def test_start_lines_describe_the_exchange(group):
     lines, title = group(4, islands=2, behind=BEHIND)(said_case)[0]
-    rule = "gradients equal every step, sent as int8, used 2 steps behind"
+    rule = "gradients synchronised every step, sent as int8, used 2 steps later"
     assert lines[2] == f"  2 islands of 2 workers: {rule}: 232 B sent per worker and step"
     assert title == f"ZERO_0 on 4 ranks over memory, 2 islands; bytes per rank; {rule}"

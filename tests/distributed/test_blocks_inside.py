@@ -1,4 +1,4 @@
-"""Blocks of whole parameters inside each other, at every row: the outer one keeps its values."""
+"""Nested blocks of whole parameters in every row: the outer block keeps its values."""
 
 import copy
 
@@ -49,13 +49,13 @@ def reads_case(world, zero, folder):
 
 
 @every_size
-def test_what_reads_inside_a_block_leaves_it_whole(group, ranks, tmp_path):
+def test_an_inner_read_leaves_the_outer_block_whole(group, ranks, tmp_path):
     for zero in (2, 3):
         on(group, ranks)(reads_case, zero, str(tmp_path))
 
 
 def writes_case(world, zero):
-    """What is written in the inner block, or before it, is the outer block's to keep."""
+    """Values written in the inner block, or before it, are stored by the outer block."""
     engine, model, _ = built(zero)
     with engine.full_parameters(write=True):
         model.head.weight.fill_(2.0 + world.rank)
@@ -73,7 +73,7 @@ def writes_case(world, zero):
 
 
 @every_size
-def test_what_is_written_inside_is_the_outer_blocks(group, ranks):
+def test_the_outer_block_stores_inner_writes(group, ranks):
     for zero in (1, 3):
         on(group, ranks)(writes_case, zero)
 
@@ -82,13 +82,13 @@ def refusals_case(world):
     engine, model, _ = built(3)
     with (
         engine.full_parameters(),
-        pytest.raises(UsageError, match=r"inside a full_parameters\(\) block that is there"),
+        pytest.raises(UsageError, match=r"inside a full_parameters\(\) block that is only for"),
         engine.full_parameters(write=True),
     ):
         pass
     with (
         engine.full_parameters(model.head, write=True),
-        pytest.raises(UsageError, match="has a part of the model"),
+        pytest.raises(UsageError, match="for another part of the model"),
         engine.full_parameters(write=True),
     ):
         pass
@@ -107,5 +107,5 @@ def refusals_case(world):
     engine.close()
 
 
-def test_blocks_that_cannot_be_inside(group):
+def test_invalid_nestings_are_refused(group):
     group(2)(refusals_case)

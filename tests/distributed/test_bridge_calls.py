@@ -124,7 +124,7 @@ def test_models_in_parts_are_refused_before_a_run_is_joined(monkeypatch):
 
     fresh()
     monkeypatch.setenv("SHARDWISE_PIPELINE", "2")
-    with pytest.raises(UsageError, match="Lightning with --pipeline 2: it gives every worker"):
+    with pytest.raises(UsageError, match="Lightning cannot be combined with --pipeline 2: it"):
         join({}, "Lightning")
 
 

@@ -1,4 +1,4 @@
-"""Buffers and frozen parameters that forward changes are those of one plain process."""
+"""Buffers and frozen parameters that a forward changes have the same values as in one process."""
 
 import copy
 
@@ -10,7 +10,7 @@ import shardwise as sw
 
 
 class Centred(nn.Module):
-    """Subtracts a running mean, whose place and way of being written differ by `kind`."""
+    """Subtracts a running mean; `kind` selects its storage and the way of writing."""
 
     def __init__(self, kind):
         super().__init__()
@@ -33,7 +33,7 @@ class Centred(nn.Module):
 
 
 class Counted(nn.Module):
-    """What it computes depends on how many forwards there were, and not on their data."""
+    """Its output depends on the number of forwards, not on their data."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ def same_model(engine, model, plain):
 
 
 def weighted_case(world, zero, kind, steps):
-    """The loss counts some of the rows, and ranks have other numbers of those."""
+    """The loss counts only some rows, and ranks have different numbers of these."""
 
     def loss_of(model, x, counted):
         return (model(x).square() * counted).sum() / counted.sum()
@@ -103,7 +103,7 @@ def test_buffers_are_the_mean_over_rows_where_parameters_are_sharded(group):
 
 
 PARTS = {"share": (list(range(8)), [8]), "loader": ([0, 1], [2])}
-"""The rows of each batch of a step; worker 0 has none of the second."""
+"""Rows of each batch of a step; worker 0 has no row of the second."""
 
 
 def accumulated_case(world, zero, how):
@@ -140,13 +140,13 @@ def test_forwards_of_a_stand_in_are_counted(group, zero, how):
 
 
 def found_late_case(world):
-    """Forward begins to write by .data when nothing is compared any more."""
+    """Forward starts to write through .data when checksums are no longer compared in every step."""
     model = Centred("data")
     for layer in (model.inner, model.head):
         layer.double()
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     said, apart = [], []
-    engine._state.objects.buffers._say = said.append
+    engine._state.objects.buffers._report = said.append
     for step in range(40):
         x = world.share(drawn(8))
         out = model.head(model.inner(x)) if step < 10 else model(x)
@@ -158,15 +158,15 @@ def found_late_case(world):
     return apart, said
 
 
-def test_writes_that_begin_late_are_found_and_said(group):
+def test_writes_that_start_late_are_found_and_reported(group):
     apart, said = group(2)(found_late_case)[0]
     assert apart == [10 <= step < 32 for step in range(40)]
     (line,) = said
-    assert line.startswith("the buffer mean had other values on each worker for up to 32 steps")
+    assert line.startswith("the buffer mean differed between workers for up to 32 steps")
 
 
 class Sized(nn.Module):
-    """A buffer that every worker makes of another size."""
+    """A buffer with another size on every worker."""
 
     def __init__(self, *, persistent):
         super().__init__()
@@ -182,7 +182,7 @@ def sized_case(world, persistent):
     model = Sized(persistent=persistent)
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     said = []
-    engine._state.objects.buffers._say = said.append
+    engine._state.objects.buffers._report = said.append
     for _ in range(3):
         engine.backward(model(world.share(drawn(8)), 2 + world.rank).mean())
         engine.step()
@@ -201,7 +201,7 @@ def test_buffers_of_other_shapes_are_named_unless_they_are_caches(group):
 
 
 class Cached(nn.Module):
-    """Buffers that forward sets or forgets: `how` says on which worker and with which values."""
+    """Buffers that forward sets or removes; `how` selects the worker and the values."""
 
     def __init__(self, how):
         super().__init__()
@@ -229,7 +229,7 @@ def cached_case(world, how):
     reference = copy.deepcopy(model)
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     buffers, said, counts = engine._state.objects.buffers, [], []
-    buffers._say = said.append
+    buffers._report = said.append
     for _ in range(3):
         x = drawn(8)
         engine.backward(model(world.share(x), world.rank).square().mean())
@@ -255,7 +255,7 @@ def test_buffers_that_one_worker_sets_or_forgets_are_named(group, how, places):
 
 
 @pytest.mark.parametrize(("how", "followed"), [("mean", 2), ("cache", 1)])
-def test_buffers_that_forward_makes_are_averaged_unless_they_are_alike(group, how, followed):
+def test_buffers_that_forward_creates_are_averaged_unless_they_are_equal(group, how, followed):
     for said, counts in group(2)(cached_case, how):
         assert not said
         assert counts == [followed] * 3

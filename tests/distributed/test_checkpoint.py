@@ -1,4 +1,5 @@
-"""A checkpoint knows nothing of the run that wrote it: any row, tier and size loads it."""
+"""A checkpoint is independent of the run that wrote it: any placement, tier and world size loads
+it."""
 
 import dataclasses
 import json
@@ -21,7 +22,7 @@ STEPS = 4
 
 
 class Everything(nn.Module):
-    """Tied and frozen weights, buffers, memory in another order, a part left out at times."""
+    """Tied and frozen weights, buffers, channels_last memory, a layer that is sometimes skipped."""
 
     def __init__(self, drop=0.0):
         super().__init__()
@@ -71,7 +72,7 @@ def train(world, engine, model, steps):
 
 
 def whole(engine, model):
-    """All values that the engine holds, whole: of the model, the optimizer and the averages."""
+    """Return all values that the engine holds, whole: model, optimizer and averages."""
     with engine.full_parameters():
         values = {f"model {name}": v.clone() for name, v in model.state_dict().items()}
     for number, state in engine.optimizer_state_dict()["state"].items():
@@ -92,7 +93,7 @@ def alike(mine, theirs):
 
 
 def saves(world, folder, optimizer=adamw, **settings):
-    """Train from scratch, save, and return everything."""
+    """Train from scratch and save; return the path and all values."""
     model = made()
     engine = engine_of(model, optimizer, **settings)
     train(world, engine, model, range(STEPS))
@@ -103,7 +104,7 @@ def saves(world, folder, optimizer=adamw, **settings):
 
 
 def loads(world, path, again=None, optimizer=adamw, **settings):
-    """Load into another model, perhaps save once more, and return everything."""
+    """Load into another model, save again if asked, and return all values."""
     torch.manual_seed(77)
     model = Everything()
     engine = engine_of(model, optimizer, **settings)
@@ -151,7 +152,7 @@ def checksums(path):
 
 
 def gloo_case(world, folder):
-    """Where every gather is a message, and a file is larger than its limit."""
+    """Every gather sends messages, and a file is larger than its limit."""
     path, values = saves(world, folder, zero=3)
     alike(loads(world, path, zero=3), values)
 
@@ -161,7 +162,7 @@ def test_without_shared_memory(group, tmp_path):
 
 
 def within_case(world, folder):
-    """Sharded within a host: what two hosts have is written once, half by each."""
+    """Sharded within a host: the state that two hosts hold is written once, half by each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hybrid_shard, "host_key", lambda: f"host {world.rank // 2}")
         path, values = saves(world, folder, zero=2, shard_within="host")
@@ -224,7 +225,7 @@ def test_optimizers_of_whole_tensors(group, tmp_path, row):
 
 
 class Whole(torch.optim.Optimizer):
-    """Needs whole tensors, and keeps one of the parameter's shape."""
+    """Needs whole tensors, and keeps a state tensor of the parameter's shape."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.01})
@@ -238,7 +239,7 @@ class Whole(torch.optim.Optimizer):
 
 
 class Counting(torch.optim.Optimizer):
-    """Is element-wise, and counts steps in a tensor of one element."""
+    """Updates element by element, and counts steps in a tensor of one element."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.01})
@@ -267,7 +268,7 @@ def own_optimizer_case(world, folder):
     for row in (0, 3):
         alike(loads(world, path, None, own_optimizer, zero=row), values)
     engine = engine_of(made(), zero=1)
-    with pytest.raises(CheckpointMismatch, match=r"Whole of 1 group.*AdamW of 1 group"):
+    with pytest.raises(CheckpointMismatch, match=r"Whole with 1 group.*AdamW with 1 group"):
         engine.load(path)
     engine.load(path, model_only=True)
     assert engine.steps == 0
@@ -286,7 +287,7 @@ def groups_case(world, folder):
 
     path, _ = saves(world, folder, grouped(1))
     engine = engine_of(made(), grouped(-1))
-    with pytest.raises(CheckpointMismatch, match="is in parameter group 0 here and was in group 1"):
+    with pytest.raises(CheckpointMismatch, match="parameter group 0 here, but was in group 1"):
         engine.load(path)
     engine.close()
 
@@ -300,7 +301,7 @@ def test_an_optimizer_of_the_users_own(group, tmp_path):
 
 
 def several_case(world, folder, row):
-    """Two models, two optimizers with groups, a parameter of neither model, a loss scale."""
+    """Two models, two optimizers with groups, a parameter outside both models, a loss scale."""
 
     def make(seed):
         torch.manual_seed(seed)
@@ -366,7 +367,7 @@ def training(row, folder, **settings):
 
 
 def resume_case(world, folder, row, steps):
-    """Interrupted after `steps`, a run goes on with the same bits."""
+    """Interrupted after `steps`, a run continues with the same bits."""
 
     def run(until, folder, save_at=None):
         model, engine, loader, scheduler = training(row, folder, ema_decay=0.9)
@@ -402,12 +403,12 @@ def test_resume_has_the_same_bits(group, tmp_path, row):
 
 
 def test_resume_from_the_last_step_of_an_epoch(group, tmp_path):
-    """What the script does at the end of the epoch is still to come."""
+    """The script's work at the end of the epoch is still to do."""
     group(2)(resume_case, tmp_path, 0, 6)
 
 
 def seed_case(world, folder):
-    """A run that chose no seed goes on with the one that was drawn, its Loader too."""
+    """A run without a chosen seed continues with the saved one, and so does its Loader."""
     world.settings = dataclasses.replace(world.settings, seed=None)
     world.seed = 11
     _, engine, loader, _ = training(0, folder)
@@ -423,12 +424,12 @@ def seed_case(world, folder):
     engine.close()
 
 
-def test_the_seed_is_in_it(group, tmp_path):
+def test_the_seed_is_restored(group, tmp_path):
     group(1)(seed_case, tmp_path)
 
 
 def damage_case(world, folder):
-    """A byte that changed on the disk, a file cut short, one that is gone: told by name."""
+    """A flipped bit, a truncated file and a missing file are each reported by name."""
     path, _ = saves(world, folder, zero=1)
     model, path = made(), Path(path)
     engine = engine_of(model, zero=3)
@@ -446,7 +447,7 @@ def damage_case(world, folder):
         world.barrier()
         with pytest.raises(error, match=said):
             engine.load(path)
-    # What one rank finds broken is so for all, even where another one misses something in it.
+    # If one rank finds damage, all ranks raise, even if another finds something missing.
     world.barrier()
     if world.is_main:
         file.write_bytes(data)
@@ -465,7 +466,7 @@ def test_damage_is_told(group, tmp_path):
 
 
 def passed_over_case(world, folder, field, value):
-    """The newest checkpoint was damaged: the one before goes on; where none is whole, none does."""
+    """If the newest checkpoint is damaged, the one before is used; if all are, resume raises."""
     model = made()
     engine = engine_of(model, zero=1)
     for step in range(3):
@@ -494,7 +495,7 @@ def passed_over_case(world, folder, field, value):
     assert engine.save(folder) == folder / "step-3"
     engine.close()
 
-    assert engine_of(fresh(), zero=0).resume(folder) == 3  # it has taken the damaged one's place
+    assert engine_of(fresh(), zero=0).resume(folder) == 3  # its save has replaced the damaged one
     world.barrier()
     if world.is_main:
         for path in folder.glob("step-*/model.safetensors"):
@@ -503,7 +504,7 @@ def passed_over_case(world, folder, field, value):
     model = fresh()
     engine = engine_of(model, zero=2)
     before = whole(engine, model)
-    with pytest.raises(BrokenCheckpoint, match=r"step-3.*cut short.*None of the 2 before it"):
+    with pytest.raises(BrokenCheckpoint, match=r"step-3.*cut short.*Nor is any of the 2 before it"):
         engine.resume(folder)
     alike(whole(engine, model), before)
 
@@ -526,9 +527,9 @@ def test_a_damaged_one_is_passed_over(group, tmp_path, size, field, value):
 
 
 def freezes(world, folder, row, optimizer):
-    """Train, freeze a block, train on and save; then a step frozen, and two with all of it.
+    """Train, freeze a block, train on and save. Then train one step frozen, and two with all.
 
-    What is thawed meanwhile makes for a new layout of the states, without the block's.
+    Thawing the block leads to a new layout of the states, which the load must undo.
     """
     model = made()
     engine = engine_of(model, optimizer, zero=row)
@@ -549,7 +550,7 @@ def freezes(world, folder, row, optimizer):
 
 
 def thaws(world, path, row, optimizer, when):
-    """Go on from the checkpoint; the block is frozen before the load or after it."""
+    """Continue from the checkpoint; the block is frozen before or after the load."""
     torch.manual_seed(77)
     model = Everything()
     if when == "before":
@@ -579,7 +580,7 @@ def thaws(world, path, row, optimizer, when):
         for when in ("before", "after")
     ],
 )
-def test_the_state_of_what_was_frozen_on_the_way_is_in_it(group, tmp_path, optimizer, row, when):
+def test_state_of_a_block_that_was_frozen_later_is_restored(group, tmp_path, optimizer, row, when):
     path, losses, values = group(2)(freezes, tmp_path, row, optimizer)[0]
     for told, mine in group(2)(thaws, path, row, optimizer, when):
         assert told == losses
@@ -628,7 +629,7 @@ def transformers_case(world, folder):
     second = sw.Engine(other, adamw(other), zero=1)
     world.barrier()
     if world.is_main:
-        (path / "checkpoint.json").unlink()  # a folder as Hugging Face writes them
+        (path / "checkpoint.json").unlink()  # now a folder in Hugging Face's layout
         shutil.copytree(path, folder / "hub", ignore=shutil.ignore_patterns("optimizer*"))
     world.barrier()
     with pytest.raises(BrokenCheckpoint, match=r"no checkpoint\.json.*model_only=True"):
@@ -646,7 +647,7 @@ def test_transformers_reads_it(group, tmp_path, monkeypatch):
 
 
 def foreign_case(world, folder, row):
-    """Files of others, wrapped or not; what does not fit is told by name, all at once."""
+    """Files of other libraries, wrapped or not; all mismatches are listed by name at once."""
     theirs = Everything()
     wrapped = {f"module._orig_mod.{name}": value for name, value in theirs.state_dict().items()}
     if world.is_main:
@@ -669,7 +670,7 @@ def foreign_case(world, folder, row):
         torch.save({"model": wrapped, "odd": Everything}, folder / "code.pt")
     world.barrier()
     with pytest.raises(
-        CheckpointMismatch, match=r"conv\.bias \(here \[4\], there \[9\]\).*norm\.bias.*extra"
+        CheckpointMismatch, match=r"conv\.bias \(model \[4\], file \[9\]\).*norm\.bias.*extra"
     ):
         engine.load(folder / "other.pt")
     with pytest.raises(CheckpointError, match="could run code"):

@@ -1,8 +1,7 @@
-"""Damaged checkpoints are refused by a sentence, passed over with a line, or load equal: thirty of
-them, and sixty in `-m full`.
+"""Damaged checkpoints are refused with a message, skipped with a message, or load equal values.
 
-More of them: `python -m tests.checkpoint_damage --damages 1000 --seed 1`; all about one that fails
-here: `--damage SEED`.
+This runs 30 seeds, and 60 with `-m full`. For more: `python -m tests.checkpoint_damage --damages
+1000 --seed 1`. For details of a seed that fails here: `--damage SEED`.
 """
 
 import shutil
@@ -16,10 +15,10 @@ from tests.checkpoint_damage.training import Seen
 
 DAMAGES = 60
 TOGETHER = 10
-"""Of one test case."""
+"""Number of seeds per test case."""
 
 OFTEN = (1, 21, 41)
-"""The first of those that are run by `make test`: every kind that is among all is among them."""
+"""First seed in `make test`, chosen so that every kind of damage appears."""
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +33,11 @@ def runner(group, tmp_path_factory):
         for first in range(1, DAMAGES + 1, TOGETHER)
     ],
 )
-def test_no_damage_goes_unseen(runner, first):
+def test_no_damage_goes_unnoticed(runner, first):
     assert not (told := COMMAND.failures(runner, range(first, first + TOGETHER))), told
 
 
-def test_a_switch_of_the_optimizer_takes_no_other_type(runner):
+def test_an_optimizer_switch_of_another_type_is_refused(runner):
     """In seed 30438 `foreach`, which was None, is a dict in a document without a checksum."""
     assert not (told := COMMAND.failures(runner, [30438])), told
 
@@ -53,8 +52,8 @@ def contents(folder: Path) -> dict[str, object]:
     }
 
 
-def test_a_seed_is_one_damage(runner, tmp_path):
-    """To something, and the same again."""
+def test_a_seed_always_gives_the_same_damage(runner, tmp_path):
+    """Two copies get equal damage, which differs from the original."""
     run = runner.runs[0][0]
     for seed in range(1, 21):
         first, second = tmp_path / f"first-{seed}", tmp_path / f"second-{seed}"
@@ -66,7 +65,7 @@ def test_a_seed_is_one_damage(runner, tmp_path):
         assert contents(first / "step-3") != contents(run / "step-3"), told
 
 
-LINE = ["shardwise: passed over: it"]
+LINE = ["shardwise: skipped a checkpoint: it"]
 GOOD = Seen(verified=1, steps=3, digest="c")
 
 
@@ -94,5 +93,5 @@ GOOD = Seen(verified=1, steps=3, digest="c")
         ([Seen(verified=1, steps=3, digest="c", seconds=99)] * 2, "load", "slow"),
     ],
 )
-def test_what_is_not_promised_is_told(seen, call, kind):
+def test_broken_promises_are_reported(seen, call, kind):
     assert judged(Damage("bit", ""), seen, ["a", "b", "c"], call)[0].startswith(kind)

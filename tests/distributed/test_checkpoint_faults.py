@@ -1,4 +1,4 @@
-"""What goes wrong while a checkpoint is written, what is said then, and saves in the background."""
+"""Faults while a checkpoint is written, their messages, and background saves."""
 
 import errno
 import os
@@ -32,16 +32,16 @@ from tests.distributed.test_checkpoint import (
 )
 from tests.distributed.test_engine import batch
 
-FULL = r"^Rank 1: The checkpoint of step 2 was not written: No space left on device .* It takes "
+FULL = r"^Rank 1: The checkpoint of step 2 was not written: No space left on device .* It needs "
 
 
 def saved_in(folder):
-    """The names in a run's folder, but for the lock of who saves there."""
+    """Return the names in a run's folder, without the lock."""
     return sorted(set(os.listdir(folder)) - {LOCK})
 
 
 def full_disk_case(world, folder):
-    """One rank's disk is full: all are told, and the checkpoint before is whole."""
+    """One rank's disk is full: all ranks raise, and the previous checkpoint is intact."""
     model = made()
     engine = engine_of(model, zero=3)
     train(world, engine, model, range(1))
@@ -53,11 +53,11 @@ def full_disk_case(world, folder):
         with pytest.raises(CheckpointNotWritten, match=FULL + r"[\d,]+ bytes, and [\d,]+ are free"):
             engine.save(folder)
     world.barrier()
-    assert saved_in(folder) == ["step-1"], "what was written of it takes up room"
+    assert saved_in(folder) == ["step-1"], "the partial checkpoint wastes space"
     assert engine.resume(folder) == 1
     train(world, engine, model, range(1, 2))
     engine.save(folder, keep=1)
-    engine.save(folder, keep=1)  # the same step once more
+    engine.save(folder, keep=1)  # save the same step again
     world.barrier()
     assert saved_in(folder) == ["step-2"]
     engine.close()
@@ -68,7 +68,7 @@ def test_a_full_disk(group, tmp_path):
 
 
 def tolerant_case(world, folder, background):
-    """Over its quota, read-only, full for a while: training goes on without that checkpoint."""
+    """Over quota, read-only, or temporarily full: training continues without that checkpoint."""
     lines = []
     model = made()
     engine = engine_of(model, zero=2, save_failure="continue")
@@ -93,22 +93,22 @@ def tolerant_case(world, folder, background):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_training_goes_on(group, tmp_path, background):
+def test_training_continues_without_a_checkpoint(group, tmp_path, background):
     quota, read_only = group(2)(tolerant_case, tmp_path, background)[0]
     assert "Rank 1: The checkpoint of step 1 was not written: Disk quota exceeded" in quota
     assert "Rank 0: The checkpoint of step 2 was not written: Read-only file system" in read_only
-    assert quota.endswith("are whole. Training goes on.")
+    assert quota.endswith("are intact. Training continues.")
 
 
 def silent_case(world, folder):
-    """Not even a note has room: a full disk cannot make the others wait for it."""
+    """Even a note has no space: a full disk cannot make the other ranks wait for it."""
     model = made()
     engine = engine_of(model, zero=3)
     train(world, engine, model, range(1))
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             failing(patch, "pwrite", errno.ENOSPC)
-            patch.setattr(background, "_write", once_full(background._write))
+            patch.setattr(background, "_write_note", once_full(background._write_note))
         engine.save(folder, background=True)
         began = time.monotonic()
         engine._checkpoints.saver._job.join()
@@ -119,7 +119,7 @@ def silent_case(world, folder):
 
 
 def once_full(real):
-    """Fails the first time, as a note that has outgrown its room."""
+    """Fail the first time, like a note that is larger than its reserved space."""
     calls = []
 
     def write(path, note):
@@ -136,14 +136,14 @@ def test_a_disk_too_full_for_notes(group, tmp_path):
 
 
 class Plain(torch.nn.Sequential):
-    """A model whose forward changes buffers, and draws."""
+    """A model whose forward changes buffers and draws random numbers."""
 
     def __init__(self):
         super().__init__(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.5))
 
 
 def asked_case(world, folder, asked_at):
-    """Steps of a loop without a Loader, resumed; one rank is asked to end, and all do."""
+    """A resumed loop without a Loader; one rank is asked to end, and all ranks leave."""
     torch.manual_seed(3)
     model = Plain()
     engine = sw.Engine(model, adamw(model), zero=2)
@@ -166,7 +166,7 @@ def asked_case(world, folder, asked_at):
 
 
 def test_all_leave_when_one_is_asked(group, tmp_path):
-    """The forward that came before they left is as if it had not been."""
+    """The forward before the end has no effect."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     wanted, _ = group(2)(asked_case, tmp_path / "a", None)
@@ -176,14 +176,14 @@ def test_all_leave_when_one_is_asked(group, tmp_path):
 
 
 def blind_case(world, folder):
-    """Ranks that share no file system are told so, by their hosts."""
+    """Ranks without a shared file system get a message with the hosts."""
     engine = engine_of(made(), zero=3)
     real = Path.is_dir
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             patch.setattr(Path, "is_dir", lambda p: not p.name.endswith(".partial") and real(p))
             patch.setattr(socket, "gethostname", lambda: "far")
-        with pytest.raises(CheckpointError, match=r"not the same folder everywhere: far cannot"):
+        with pytest.raises(CheckpointError, match=r"not a shared folder: far cannot"):
             engine.save(folder)
     engine.close()
     assert saved_in(folder) == []
@@ -194,7 +194,7 @@ def test_hosts_without_a_common_folder(group, tmp_path):
 
 
 def background_case(world, folder, row):
-    """What is saved is the state at that moment; training goes on meanwhile."""
+    """The save has the state of its moment, while training continues."""
     model = made()
     engine = engine_of(model, zero=row)
     train(world, engine, model, range(STEPS))
@@ -221,7 +221,7 @@ def background_failure_case(world, folder):
         if world.rank == 1:
             failing(patch, "pwrite", 28)
         engine.save(folder, background=True)
-        if world.rank == 1:  # the others hear of it in the step
+        if world.rank == 1:  # other ranks learn of it in the next step
             engine._checkpoints.saver._job.join()
     with pytest.raises(
         CheckpointNotWritten, match=r"The checkpoint of step 1 was not written: No space"
@@ -234,7 +234,7 @@ def background_failure_case(world, folder):
     engine.close()
 
 
-def test_a_failure_in_the_background_is_told(group, tmp_path):
+def test_a_failure_in_the_background_is_reported(group, tmp_path):
     group(2)(background_failure_case, tmp_path)
 
 
@@ -267,7 +267,7 @@ def said_case(world, folder):
 
 
 class Own:
-    """An object of the user's: its state holds tensors, or what only code could bring back."""
+    """A user's object whose state has tensors, or values that only code could restore."""
 
     def __init__(self, state):
         self.state = state
@@ -293,7 +293,7 @@ def tracked_case(world, folder):
     engine = engine_of(made(), zero=0)
     engine.load(path)
     large, small = Own(None), Own(None)
-    engine.track(large=large, small=small)  # after the load: the states have waited
+    engine.track(large=large, small=small)  # after the load: the states are kept until now
     assert torch.equal(large.state, torch.arange(100.0))
     assert small.state == (1, {2: 0.5})
     engine.close()
@@ -303,7 +303,7 @@ def test_objects_of_the_user(group, tmp_path):
     group(2)(tracked_case, tmp_path)
 
 
-def test_what_is_not_tracked_is_said(group, tmp_path):
+def test_untracked_objects_are_reported(group, tmp_path):
     lines = "\n".join(group(2)(said_case, tmp_path)[0])
     assert "engine.track(scheduler=scheduler)" in lines
     assert "engine.track(loader=loader)" in lines

@@ -1,4 +1,4 @@
-"""What is beside and inside the folders of a run: edited, lost, another job's."""
+"""Folders of a run that were edited, damaged, or are used by another job."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from tests.distributed.test_checkpoint import alike, engine_of, made, train, who
 
 
 def fresh(world, **settings):
-    """Another model and engine, of other values."""
+    """Return another model and engine, with other values."""
     world.engines = 0
     torch.manual_seed(77)
     model = made()
@@ -21,7 +21,7 @@ def fresh(world, **settings):
 
 
 def run_of(world, folder, steps=3):
-    """Train and save at each step; the values of all of them."""
+    """Train and save at each step; return the values of all steps."""
     model, engine = fresh(world, zero=1)
     told = []
     for step in range(steps):
@@ -34,7 +34,7 @@ def run_of(world, folder, steps=3):
 
 
 def once(world, work):
-    """`work` on one rank, between two barriers."""
+    """Run `work` on one rank, between two barriers."""
     world.barrier()
     if world.is_main:
         work()
@@ -53,8 +53,8 @@ def edited_case(world, folder):
     finally:
         del world.print
     alike(whole(engine, model), values[1])
-    assert "passed over" in lines[0]
-    assert "step-3/checkpoint.json is not what was written" in lines[0]
+    assert "skipped a checkpoint" in lines[0]
+    assert "step-3/checkpoint.json was changed after it was written" in lines[0]
     once(world, lambda: document.accept(folder / "step-3"))
     engine.load(folder / "step-3")
     assert engine.steps == 3
@@ -63,12 +63,12 @@ def edited_case(world, folder):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_edit_is_passed_over_until_it_is_accepted(group, tmp_path, size):
+def test_an_edited_checkpoint_is_skipped_until_it_is_accepted(group, tmp_path, size):
     group(size)(edited_case, tmp_path)
 
 
 def kinds_case(world, folder, key, value):
-    """Values that JSON knows and no update does: told before anything has changed."""
+    """Values of a wrong type that only an update would notice: refused before anything changes."""
     run_of(world, folder, 1)
 
     def edit():
@@ -82,7 +82,7 @@ def kinds_case(world, folder, key, value):
     once(world, edit)
     model, engine = fresh(world, zero=1)
     before = whole(engine, model)
-    with pytest.raises(BrokenCheckpoint, match=f"^The {key} of|^{key} of group 0 of AdamW is"):
+    with pytest.raises(BrokenCheckpoint, match=f"^The {key} of|sets {key} of group 0 of AdamW to"):
         engine.resume(folder)
     alike(whole(engine, model), before)
     engine.close()
@@ -111,18 +111,20 @@ def lost_case(world, folder):
     try:
         once(world, (folder / "step-3" / "checkpoint.json").unlink)
         assert engine.resume(folder) == 2
-        said = f"shardwise: passed over: {folder}/step-3 has no checkpoint.json, so it is not"
+        said = f"shardwise: skipped a checkpoint: {folder}/step-3 is incomplete: it has no check"
         assert lines[0].startswith(said)
         alike(whole(engine, model), values[1])
         with pytest.raises(BrokenCheckpoint, match=r"tensors of a checkpoint.*model_only=True"):
             engine.load(folder / "step-3")
         engine.load(folder / "step-3", model_only=True)
-        assert "step-3 has lost its checkpoint.json: whether its weights are" in lines[-1]
-        with pytest.raises(CheckpointError, match=r"is a checkpoint itself.*engine\.load\("):
+        assert "step-3 has no checkpoint.json, so the checksums of its weights" in lines[-1]
+        with pytest.raises(CheckpointError, match=r"is a single checkpoint.*engine\.load\("):
             engine.resume(folder / "step-2")
         for step in (1, 2):
             once(world, (folder / f"step-{step}" / "checkpoint.json").unlink)
-        with pytest.raises(BrokenCheckpoint, match=r"step-3 has the name.* as 2 before it.*anew"):
+        with pytest.raises(
+            BrokenCheckpoint, match=r"step-3 is named like.*nor do 2 before it.*from scratch"
+        ):
             engine.resume(folder)
         assert engine.steps == 2, "nothing was changed"
     finally:
@@ -131,7 +133,7 @@ def lost_case(world, folder):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_checkpoint_that_has_lost_its_document_is_told_of(group, tmp_path, size):
+def test_a_checkpoint_without_its_document_is_reported(group, tmp_path, size):
     group(size)(lost_case, tmp_path)
 
 
@@ -148,7 +150,7 @@ while not (held.folder / "go").exists():
 
 
 def shared_case(world, folder):
-    """While another job saves there neither resume nor save does anything; then both do."""
+    """While another job saves there, resume and save do nothing; afterwards both work."""
     model, engine = fresh(world, zero=1)
     train(world, engine, model, range(1))
     with pytest.MonkeyPatch.context() as patch:

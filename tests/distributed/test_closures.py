@@ -1,4 +1,4 @@
-"""Steps with a closure, beside those of a plain process."""
+"""Steps with a closure, compared with a plain process."""
 
 import pytest
 import torch
@@ -73,18 +73,18 @@ def is_close(ours, theirs):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_lbfgs_as_in_one_process(group, size):
-    """As often as its line search wants, on any number of workers with replicated states."""
+    """Its line search evaluates as often as it needs, on any number of workers."""
     for ours in group(size)(closure_case, "lbfgs", {}, True):
         is_close(ours, plainly("lbfgs"))
         assert ours[2]["state"][0]["n_iter"] > STEPS
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_a_closure_of_others_is_called_once(group, zero):
+def test_closure_of_other_optimizers_is_called_once(group, zero):
     is_close(group(2)(closure_case, "momentum", {"zero": zero}, False)[0], plainly("momentum"))
 
 
-def test_what_lbfgs_cannot_be_had_with(group):
+def test_refuses_settings_that_lbfgs_does_not_support(group):
     with pytest.raises(RankFailed, match="LBFGS looks across tensors, so its state cannot be"):
         group(2)(closure_case, "lbfgs", {"zero": 2}, False)
     with pytest.raises(RankFailed, match="16-bit parameters follow their masters only"):
@@ -119,7 +119,7 @@ def not_finite_case(world, settings):
         ({}, "the gradient is not finite in 0.bias, 0.weight"),
     ],
 )
-def test_what_is_not_finite_moves_no_parameter(group, settings, told):
+def test_nonfinite_loss_moves_no_parameter(group, settings, told):
     with pytest.raises(RankFailed, match=told):
         group(1)(not_finite_case, settings)
 
@@ -130,7 +130,7 @@ def habits_case(world):
     engine.backward((model(x) - y).square().mean())
     with pytest.raises(UsageError, match=r"LBFGS evaluates .* engine.step\(closure=closure\)"):
         engine.step()
-    with pytest.raises(UsageError, match="the closure makes the backwards"):
+    with pytest.raises(UsageError, match="the closure runs the backward"):
         engine.step(closure=lambda: None)
     engine.zero_grad()
     with pytest.raises(UsageError, match="call backward first"):
@@ -138,5 +138,5 @@ def habits_case(world):
     engine.close()
 
 
-def test_what_to_write_is_said(group):
+def test_error_names_the_line_to_write(group):
     group(1)(habits_case)

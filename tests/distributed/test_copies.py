@@ -1,4 +1,4 @@
-"""Copies and pickles of a model that an engine has: nothing of ours is in them."""
+"""Copies and pickles of a model in an engine contain none of our objects."""
 
 import copy
 import io
@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 class Normalised(Stack):
-    """With BatchNorm, and a hook of the user's own."""
+    """A model with BatchNorm and a user's hook."""
 
     def __init__(self):
         super().__init__()
@@ -39,11 +39,11 @@ class Normalised(Stack):
 
 
 def users_hook(module, args, output):
-    """Stays in every copy."""
+    """A user's hook, which stays in every copy."""
 
 
 def modules_named_in(file):
-    """The modules whose objects a file of torch.save needs."""
+    """Return the modules that a file of torch.save needs for its objects."""
     with zipfile.ZipFile(file) as held:
         pickled = held.read(next(n for n in held.namelist() if n.endswith("data.pkl")))
     codes = [(code.name, said) for code, said, _ in pickletools.genops(pickled)]

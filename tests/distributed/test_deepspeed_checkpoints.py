@@ -1,4 +1,4 @@
-"""A folder that DeepSpeed wrote loads into any row and size, and training goes on as there."""
+"""A DeepSpeed checkpoint loads into any placement and world size, with the same losses after it."""
 
 import json
 import shutil
@@ -12,11 +12,11 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismat
 from tests import deepspeed_checkpoints as small
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16-mixed": torch.float32}
-"""By precision the dtype of what a model is given."""
+"""Dtype of the model's input by precision."""
 
 
 def engine_of(zero, precision="fp32"):
-    """An engine over the model before its first step, and its scheduler."""
+    """Return an engine over the model before its first step, and its scheduler."""
     model = small.made()
     optimizer = small.optimizer_of(model)
     engine = sw.Engine(model, optimizer, zero=zero, precision=precision)
@@ -24,7 +24,7 @@ def engine_of(zero, precision="fp32"):
 
 
 def continued(world, path, zero, precision="fp32"):
-    """The losses of the steps after the load of `path`, the number of steps, and the last rate."""
+    """Load `path`; return the losses of the next steps, the number of steps, and the last rate."""
     engine, model, scheduler = engine_of(zero, precision)
     engine.track(scheduler=scheduler)
     engine.load(path)
@@ -44,7 +44,7 @@ def trained_there(name):
 
 
 DEFAULT = {(1, 0), (2, 3), (3, 2)}
-"""Sizes and stages of ZeRO that are tried by default, of every checkpoint in fp32."""
+"""World sizes and rows that are tested by default, for every fp32 checkpoint."""
 
 FP32 = ("stage0", "stage1", "stage2", "stage2-round-robin", "stage3", "stage3-groups")
 
@@ -58,7 +58,7 @@ FP32 = ("stage0", "stage1", "stage2", "stage2-round-robin", "stage3", "stage3-gr
     ],
 )
 @pytest.mark.parametrize("name", FP32)
-def test_goes_on_as_there(group, name, size, zero):
+def test_training_continues_with_the_same_losses(group, name, size, zero):
     rates = [0.01 * 0.9 ** (small.STEPS + small.MORE)] * 2
     for losses, steps, last in group(size)(continued, small.HERE / name, zero):
         assert losses == pytest.approx(trained_there(name), rel=0, abs=1e-6)
@@ -74,15 +74,15 @@ HALF = [
 
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize(("precision", "name"), HALF)
-def test_goes_on_in_16_bit(group, precision, name, zero):
-    """Sums and casts are in another order than there: losses agree as far as 16 bit do."""
+def test_training_continues_in_16_bit(group, precision, name, zero):
+    """Sums and casts have another order than in DeepSpeed, so losses agree to 16-bit precision."""
     for losses, steps, _ in group(2)(continued, small.HERE / name, zero, precision):
         assert losses == pytest.approx(trained_there(name), rel=0, abs=5e-3)
         assert steps == small.STEPS
 
 
 def refused(world, path, kind):
-    """What a load of `path` says, and whether anything of the model has changed."""
+    """Return the message of a load of `path`, and whether the model is unchanged."""
     engine, model, scheduler = engine_of(2)
     engine.track(scheduler=scheduler)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -94,17 +94,17 @@ def refused(world, path, kind):
     return str(raised.value), same
 
 
-def test_a_cut_file_changes_nothing(group, tmp_path):
+def test_a_truncated_file_changes_nothing(group, tmp_path):
     shutil.copytree(small.HERE / "stage3", tmp_path / "cut")
     file = next((tmp_path / "cut").glob("*/*rank_1*optim_states.pt"))
     file.write_bytes(file.read_bytes()[:-100])
     for said, same in group(2)(refused, tmp_path / "cut", BrokenCheckpoint):
-        assert "is cut short" in said
+        assert "is truncated" in said
         assert same
 
 
 def other_optimizers(world, path):
-    """What a load says that meets SGD, then Adam, in the place of AdamW."""
+    """Return the messages of a load into SGD and into Adam, instead of AdamW."""
     said = []
     for kind in (torch.optim.SGD, torch.optim.Adam):
         model = small.made()
@@ -121,8 +121,8 @@ def other_optimizers(world, path):
 
 def test_another_optimizer_is_refused(group):
     for sgd, adam in group(1)(other_optimizers, small.HERE / "stage2"):
-        assert "here it is SGD" in sgd
-        assert "decoupled_weight_decay, and here it is Adam" in adam
+        assert "unlike SGD here" in sgd
+        assert "decoupled_weight_decay, unlike Adam here" in adam
 
 
 def resumed(world, path):
@@ -136,11 +136,11 @@ def resumed(world, path):
 def test_resume_says_what_to_write(group, tmp_path):
     shutil.copytree(small.HERE / "stage2", tmp_path / "theirs")
     for said in group(2)(resumed, tmp_path / "theirs"):
-        assert 'write engine.load("' in said
+        assert 'Write engine.load("' in said
 
 
 def by_their_interface(world, path, stage):
-    """What load_checkpoint returns, and what comes of the steps after it."""
+    """Return the result of load_checkpoint, and of the steps after it."""
     model = small.made()
     optimizer = small.optimizer_of(model)
     config = {
@@ -168,7 +168,7 @@ def by_their_interface(world, path, stage):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_load_checkpoint_on_another_size(group, size):
+def test_load_checkpoint_at_another_world_size(group, size):
     found = group(size)(by_their_interface, small.HERE / "stage3", 3)
     means = [sum(each) / size for each in zip(*(losses for losses, *_ in found), strict=True)]
     assert means == pytest.approx(trained_there("stage3"), rel=0, abs=1e-6)

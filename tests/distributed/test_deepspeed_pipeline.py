@@ -174,7 +174,7 @@ def saved_case(world, folder):
     engine = made(world, 2, json_of())
     with pytest.raises(UsageError, match="has no batches on worker"):
         engine.train_batch()
-    with pytest.raises(UsageError, match=r"write engine\.train_batch"):
+    with pytest.raises(UsageError, match=r"Write engine\.train_batch"):
         engine.step()
     data = batches(0)
     engine.train_batch(data)
@@ -207,20 +207,20 @@ def refusals_case(world):
 
     pipe = deepspeed.pipe
     for arguments, words in (
-        ({"layers": specs(pipe)}, "takes num_stages or a topology"),
-        ({"layers": [3], "num_stages": 1}, "is a module, a LayerSpec or a function, not 3"),
-        ({"layers": [nn.Linear(1, 1)], "num_stages": 2}, r"1 layer\(s\) for 2 stages"),
+        ({"layers": specs(pipe)}, "needs num_stages or a topology"),
+        ({"layers": [3], "num_stages": 1}, "must be a module, a LayerSpec or a function, not 3"),
+        ({"layers": [nn.Linear(1, 1)], "num_stages": 2}, r"1 layer\(s\) cannot have 2 stages"),
         (
             {"layers": specs(pipe), "num_stages": 2, "partition_method": "best"},
-            "partition_method='best' is not there",
+            "partition_method='best' does not exist",
         ),
         (
             {"layers": specs(pipe), "num_stages": 2, "partition_method": "type:Conv"},
-            "matches no layer: there are <lambda>, Block, Embedding",
+            "matches no layer. The types of layers are <lambda>, Block, Embedding",
         ),
         (
             {"layers": specs(pipe), "topology": pipe.PipeDataParallelTopology(2, 2)},
-            "is one of 4 workers, and there are 2",
+            "has 4 workers, but this run has 2",
         ),
     ):
         with pytest.raises(UsageError, match=words):
@@ -228,7 +228,7 @@ def refusals_case(world):
     with pytest.raises(ConfigError, match="--pipeline 3 does not divide 2 worker"):
         pipe.PipelineModule(layers=specs(pipe), num_stages=3)
     pipe.PipelineModule(layers=specs(pipe), num_stages=2)
-    with pytest.raises(UsageError, match="--pipeline 2 takes a PipelineModule, not a Linear"):
+    with pytest.raises(UsageError, match="--pipeline 2 needs a PipelineModule, not a Linear"):
         deepspeed.initialize(model=nn.Linear(1, 1), config=json_of())
     from shardwise.bridging.joining import divide
 

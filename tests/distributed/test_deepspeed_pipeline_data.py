@@ -185,7 +185,7 @@ def topology_case(world):
         assert large.get_rank(pipe=place.pipe, data=place.data) == rank
     assert pipe.ProcessTopology(axes=["row", "column"], dims=[2, 3]).get_coord(1) == (0, 1)
     other = pipe.ProcessTopology(axes=["pipe", "expert"], dims=[2, 1])
-    with pytest.raises(UsageError, match="has the axis 'expert': workers stand along"):
+    with pytest.raises(UsageError, match="has the axis 'expert', but the axes of a run"):
         pipe.PipelineModule(specs(pipe), topology=other)
 
 

@@ -24,7 +24,7 @@ def refused_case(world, folder):
     for save in (engine.save_checkpoint, engine.save_16bit_model):
         with pytest.raises(CheckpointNotWritten, match="cannot be written: Not a directory"):
             save(f"{folder}/file/saved")
-    with pytest.raises(UsageError, match="takes the name of a folder"):
+    with pytest.raises(UsageError, match="needs the name of a folder"):
         engine.save_checkpoint("")
     engine.save_checkpoint(f"{folder}/saved", tag=f"tag-{world.rank}")  # Warn: that of rank 0
     assert (Path(folder) / "saved" / "latest").read_text() == "tag-0"
@@ -70,7 +70,9 @@ def schedule_case(world, folder):
     other = {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 5}}}
     engine, _ = trained(world, json_of(0, **other), steps=[])
     before = copy.deepcopy(engine.module.state_dict())
-    with pytest.raises(CheckpointMismatch, match="has the schedule WarmupLR, and here is Cosine"):
+    with pytest.raises(
+        CheckpointMismatch, match="has the schedule WarmupLR, but this script has Cosine"
+    ):
         engine.load_checkpoint(folder)
     for name, value in engine.module.state_dict().items():
         assert torch.equal(value, before[name])
@@ -121,7 +123,7 @@ def older_case(world, folder):
             pass
 
     engine = made(Bare)
-    with pytest.raises(CheckpointMismatch, match=r"the Bare here has no state_dict\(\)"):
+    with pytest.raises(CheckpointMismatch, match=r"Bare in this script has no state_dict\(\)"):
         engine.load_checkpoint(folder)
     assert engine.save_checkpoint(f"{folder}/bare")
     engine.load_checkpoint(f"{folder}/bare")

@@ -1,4 +1,4 @@
-"""What the engine promises beside parity: each habit of user code, right or refused by name."""
+"""The engine, apart from parity: habits of user code are right, or refused with their name."""
 
 import copy
 import dataclasses
@@ -52,7 +52,7 @@ def same_weights(model, plain, tolerance=1e-9):
 
 
 def train(world, model, loss_of, *, steps=5, zero=1, optimizer=None, **settings):
-    """A few steps on this rank's rows; returns the engine."""
+    """Train a few steps on this rank's rows, and return the engine."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = sw.Engine(model, optimizer, zero=zero, bucket_mb=0.001, **settings)
     for step in range(steps):
@@ -62,7 +62,7 @@ def train(world, model, loss_of, *, steps=5, zero=1, optimizer=None, **settings)
 
 
 def train_plain(model, loss_of_rank, *, size, steps=5, optimizer=None):
-    """The same in one process: `loss_of_rank` is called for each rank's rows."""
+    """Train in one process, calling `loss_of_rank` for each rank's rows."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         optimizer.zero_grad()
@@ -75,7 +75,7 @@ def train_plain(model, loss_of_rank, *, size, steps=5, optimizer=None):
 
 
 def agree(world, zero, make, loss_of, **options):
-    """Train `make()` over the ranks and plainly; the weights must agree."""
+    """Assert that training `make()` over the ranks and in one process gives the same weights."""
     model, plain = make(), make()
     engine = train(world, model, loss_of, zero=zero, **options)
     train_plain(plain, loss_of, size=world.size)
@@ -87,7 +87,7 @@ def squares(model, x, step, rank):
     return model(x).square().mean()
 
 
-# -- models of every kind ---------------------------------------------------------------------
+# -- models of every kind -------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -104,7 +104,7 @@ class Tied(nn.Module):
 
 
 class Branches(nn.Module):
-    """Which branch runs depends on the rank and the step; one never runs."""
+    """A model whose branch depends on the rank and the step; one branch never runs."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ class Twice(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """A block used twice, each time under reentrant checkpointing: two arrivals of a gradient."""
+    """A block used twice under reentrant checkpointing, so its gradient arrives twice."""
 
     def __init__(self):
         super().__init__()
@@ -174,7 +174,7 @@ def twice_case(world, zero):
 
 def reentrant_case(world, zero):
     def loss_of(model, x, step, rank):
-        # From the third step on the block runs more often than was learned.
+        # From the third step on, the block runs more often than in the steps before.
         return model(x, times=2 if step < 2 else 3).square().mean()
 
     agree(world, zero, lambda: seeded(Recomputed), loss_of)
@@ -257,7 +257,7 @@ def muon_and_adamw_case(world, zero):
         rest = [p for p in model.parameters() if p.ndim != 2]
         return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
 
-    # Muon orthogonalises in bf16, so summation order shows more than elsewhere.
+    # Muon orthogonalises in bf16, so the order of sums changes its results more than others'.
     model, plain = mlp(torch.float32), mlp(torch.float32)
     engine = sw.Engine(model, split(model), zero=zero, bucket_mb=0.001)
     optimizers = split(plain)
@@ -332,7 +332,7 @@ def test_an_optimizer_that_looks_across_tensors(group):
     group(2)(across_tensors_case)
 
 
-# -- several engines, several models ----------------------------------------------------------
+# -- several engines, several models --------------------------------------------------------------
 
 
 def gan_case(world):
@@ -410,7 +410,7 @@ def test_several_at_once(group, case):
     group(2)(case)
 
 
-# -- what the model stays -----------------------------------------------------------------------
+# -- the model stays usable -----------------------------------------------------------------------
 
 
 def plain_copies_case(world, folder):
@@ -485,7 +485,7 @@ def trial_case(world, folder):
     path = engine.save(folder, keep=1)
     assert path == Path(folder) / "step-1"
     weight = model.weight.clone()
-    engine.load(path)  # not what an earlier run has left there
+    engine.load(path)  # the files of an earlier run are not there
     assert torch.equal(model.weight, weight)
     engine.export(f"{folder}/model.safetensors")
     world.barrier()
@@ -502,7 +502,7 @@ def saves_case(world, folder):
     engine.close()
 
 
-def test_a_trial_leaves_no_trace_and_follows_none(group, tmp_path):
+def test_a_trial_run_neither_saves_nor_resumes(group, tmp_path):
     group(2)(saves_case, str(tmp_path))
     group(2)(trial_case, str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"step-1", "step-2", "step-3"}
@@ -543,7 +543,7 @@ def test_full_parameters_write_reaches_the_masters(group, zero):
     group(2)(write_case, zero)
 
 
-# -- precision ----------------------------------------------------------------------------------
+# -- precision ------------------------------------------------------------------------------------
 
 
 def precision_case(world, precision, zero):
@@ -645,7 +645,7 @@ def habits_case(world):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_habits_that_would_be_silently_wrong(group, size):
+def test_refuses_lines_that_would_be_silently_wrong(group, size):
     group(size)(habits_case)
 
 
@@ -687,7 +687,7 @@ def zero_grad_is_harmless_case(world, zero):
 
 
 @pytest.mark.parametrize("zero", ROWS)
-def test_zero_grad_by_hand(group, zero):
+def test_refuses_zero_grad_between_backward_and_step(group, zero):
     group(2)(zero_grad_is_harmless_case, zero)
 
 
@@ -718,7 +718,7 @@ def broken_views_case(world):
         model.half()
 
 
-def test_broken_views_are_named(group):
+def test_names_parameters_whose_storage_was_replaced(group):
     group(2)(broken_views_case)
 
 
@@ -752,7 +752,7 @@ def bad_models_case(world):
         sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), shard=("gradients",))
 
 
-def test_bad_models_are_named(group):
+def test_refuses_models_and_optimizers_it_cannot_train(group):
     group(1)(bad_models_case)
 
 
@@ -795,7 +795,7 @@ def test_ranks_with_different_models(group):
         assert "rank 1 has 1.weight (3, 3)" in message
 
 
-# -- changes on the way -----------------------------------------------------------------------
+# -- changes by user code -------------------------------------------------------------------------
 
 
 def changes_case(world, zero):
@@ -867,7 +867,7 @@ def test_existing_optimizer_state_is_taken_over(group, zero):
     group(2)(existing_state_case, zero)
 
 
-# -- non-finite, empty, failing ------------------------------------------------------------------
+# -- non-finite, empty, failing -------------------------------------------------------------------
 
 
 def nonfinite_case(world):
@@ -892,7 +892,7 @@ def test_a_nan_stops_and_names_the_rank(group):
 
 
 def infinite_slope_case(world):
-    """The loss is finite; the slope of the square root at 0 is not."""
+    """A case with a finite loss, but an infinite slope of the square root at 0."""
     model = nn.Linear(2, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=0)
@@ -948,11 +948,11 @@ def failing_forward_case(world):
     same_weights(model, plain)
 
 
-def test_goes_on_after_a_backward_that_raised(group):
+def test_continues_after_a_backward_that_raised(group):
     group(1)(failing_forward_case)
 
 
-# -- schedulers, compile, buffers, randomness ------------------------------------------------------
+# -- schedulers, compile, buffers, randomness -----------------------------------------------------
 
 
 def scheduler_case(world, before):
@@ -1043,7 +1043,9 @@ def buffers_case(world, zero, thawing):
     mean = torch.zeros(4, dtype=torch.float64)
     for step in range(4):
         x = batch(step)
-        model[2].requires_grad_(not thawing or step > 1)  # a new layout of the states, not of these
+        model[2].requires_grad_(
+            not thawing or step > 1
+        )  # the states get a new layout, not the buffers
         hidden = model[0](x).detach()
         engine.backward(model(world.share(x)).square().mean())
         engine.step()
@@ -1065,7 +1067,7 @@ def dropout_case(world):
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     seen = []
     for step in range(2):
-        torch.randn(step * 5)  # what a script draws by itself does not matter
+        torch.randn(step * 5)  # a draw by the script does not matter
         out = model(torch.ones(4, 6, dtype=torch.float64))
         seen.append((out == 0).tolist())
         engine.backward(out.mean())
@@ -1098,13 +1100,13 @@ def test_sums_over_groups_of_ranks(group, groups, sums):
     assert group(4)(raf_table, groups) == sums
 
 
-def test_a_rank_listed_twice(group):
+def test_sum_refuses_a_rank_listed_twice(group):
     for error in group(4).errors(raf_table, [[0, 1], [1, 2]]):
         assert error == ("UsageError", error[1])
         assert "Rank 1 is twice" in error[1]
 
 
-# -- sharded within a host ----------------------------------------------------------------------
+# -- sharded within a host ------------------------------------------------------------------------
 
 
 def within_host_case(world, zero):
@@ -1136,7 +1138,7 @@ def uneven_hosts_case(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hybrid_shard, "host_key", lambda: f"host {world.rank // 2}")
-        with pytest.raises(ConfigError, match=r"as many ranks on every host.*have 2, 1"):
+        with pytest.raises(ConfigError, match=r"same number of ranks on every host.*have 2, 1"):
             sw.Engine(model, optimizer, zero=2, shard_within="host")
 
 
@@ -1145,7 +1147,7 @@ def test_hosts_with_different_numbers_of_ranks(group):
 
 
 def written_with_masters(world, zero, when):
-    """What user code writes at any time between steps is what the next step goes on from."""
+    """The next step continues from values that user code has written between steps."""
 
     def run(written):
         torch.manual_seed(1)
@@ -1182,7 +1184,7 @@ def test_what_is_written_reaches_the_masters(group, zero, when):
 
 
 def two_losses_of_one_batch(world, zero):
-    """They add up, each a mean over the batch, as in plain PyTorch."""
+    """Two losses of one batch, each a mean over it, are added as in plain PyTorch."""
     data = torch.utils.data.TensorDataset(torch.cat([batch(step) for step in range(3)]))
     losses = [lambda model, x: model(x).square().mean(), lambda model, x: model(x + 1).abs().mean()]
     model, plain = seeded(mlp), seeded(mlp)
@@ -1225,7 +1227,7 @@ def state_dict_case(world, zero):
         assert list(state) == list(expected)
         assert all(torch.equal(state[name], value) for name, value in expected.items())
         assert state["head.weight"] is state["embed.weight"]
-        state["embed.weight"].zero_()  # nobody else's
+        state["embed.weight"].zero_()  # copies
     with engine.full_parameters():
         assert torch.equal(model.embed.weight, expected["embed.weight"])
 
@@ -1245,5 +1247,5 @@ def left_folders_case(world, folder):
     assert not list(Path(folder).glob("*/.lock"))
 
 
-def test_folders_that_are_left_are_not_locked(group, tmp_path):
+def test_leave_folders_releases_their_locks(group, tmp_path):
     group(2)(left_folders_case, str(tmp_path))

@@ -256,7 +256,7 @@ def refusals_case(world):
     model = net()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x, _ = data().tensors
-    with pytest.raises(UsageError, match=r"weight=.* counts with Accelerator\(exact_mean=True\)"):
+    with pytest.raises(UsageError, match=r"an effect only with Accelerator\(exact_mean=True\)"):
         accelerator.backward(model(x).mean(), weight=3)
     accelerator.free_memory()
     accelerator = ours(exact_mean=True)
@@ -264,7 +264,7 @@ def refusals_case(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(x[:5]), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    with pytest.raises(UsageError, match="no prepared loader has given a batch"):
+    with pytest.raises(UsageError, match="no prepared loader has returned a batch"):
         accelerator.backward(model(x).mean())
     model.eval()
     (batch,) = next(iter(loader))

@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def made():
-    """A model with units, a part that no batch uses, and data."""
+    """Return a model with units and a part that no batch uses, and data."""
     torch.manual_seed(3)
     blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)]
     model = nn.Sequential(*blocks, nn.Linear(6, 1)).double()
@@ -36,7 +36,7 @@ def loss_of(model, x, y):
 
 
 def per_layer(model):
-    """Clip by value, then each layer's norm; one gradient is taken away, another is put in."""
+    """Clip by value and then by each layer's norm; remove one gradient, and set another one."""
     nn.utils.clip_grad_value_(model.parameters(), 0.05)
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight.grad is not None:
@@ -90,8 +90,8 @@ def is_close(ours, theirs):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("settings", ROWS, ids=str)
-def test_what_is_written_counts(group, size, settings):
-    """On every rank, clipped by the norm of what was written, in one or three micro-batches."""
+def test_written_gradients_are_applied(group, size, settings):
+    """The step is clipped by the norm of the written gradients, in one or three micro-batches."""
     expected = plainly(per_layer, max_norm=0.2)
     for parts in (1, 3):
         for ours in group(size)(changed_case, settings, 0.2, parts):
@@ -137,7 +137,7 @@ def test_the_same_bits_in_the_exact_mode(group):
 
 
 def reading_case(world, zero):
-    """What is only read changes no bit; the norm is that of the step."""
+    """Reading changes no bit, and the norm is the step's."""
     found = []
     for reads in (False, True):
         model, x, y = made()
@@ -164,7 +164,7 @@ def test_reading_changes_nothing(group, zero):
 
 
 def ranks_case(world):
-    """Each rank writes something else: rank 0's is everyone's."""
+    """Each rank writes other values; rank 0's count on all ranks."""
     model, x, y = made()
     engine = sw.Engine(model, adam(model), zero=0)
     engine.backward(loss_of(model, *world.share((x, y))))
@@ -178,13 +178,13 @@ def ranks_case(world):
     return values
 
 
-def test_ranks_that_write_differently_stay_alike(group):
+def test_ranks_stay_equal_if_they_write_differently(group):
     first, second = group(2)(ranks_case)
     assert all(map(torch.equal, first, second))
 
 
 def traceless_case(world, zero, way):
-    """The gradient is +1, -1, +1, -1 (or its half), so that a change is to its own opposite."""
+    """Gradients are +1, -1, +1, -1 (or half of it), so that a change flips the sign."""
     weight = nn.Linear(4, 1, bias=False)
     model = nn.Sequential(weight)
     start = weight.weight.detach().clone()
@@ -205,13 +205,13 @@ def traceless_case(world, zero, way):
 
 
 @pytest.mark.parametrize("way", ["data", "numpy", "exchanged"])
-def test_writes_that_count_no_version_count(group, way):
-    """Here the sum of the bits stays as it was, too."""
+def test_applies_writes_that_count_no_version(group, way):
+    """The sum of the bits stays the same here, too."""
     group(2)(traceless_case, 2, way)
 
 
 def untouched_case(world, zero):
-    """The momentum is the sum of the gradients, here wider than the shown ones of 16 bits."""
+    """The momentum is the sum of the gradients, here wider than the shown 16-bit ones."""
     found = []
     for touches in (False, True):
         torch.manual_seed(3)
@@ -233,7 +233,7 @@ def untouched_case(world, zero):
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-def test_what_is_not_touched_keeps_its_bits(group, zero):
+def test_untouched_gradients_keep_their_bits(group, zero):
     assert group(2)(untouched_case, zero) == [True, True]
 
 
@@ -252,12 +252,12 @@ def sparse_case(world):
     engine.close()
 
 
-def test_a_sparse_gradient_leaves_no_half_of_a_step(group):
+def test_sparse_gradient_leaves_the_step_unchanged(group):
     group(1)(sparse_case)
 
 
 def sharpness(model, x, y, radius, backward, gradients, writes, forget):
-    """SAM: the gradient at the worst point nearby, applied here."""
+    """Sharpness-aware minimisation: apply the gradient of the worst point nearby."""
     backward(loss_of(model, x, y))
     with gradients():
         found = [(p, p.grad.clone()) for p in model.parameters() if p.grad is not None]
@@ -328,7 +328,7 @@ def late_case(world):
     engine.close()
 
 
-def test_what_comes_too_late_is_refused(group):
+def test_refuses_late_use(group):
     group(1)(late_case)
 
 
@@ -347,13 +347,13 @@ def split_case(world):
     return norm
 
 
-def test_parts_of_a_model_are_refused_by_name(group):
+def test_refuses_split_models_by_name(group):
     with pytest.raises(RankFailed, match=r"full_gradients\(\) with --tensor 2: no worker has"):
         group(2, tensor=2)(split_case)
 
 
-def test_a_copy_of_a_shown_gradient_is_plain(group):
-    """Nothing of ours stays on it."""
+def test_copy_of_a_shown_gradient_is_plain(group):
+    """The copy keeps no attribute of the engine."""
     for grad in group(2)(copied_case):
         assert type(grad) is torch.Tensor
 

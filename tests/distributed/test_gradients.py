@@ -1,4 +1,4 @@
-"""Buffers of gradients: who may still read them, and that they do not add up."""
+"""Buffers of gradients: their readers, and their number."""
 
 import copy
 import gc
@@ -16,12 +16,12 @@ from shardwise.states.gradients import bucket
 from tests.distributed.sharded import batch
 
 WIDE = 160
-"""Features, so that a bucket does not fit into a message."""
+"""Features, so many that a bucket does not fit into a message."""
 
 
 @contextmanager
 def reading_late():
-    """What is in flight moves only while this rank waits, the latest call first."""
+    """A transport whose messages move only while this rank waits, the latest call first."""
     until, move = shared_work.GroupWork.until, shared_work.GroupWork.move
     waiting = []
 
@@ -46,8 +46,11 @@ def reading_late():
 
 
 def slow_reader_case(world, slow_rank):
-    """Two reduced backwards in a step, and a rank that takes its time: nobody adds the second sum
-    to a buffer that another rank still copies the first one out of."""
+    """Run two reduced backwards in a step while one rank is slow.
+
+    No rank may add the second sum to a buffer while another rank still copies the first one from
+    it.
+    """
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(2))).double()
     plain = copy.deepcopy(model)
@@ -68,7 +71,7 @@ def slow_reader_case(world, slow_rank):
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_slow_reader_sees_the_sum_it_came_for(group, slow):
+def test_slow_reader_gets_its_sum(group, slow):
     group(2, transport="shared")(slow_reader_case, slow)
 
 
@@ -76,7 +79,7 @@ def test_a_slow_reader_sees_the_sum_it_came_for(group, slow):
 
 
 class Sometimes(nn.Module):
-    """Layers, the last of which is used in every other step: its bucket, the first, comes late."""
+    """Layers; the last one is used in every other step, so its bucket, the first, is often late."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +93,7 @@ class Sometimes(nn.Module):
 
 
 def resident():
-    """MB of this rank in memory."""
+    """Return the resident MB of this rank."""
     gc.collect()
     with open("/proc/self/smaps_rollup") as rollup:
         return sum(int(line.split()[1]) for line in rollup if line.startswith("Pss:")) / 1024
@@ -112,13 +115,16 @@ def borrowed_case(world):
 
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_borrowed_buffers_do_not_add_up(group, transport):
+def test_number_of_borrowed_buffers_is_bounded(group, transport):
     group(2, transport=transport)(borrowed_case)
 
 
 class Mixed(nn.Module):
-    """Large and small gradients, one in another order in memory, one that some steps lack, a unit
-    that is used twice."""
+    """Large and small gradients of several kinds.
+
+    One has other strides, one is missing in some steps, and one belongs to a unit that is used
+    twice.
+    """
 
     def __init__(self):
         super().__init__()
@@ -137,14 +143,14 @@ class Mixed(nn.Module):
 
 
 def straight_case(world, row, precision, smallest):
-    """Train with gradients from `smallest` elements on sent from where they are."""
+    """Train with gradients of at least `smallest` elements sent without a copy."""
     usual = bucket.SENT_APART, bucket.SMALL
     bucket.SENT_APART, bucket.SMALL = smallest, 10
     sent = []
     launch = bucket.GradientBucket.launch
 
     def counting(self):
-        sent.extend(self._elsewhere)
+        sent.extend(self._uncopied)
         launch(self)
 
     bucket.GradientBucket.launch = counting
@@ -155,7 +161,7 @@ def straight_case(world, row, precision, smallest):
         engine = sw.Engine(model, optimizer, zero=row, precision=precision, bucket_mb=3e-4)
         losses, norms = [], []
         for step in range(7):
-            for _ in range(1 + (step in (2, 5))):  # from then on 16-bit gradients add up in fp32
+            for _ in range(1 + (step in (2, 5))):  # 16-bit gradients add up in fp32 from then on
                 x = world.share(batch(step, rows=5, width=6).float()).requires_grad_()
                 engine.backward(model(x.to(model.head.weight.dtype), step).float())
             stats = engine.step(max_norm=1e3)  # not reached
@@ -183,7 +189,7 @@ def straight_case(world, row, precision, smallest):
         )
     ],
 )
-def test_what_is_sent_from_where_it_is_gives_the_same_bits(group, precision, row, size):
+def test_gradients_sent_without_a_copy_give_the_same_bits(group, precision, row, size):
     ranks = group(size, transport="gloo")
     case = straight_case, row, precision
     for (losses, norms, values, none), (again, nearly, others, some) in zip(
@@ -196,7 +202,7 @@ def test_what_is_sent_from_where_it_is_gives_the_same_bits(group, precision, row
 
 
 def empty_case(world, row):
-    """A parameter without elements, in a bucket of its own."""
+    """A parameter without elements, in a separate bucket."""
     model = nn.Linear(6, 2)
     empty = nn.Parameter(torch.zeros(0))
     groups = [{"params": model.parameters()}, {"params": [empty], "lr": 0.2}]
@@ -241,5 +247,5 @@ def interrupted_case(world):
     engine.close()
 
 
-def test_a_launch_that_is_interrupted_gives_its_buffer_back_once(group):
+def test_interrupted_launch_returns_its_buffer_once(group):
     group(2)(interrupted_case)

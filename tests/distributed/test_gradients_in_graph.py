@@ -1,4 +1,4 @@
-"""What code inside the autograd graph sees: hooks, autograd.Functions, hooks on parameters."""
+"""Gradients that code inside the autograd graph sees: hooks and autograd.Functions."""
 
 import copy
 import re
@@ -13,7 +13,7 @@ from tests.distributed.group import RankFailed
 from tests.distributed.sharded import WIDTH, Block, Stack, batch
 
 LIMIT = 0.005
-"""Clamps most of what flows back in these models."""
+"""Clamps most of the gradients in these models."""
 
 
 class Clamp(torch.autograd.Function):
@@ -61,7 +61,10 @@ def sgd(model):
 
 
 def plain(way, count):
-    """Parameters after steps of `count` backwards in plain PyTorch, each of the loss as it is."""
+    """Return parameters after steps of `count` backwards in plain PyTorch.
+
+    Each backward is of the whole loss.
+    """
     model = net()
     optimizer = sgd(model)
     for step in range(5):
@@ -80,7 +83,7 @@ def rows(step, number=0):
 
 
 def trained(world, way, kind, settings):
-    """The same parameters after training with an engine."""
+    """Return the parameters after the same training with an engine."""
     model = net()
     engine = sw.Engine(model, sgd(model), **settings)
     for step in range(5):
@@ -119,7 +122,7 @@ def trained(world, way, kind, settings):
         (3, "tokens", "function", {}),
     ],
 )
-def test_code_in_the_graph_sees_the_gradient_of_one_process(group, size, kind, way, settings):
+def test_code_in_the_graph_sees_the_gradients_of_one_process(group, size, kind, way, settings):
     want = plain(way, 3 if kind == "accumulated" else 1)
     for got in group(size)(trained, way, kind, settings):
         for mine, right in zip(got, want, strict=True):
@@ -127,8 +130,10 @@ def test_code_in_the_graph_sees_the_gradient_of_one_process(group, size, kind, w
 
 
 def with_hook(world, hook):
-    """How far parameters are from those of plain PyTorch after steps with `hook` on a parameter,
-    and how often it was called by both."""
+    """Compare with plain PyTorch after steps with `hook` on a parameter.
+
+    Returns the largest difference of the parameters, and the number of calls of the hook in both.
+    """
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block()).double()
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -168,13 +173,13 @@ def test_hooks_on_parameters_that_are_not_linear_are_refused(group, hook):
     if hook in ("mask", "reads"):
         for apart, calls in group(2)(with_hook, hook):
             assert apart < 1e-12
-            assert calls == 6 + (hook == "mask")  # a hook that reads is called by autograd alone
+            assert calls == 6 + (hook == "mask")  # autograd itself calls a hook that only reads
         return
     with pytest.raises(RankFailed, match=re.escape("0.weight (tests/distributed/test_gradients_")):
         group(2)(with_hook, hook)
 
 
-def test_any_hook_on_a_parameter_is_right_where_it_sees_the_whole_gradient(group):
+def test_any_hook_is_correct_if_it_sees_the_whole_gradient(group):
     for hook in ("clamp", "abs"):
         ((apart, calls),) = group(1)(with_hook, hook)
         assert apart < 1e-12
@@ -182,7 +187,8 @@ def test_any_hook_on_a_parameter_is_right_where_it_sees_the_whole_gradient(group
 
 
 def extreme(world, hook, scales):
-    """Whether a backward of a loss of each of `scales` is refused, with `hook` on a parameter."""
+    """Return whether backwards of losses of each of `scales` are refused, with `hook` on a
+    parameter."""
     model = nn.Linear(WIDTH, 1, bias=False)
     model.weight.register_hook(HOOKS[hook])
     engine = sw.Engine(model, sgd(model))
@@ -206,7 +212,10 @@ def test_hooks_are_tried_once_a_gradient_is_finite_and_not_zero(group, hook, sca
 
 
 def seen_after_accumulation(world, zero):
-    """How often a post-accumulate-grad hook that is registered after the engine sees a gradient."""
+    """Return how often a post-accumulate-grad hook sees a gradient.
+
+    The hook is registered after the engine is made.
+    """
     model = net()
     engine = sw.Engine(model, sgd(model), zero=zero)
     seen = []
@@ -219,5 +228,5 @@ def seen_after_accumulation(world, zero):
 
 
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (1, 3), (2, 2), (2, 3)])
-def test_hooks_after_accumulation_see_gradients_if_they_come_after_the_engine(group, size, zero):
+def test_hooks_registered_after_the_engine_see_accumulated_gradients(group, size, zero):
     assert all(group(size)(seen_after_accumulation, zero))

@@ -327,15 +327,15 @@ def _sets(world):
             equal(hvd.reducescatter(spread, process_set=one), spread[place : place + 1])
             assert hvd.allgather_object(world.rank, process_set=one) == one.ranks
             hvd.barrier(process_set=one)
-        with pytest.raises(ValueError, match=r"process set 1 has the ranks \[0, 1\]"):
+        with pytest.raises(ValueError, match=r"process set 1 already has the ranks \[0, 1\]"):
             hvd.add_process_set([1, 0])
         outside = next(s for s in sets if not s.included())
-        with pytest.raises(ValueError, match=r"allreduce on ProcessSet\(.*is not in"):
+        with pytest.raises(ValueError, match=r"allreduce on ProcessSet\(.*does not belong"):
             hvd.allreduce(x, process_set=outside)
         assert outside.rank() == -1
         assert hvd.remove_process_set(sets[0])
         assert not hvd.remove_process_set(sets[0])
-        with pytest.raises(ValueError, match="not known yet"):
+        with pytest.raises(ValueError, match="is not added"):
             hvd.allreduce(x, process_set=sets[0])
         again = hvd.add_process_set([0, 1])
         assert again.process_set_id == 4

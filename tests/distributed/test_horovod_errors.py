@@ -70,9 +70,9 @@ def _refused_here(world):
             with pytest.raises(ValueError, match="'twice' was requested while another operation"):
                 hvd.broadcast_async(torch.ones(1), 0, name="twice")
         for words, call in (
-            ("takes 1, 2, 4", lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum)),
+            ("needs 1, 2, 4", lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum)),
             ("op alone", lambda: hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum)),
-            ("have no sum", lambda: hvd.allreduce(torch.ones(2, dtype=torch.bool))),
+            ("cannot sum", lambda: hvd.allreduce(torch.ones(2, dtype=torch.bool))),
             ("no rows", lambda: hvd.allgather(torch.tensor(1.0))),
             ("4 rows over 3 ranks", lambda: hvd.alltoall(torch.ones(4))),
             (r"splits \[1, 1, 1\] of 4 rows", lambda: hvd.alltoall(torch.ones(4), [1, 1, 1])),
@@ -109,7 +109,7 @@ def _left(world):
         hvd.barrier()
         if world.rank == 2:
             return
-        with pytest.raises(RuntimeError, match="'x' cannot be done: rank 2 has shut down, or come"):
+        with pytest.raises(RuntimeError, match="'x' cannot be done: rank 2 has shut down"):
             hvd.allreduce(torch.ones(1), name="x")
         total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=others)
         assert total.item() == 2.0
@@ -130,7 +130,7 @@ def _numpy(world):
         assert (some.ranks, some.process_set_id) == ([1], 1)
     with initialized():
         assert some.process_set_id is None  # of another init
-        with pytest.raises(ValueError, match="not known yet"):
+        with pytest.raises(ValueError, match="is not added"):
             hvd.allreduce(torch.ones(1), process_set=some)
 
 

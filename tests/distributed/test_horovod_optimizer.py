@@ -178,10 +178,10 @@ def _order(world):
         for wrong, words in (
             ({"named_parameters": [("a", extra)]}, "lacks 9 of the optimizer's"),
             ({"named_parameters": [("a", p) for p in model.parameters()]}, "names twice: a"),
-            ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "is for op=hvd.Average"),
-            ({"backward_passes_per_step": 0}, "is 1 or more, not 0"),
-            ({"groups": [[extra], [extra]]}, "in two of them"),
-            ({}, "a DistributedOptimizer already"),
+            ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "needs op=hvd.Average"),
+            ({"backward_passes_per_step": 0}, "must be 1 or more, not 0"),
+            ({"groups": [[extra], [extra]]}, "twice, or one"),
+            ({}, "already a DistributedOptimizer"),
         ):
             with pytest.raises(ValueError, match=words):
                 hvd.DistributedOptimizer(optimizer, **wrong)
@@ -245,7 +245,7 @@ def _anew(world):
         del second
         assert dead() is None  # nothing but the script keeps it
         last = made(op=hvd.Adasum)
-        with pytest.raises(ValueError, match="a DistributedOptimizer already"):
+        with pytest.raises(ValueError, match="already a DistributedOptimizer"):
             hvd.DistributedOptimizer(last, op=hvd.Adasum)
 
 

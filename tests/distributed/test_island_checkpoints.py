@@ -14,7 +14,7 @@ RULE = {"equal_every": 3, "outer": "nesterov:0.7,0.9", "bucket_mb": 1e-3}
 
 
 def part_case(world, folder, first, last, settings, saves=()):
-    """Steps from `first` on; returns losses, weights of this island and anchor."""
+    """Make steps from `first` on; return losses, weights of this island, and anchor."""
     model = mlp()
     if settings.get("channels"):
         model[0].weight.data = model[0].weight.data.t().contiguous().t()
@@ -54,7 +54,7 @@ def same(found, expected):
     ],
     ids=str,
 )
-def test_a_resume_has_the_bits_of_a_run_that_went_on(group, tmp_path, saved, settings):
+def test_resume_is_bit_exact(group, tmp_path, saved, settings):
     settings = RULE | settings
     ranks = group(4, islands=2)
     whole = ranks(part_case, tmp_path / "none", 0, 8, settings)
@@ -72,11 +72,11 @@ def test_the_model_of_a_checkpoint_is_the_anchor(group, tmp_path):
         json.loads((tmp_path / f"step-{n}/checkpoint.json").read_text())["sets"] for n in (3, 4)
     ]
     at_once = {"model", "optimizer", "island-1-optimizer", "outer"}
-    assert set(sets[0]) == at_once  # weights are the anchor: they stand there once
+    assert set(sets[0]) == at_once  # the weights are the anchor, so they are stored once
     assert set(sets[1]) == at_once | {"island-0", "island-1"}
 
 
-def test_other_numbers_of_islands_take_the_mean(group, tmp_path):
+def test_other_number_of_islands_loads_the_mean(group, tmp_path):
     settings = RULE | {"zero": 1, "wire": "int8"}
     found = group(4, islands=2)(part_case, tmp_path, 0, 4, settings, (4,))
     mean = (found[0][1] + found[3][1]) / 2
@@ -107,7 +107,7 @@ def moments_case(world, folder):
     }
 
 
-def test_a_checkpoint_without_islands_goes_on_as_islands(group, tmp_path):
+def test_islands_load_a_checkpoint_without_islands(group, tmp_path):
     _, mine, _ = group(2)(part_case, tmp_path, 0, 2, {}, (2,))[0]
     for _, theirs, anchor in group(4, islands=2)(part_case, tmp_path, 2, 2, RULE):
         assert torch.equal(theirs, mine)
@@ -117,7 +117,7 @@ def test_a_checkpoint_without_islands_goes_on_as_islands(group, tmp_path):
 
 
 def asked_case(world, folder, settings):
-    """One rank is asked to end between two steps that make islands equal."""
+    """Ask one rank to end between two boundaries."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("adamw", model), **settings)
     engine.resume(folder)
@@ -137,7 +137,7 @@ def asked_case(world, folder, settings):
 
 
 @pytest.mark.parametrize(("late", "ends"), [(0, 6), (1, 7)])
-def test_all_islands_leave_when_they_are_equal_next(group, tmp_path, late, ends):
+def test_all_islands_end_at_the_next_boundary(group, tmp_path, late, ends):
     found = group(4, islands=2)(asked_case, tmp_path, RULE | {"late": late})
     assert found == [(75, ends)] * 4
     assert (tmp_path / f"step-{ends}").is_dir()

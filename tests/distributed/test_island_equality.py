@@ -1,4 +1,5 @@
-"""What islands have in common stays so: what they begin at, what is frozen, loaded, or left out."""
+"""Islands keep their common state equal: initial weights, frozen parameters, loads, skipped
+steps."""
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ def bias_of(engine, model):
 
 
 def frozen_case(world, how, zero):
-    """A bias frozen one step after a boundary: as it was at that, before the next one, after it."""
+    """Freeze a bias one step after a boundary; return it at the boundary, before the next one,
+    after it."""
     model = mlp()
     model[0].bias.requires_grad_(how != "rebuild")
     optimizer = optimizer_of("sgd", model)
@@ -56,8 +58,8 @@ def frozen_case(world, how, zero):
 
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("how", ["freeze", "rebuild", "load", "leave"])
-def test_what_is_frozen_becomes_equal(group, how, zero):
-    """At the next boundary; at once where nothing would make it equal any more."""
+def test_frozen_parameters_become_equal(group, how, zero):
+    """At the next boundary, or immediately if no later boundary would average it."""
     (common, mine, end), (_, theirs, other) = group(2, islands=2)(frozen_case, how, zero)
     assert torch.equal(end, other)
     assert torch.equal(mine, theirs) == (how == "leave")
@@ -65,7 +67,7 @@ def test_what_is_frozen_becomes_equal(group, how, zero):
 
 
 def written_case(world, zero):
-    """Rank 0 alone knows the values, before the first step."""
+    """Rank 0 writes values that only it knows, before the first step."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=2, zero=zero)
     with engine.full_parameters(write=True):
@@ -86,7 +88,7 @@ def put_in_place(model, values):
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_what_rank_0_writes_before_the_first_step_is_where_all_begin(group, zero):
+def test_all_begin_from_weights_written_by_rank_0(group, zero):
     found = group(4, islands=2)(written_case, zero)
     for start, end in found:
         assert torch.equal(start, flat(mlp()) * 2)
@@ -100,17 +102,20 @@ def apart_case(world):
         model[0].weight.mul_(1 + world.rank)
     for _ in range(2):
         engine.backward(loss_of(model, world.share(batches(1)[0])))
-        with pytest.raises(sw.errors.ModelMismatch, match="those of worker 1 are not"):
+        with pytest.raises(
+            sw.errors.ModelMismatch, match="worker 1 has other values than worker 0"
+        ):
             engine.step()
     engine.close()
 
 
-def test_islands_that_would_begin_apart(group):
+def test_rejects_different_initial_weights(group):
     group(2, islands=2)(apart_case)
 
 
 def lost_case(world, what, words):
-    """An anchor that has changed on one island, or a step more, is found at the next boundary."""
+    """An anchor that has changed on one island, or a further step, is detected at the next
+    boundary."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=2)
     stepped(world, engine, model, batches(3))
@@ -125,16 +130,16 @@ def lost_case(world, what, words):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("anchor", "in common before step 4 is another on island 1 than on island 0"),
-        ("steps", "Island 1 has made 6 steps, and island 0 4"),
+        ("anchor", "last common parameters before step 4 differ between island 1 and island 0"),
+        ("steps", "Island 1 has made 6 steps, but island 0 4"),
     ],
 )
-def test_islands_that_have_come_apart(group, what, words):
+def test_raises_when_islands_diverge(group, what, words):
     group(2, islands=2)(lost_case, what, words)
 
 
 def partial_case(world, path):
-    """A file without the last layer is loaded between two boundaries."""
+    """Load a file without the last layer between two boundaries."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=2)
     stepped(world, engine, model, batches(3))
@@ -148,7 +153,7 @@ def partial_case(world, path):
     return found, flat(model)
 
 
-def test_what_a_file_does_not_have_is_what_islands_had_in_common(group, tmp_path):
+def test_partial_load_keeps_the_common_weights(group, tmp_path):
     (mine, closed), (theirs, other) = group(2, islands=2)(partial_case, tmp_path / "part.pt")
     assert torch.equal(mine, theirs)
     assert torch.equal(closed, other)
@@ -169,10 +174,10 @@ def nested_case(world):
     assert torch.equal(flat(model), own)
     assert not torch.equal(outer, own)
     engine.close()
-    assert torch.equal(flat(model), outer)  # what is left at the end
+    assert torch.equal(flat(model), outer)  # at the end
 
 
-def test_an_anchor_inside_an_anchor(group):
+def test_nested_anchor_blocks(group):
     group(2, islands=2)(nested_case)
 
 
@@ -190,7 +195,7 @@ def weighted_case(world):
     return flat(model), stats.weight
 
 
-def test_an_island_counts_for_what_its_steps_weigh(group):
+def test_island_counts_by_the_weight_of_its_steps(group):
     models = [mlp(), mlp()]
     for number, batch in enumerate(batches(4), 1):
         for model, rows in zip(models, batch.split([12, 4]), strict=True):
@@ -218,7 +223,7 @@ def three_case(world):
     return flat(model)
 
 
-def test_three_islands_with_more_buckets_than_travel_at_once(group):
+def test_three_islands_with_many_buckets(group):
     first, second, third = group(3, islands=3)(three_case)
     assert torch.equal(first, second)
     assert torch.equal(first, third)
@@ -226,7 +231,7 @@ def test_three_islands_with_more_buckets_than_travel_at_once(group):
 
 
 def skipping_case(world):
-    """One island alone has a NaN: it skips its steps, which count for nothing."""
+    """One island has a NaN and skips its steps, which do not count."""
     model = mlp()
     settings = {"equal_every": 2, "nonfinite": "skip", "quiet": True}
     engine = sw.Engine(model, optimizer_of("sgd", model), **settings)
@@ -238,7 +243,7 @@ def skipping_case(world):
     return flat(model), skipped
 
 
-def test_an_island_that_skips_counts_for_nothing(group):
+def test_skipped_steps_do_not_count(group):
     (mine, mine_skipped), (theirs, theirs_skipped) = group(2, islands=2)(skipping_case)
     model = mlp()
     for batch in batches(2):
@@ -256,7 +261,8 @@ def flat_gradients(model):
 
 
 def late_buffers_case(world):
-    """Island 1 evaluates between a report and its use; the statistics of both become near."""
+    """Island 1 evaluates between a report and its use, and the statistics of both islands approach
+    each other."""
     model = normed()
     engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=3, late=1)
     seen = []
@@ -269,7 +275,7 @@ def late_buffers_case(world):
     return seen
 
 
-def test_late_statistics_move_by_the_mean_of_what_was_sent(group):
+def test_late_statistics_move_by_the_sent_mean(group):
     mine, theirs = group(2, islands=2)(late_buffers_case)
     mean = (mine[2][1] + theirs[2][1]) / 2  # sent after step 3, used after step 4
     for seen in (mine, theirs):
@@ -278,7 +284,7 @@ def test_late_statistics_move_by_the_mean_of_what_was_sent(group):
 
 
 def dropped_case(world):
-    """A rebuild while differences travel: what was lost and what steps weighed are as before."""
+    """Rebuild while differences are in transit: residuals and weights of steps are as before."""
     model = mlp()
     model[0].bias.requires_grad_(False)
     settings = {"equal_every": 3, "late": 1, "wire": "int4", "bucket_mb": 1000.0}
@@ -288,7 +294,7 @@ def dropped_case(world):
     lost = islands.anchor.storages["residual"][0].loaded().clone()
     weights = list(islands.weights)
     stepped(world, engine, model, batches(2))
-    assert islands.flying
+    assert islands.in_transit
     sent = islands.anchor.storages["residual"][0].loaded().clone()
     islands.forget()
     back = islands.anchor.storages["residual"][0].loaded().clone()
@@ -303,5 +309,5 @@ def dropped_case(world):
     assert (counted, kept) == ([3 * weights[0]], [4 * weights[0]])
 
 
-def test_a_difference_that_is_dropped_is_taken_back(group):
+def test_dropped_difference_is_taken_back(group):
     group(2, islands=2)(dropped_case)

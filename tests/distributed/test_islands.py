@@ -1,4 +1,4 @@
-"""Islands: groups of ranks that make steps of their own, against a plain loop of few lines."""
+"""Islands that update separately and average parameters, against a plain loop of a few lines."""
 
 import math
 
@@ -36,7 +36,8 @@ def optimizer_of(name, model):
 
 
 def flat(model):
-    """All parameters as one bucket has them: the last first, each from a multiple of 16 on."""
+    """Return all parameters in the layout of a bucket: last one first, each starting at a multiple
+    of 16."""
     parts = [p.detach().reshape(-1) for p in reversed(list(model.parameters()))]
     return torch.cat([nn.functional.pad(part, (0, -part.numel() % 16)) for part in parts])
 
@@ -61,7 +62,7 @@ def rounded(values, wire):
 
 
 def plain(count, optimizer, every=EVERY, lr=1.0, momentum=0.0, wire="fp32", late=0):
-    """Local SGD and DiLoCo as their papers write them; returns the losses, weights and anchor."""
+    """Run local SGD and DiLoCo as in their papers; return the losses, weights and anchor."""
     models = [mlp() for _ in range(count)]
     optimizers = [optimizer_of(optimizer, model) for model in models]
     anchor, velocity = flat(models[0]), 0.0
@@ -92,7 +93,7 @@ def plain(count, optimizer, every=EVERY, lr=1.0, momentum=0.0, wire="fp32", late
 
 
 def trained(world, optimizer, settings):
-    """This island's losses, the weights that it trains, and the anchor."""
+    """Return this island's losses, its weights, and the anchor."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of(optimizer, model), **settings)
     losses = []
@@ -111,7 +112,8 @@ def trained(world, optimizer, settings):
 
 
 def check(found, expected, count, *, rel=1e-8):
-    """All ranks have what the plain loop has of their island, and one anchor, bit for bit."""
+    """Check that all ranks have the plain loop's results for their island, and the same anchor bit
+    for bit."""
     _, weights, anchor = expected
     for rank, (_, mine, theirs) in enumerate(found):
         island = rank * count // len(found)
@@ -136,7 +138,7 @@ def check(found, expected, count, *, rel=1e-8):
         ),
     ],
 )
-def test_the_same_as_a_plain_loop(group, optimizer, settings, loop):
+def test_equals_a_plain_loop(group, optimizer, settings, loop):
     found = group(2, islands=2)(trained, optimizer, {"equal_every": EVERY} | settings)
     expected = plain(2, optimizer, **loop)
     check(found, expected, 2)
@@ -159,7 +161,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.full), 2])
-def test_the_layout_of_an_island_changes_nothing(group, layout, late, tmp_path):
+def test_result_does_not_depend_on_an_islands_layout(group, layout, late, tmp_path):
     if layout.get("offload_optimizer") == "nvme":
         layout = layout | {"offload_optimizer": f"nvme:{tmp_path}"}
     rules = {"outer": "nesterov:0.7,0.9", "wire": "bf16", "late": late, "bucket_mb": 1000.0}
@@ -177,7 +179,7 @@ def test_over_gloo(group):
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_each_host_is_an_island(group, zero):
-    """Memory is shared in each, and differences go over Gloo, beside steps."""
+    """Each host has shared memory, and differences are sent over Gloo during steps."""
     ranks = group(4, hosts=[0, 0, 1, 1], islands="host")
     rule = {"equal_every": EVERY, "wire": "int8", "late": 2, "zero": zero, "bucket_mb": 1000.0}
     found = ranks(trained, "adamw", rule)
@@ -203,8 +205,8 @@ def test_every_step_and_plain_sgd_are_one_large_batch(group):
             assert mine == pytest.approx(losses, rel=1e-8)
 
 
-def test_one_island_is_none(group):
-    """No anchor, and the same bits as without."""
+def test_one_island_equals_no_islands(group):
+    """There is no anchor, and the bits are the same as without islands."""
     for zero in (0, 2):
         with_one = group(2, islands=1)(trained, "adamw", {"zero": zero})
         without = group(2)(trained, "adamw", {"zero": zero})
@@ -214,7 +216,7 @@ def test_one_island_is_none(group):
 
 
 def test_hosts_are_islands(group):
-    """One host is one island."""
+    """A single host is one island."""
     assert {each[0] for each in group(2, islands="host")(shape_case)} == {1}
 
 
@@ -222,18 +224,18 @@ def shape_case(world):
     return world.island_count, world.island_rank, world.data.size, world.data_size
 
 
-def test_what_the_world_says(group):
+def test_world_describes_islands(group):
     assert group(4, islands=2)(shape_case) == [(2, 0, 2, 4)] * 2 + [(2, 1, 2, 4)] * 2
 
 
-# -- what crosses ------------------------------------------------------------------------------
+# -- traffic between islands ---------------------------------------------------------------------
 
 
 def counted(world, steps, settings):
-    """By step, the bytes that this rank has sent to other islands."""
+    """Return for each step the bytes that this rank has sent to other islands."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("adamw", model), **settings)
-    engine._spec.hooks.before_step(engine._state)  # compares what islands begin at, once
+    engine._spec.hooks.before_step(engine._state)  # compares the initial weights once
     sent = []
     gather = type(world.peers).all_gather
 
@@ -271,7 +273,7 @@ BYTES = {
 
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("wire", list(BYTES))
-def test_bytes_are_those_of_the_formula(group, wire, zero):
+def test_sent_bytes_match_the_formula(group, wire, zero):
     for sent, lengths in group(4, islands=2)(
         counted, 6, {"zero": zero, "wire": wire, "equal_every": 3}
     ):
@@ -281,7 +283,7 @@ def test_bytes_are_those_of_the_formula(group, wire, zero):
 
 
 def masters_case(world):
-    """What goes into a file between the steps that make islands equal: of all of them, alike."""
+    """A file that is saved between boundaries has the common weights, the same on all islands."""
     model = mlp().bfloat16()
     engine = sw.Engine(model, optimizer_of("adamw", model), equal_every=2)
     for batch in batches(3):
@@ -294,7 +296,7 @@ def masters_case(world):
     return weights, masters
 
 
-def test_masters_are_of_the_weights_that_islands_have_in_common(group):
+def test_saved_masters_are_the_common_weights(group):
     (weights, masters), (_, others) = group(2, islands=2)(masters_case)
     assert all(masters[i].bfloat16().equal(weight) for i, weight in enumerate(weights))
     assert all(masters[i].equal(others[i]) for i in masters)
@@ -304,7 +306,8 @@ def test_masters_are_of_the_weights_that_islands_have_in_common(group):
 
 
 def inside_case(world, precision, island):
-    """Losses, norms and weights of steps of two backwards each, clipped; before any are equal."""
+    """Return losses, norms and weights of clipped steps of two backwards each, before any
+    average."""
     model = mlp().float()
     engine = sw.Engine(model, optimizer_of("adamw", model), precision=precision, zero=2)
     seen = []
@@ -322,8 +325,8 @@ def inside_case(world, precision, island):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16-mixed"])
-def test_an_island_is_a_run_of_its_own(group, precision):
-    """Accumulation, clipping and the loss scale are its own, and so are the bits."""
+def test_island_equals_a_separate_run(group, precision):
+    """Accumulation, clipping and loss scale are separate, with the bits of a separate run."""
     found = group(4, islands=2)(inside_case, precision, None)
     for island in range(2):
         alone = group(2)(inside_case, precision, island)
@@ -351,12 +354,12 @@ def split_case(world, zero):
 
 
 @pytest.mark.parametrize("split", ["tensor", pytest.param("pipeline", marks=pytest.mark.full)])
-def test_replicas_that_are_split(group, split):
+def test_split_replicas(group, split):
     found = group(4, islands=2, **{split: 2})(split_case, 1)
     check(found, plain(2, "adamw", lr=0.7, momentum=0.9, wire="bf16"), 2)
 
 
-# -- what the user sees ------------------------------------------------------------------------
+# -- what users see ------------------------------------------------------------------------------
 
 
 def normed():
@@ -365,7 +368,7 @@ def normed():
 
 
 def buffers_case(world):
-    """After a step that makes islands equal their running statistics are their mean."""
+    """After a boundary, running statistics are the mean over the islands."""
     model = normed()
     engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=2)
     means = []
@@ -378,14 +381,14 @@ def buffers_case(world):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_buffers_are_means_of_all_islands(group, size):
+def test_buffers_are_averaged_over_islands(group, size):
     first, *_, last = group(size, islands=2)(buffers_case)
     alike = [torch.equal(a, b) for a, b in zip(first, last, strict=True)]
     assert alike == [False, True, False, True]
 
 
 def loaded_case(world, folder):
-    """What a script does to the weights before the first step is where islands begin."""
+    """Islands begin from the weights that a script writes before the first step."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=1, outer="nesterov:0.7,0.9")
     with torch.no_grad():
@@ -399,7 +402,7 @@ def loaded_case(world, folder):
     return mine, torch.load(folder / "a.pt")["0.weight"]
 
 
-def test_weights_that_are_written_before_the_first_step(group, tmp_path):
+def test_islands_begin_from_written_weights(group, tmp_path):
     plain_one = mlp()
     put(plain_one, flat(plain_one) * 2)
     loss_of(plain_one, batches(1)[0]).backward()
@@ -411,7 +414,7 @@ def test_weights_that_are_written_before_the_first_step(group, tmp_path):
 
 
 def grows_case(world):
-    """A group that is added on the way: islands go on, what is on its way is dropped alike."""
+    """Islands continue after a parameter group is added, and all drop messages in transit."""
     model = mlp()
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.2)
     model[0].requires_grad_(False)
@@ -428,7 +431,7 @@ def grows_case(world):
     return anchor
 
 
-def test_a_group_that_is_added(group):
+def test_adds_a_parameter_group(group):
     first, second = group(2, islands=2)(grows_case)
     assert torch.equal(first, second)
     assert not torch.equal(first, flat(mlp()))
@@ -443,13 +446,16 @@ def refused_case(world, settings, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"sync_batch_norm": True}, "--islands 2 and --sync-batch-norm cannot be had together"),
-        ({"ema_decay": 0.9}, "--islands 2 and --ema-decay cannot be had together"),
-        ({"shard_within": "host", "zero": 2}, "--islands 2 and --shard-within host cannot be"),
+        ({"sync_batch_norm": True}, "--islands 2 cannot be combined with --sync-batch-norm"),
+        ({"ema_decay": 0.9}, "--islands 2 cannot be combined with --ema-decay"),
+        (
+            {"shard_within": "host", "zero": 2},
+            "--islands 2 cannot be combined with --shard-within host",
+        ),
         ({"late": 3, "equal_every": 3}, "--late 3 with --equal-every 3"),
     ],
 )
-def test_what_cannot_be_had_with_islands(group, settings, words):
+def test_rejects_settings_that_contradict_islands(group, settings, words):
     group(2, islands=2)(refused_case, settings, words)
 
 
@@ -458,18 +464,20 @@ def bad_case(world):
     engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=1)
     with torch.no_grad():
         model[0].weight[0, 0] = torch.inf
-    engine._states.hooks.exchange.begun = True
-    with pytest.raises(sw.errors.NonFiniteError, match=r"How far 0.weight has come .* a NaN or an"):
+    engine._states.hooks.exchange.has_begun = True
+    with pytest.raises(
+        sw.errors.NonFiniteError, match=r"difference of 0.weight .* contains a NaN or an"
+    ):
         engine._states.hooks.exchange.send(0, 1)
     engine.close()
 
 
-def test_what_is_not_finite_is_sent_to_nobody(group):
+def test_raises_before_sending_values_that_are_not_finite(group):
     group(2, islands=2)(bad_case)
 
 
 def said_case(world):
-    """The lines at the start, and the title of the table."""
+    """Return the lines at the start, and the title of the table."""
     model, lines = mlp(), []
     dataset = torch.utils.data.TensorDataset(torch.zeros(32, 6, dtype=torch.float64))
     with pytest.MonkeyPatch.context() as patch:
@@ -484,12 +492,12 @@ def said_case(world):
     return lines, title
 
 
-def test_what_is_made_equal_when_is_said(group):
+def test_start_lines_describe_the_averaging(group):
     lines, title = group(4, islands=2, quiet=True)(said_case)[0]
     assert "4 workers = 2 islands x 2 data on" in lines[0]
-    rule = "parameters equal every 4 steps (mean), sent as int8, used 1 step after"
+    rule = "parameters synchronised every 4 steps (mean), sent as int8, used 1 step later"
     assert lines[2] == (
-        f"  2 islands of 2 workers, which make steps of their own: {rule}, 1 fragment in turn: "
+        f"  2 islands of 2 workers, which update separately: {rule}, 1 fragment in turn: "
         "240 B sent per worker each time"
     )
     assert lines[3] == (
@@ -501,7 +509,7 @@ def test_what_is_made_equal_when_is_said(group):
 
 def rows_case(world):
     world.share(batches(1)[0])
-    with pytest.raises(sw.errors.UsageError, match="leave --islands out for a loss over pairs"):
+    with pytest.raises(sw.errors.UsageError, match="remove --islands for a loss over pairs"):
         world.gather_rows(torch.zeros(8, 2))
     dataset = torch.utils.data.TensorDataset(torch.arange(32.0))
     assert len(sw.Loader(dataset, 8)) == 4
@@ -520,5 +528,5 @@ def bridge_case(world):
         joining.join({}, "Accelerator")
 
 
-def test_bridges_do_not_know_islands(group):
+def test_bridges_refuse_islands(group):
     group(2, islands=2)(bridge_case)

@@ -603,7 +603,7 @@ def refused_case(world):
         torch.optim.SGD(shared.parameters(), 0.1),
         torch.optim.SGD(shared.judge.parameters(), 0.1),
     ]
-    with pytest.raises(ModelError, match="give each parameter to one optimizer"):
+    with pytest.raises(ModelError, match="pass each parameter to one optimizer"):
         fitted(ours(1), model=shared)
     split = Gan()
     split.configure_optimizers = lambda: [

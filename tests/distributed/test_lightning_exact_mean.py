@@ -217,7 +217,7 @@ def refusals_case(world):
         model = net()
         model, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.3))
         x = torch.ones(2, 4).double()
-        with pytest.raises(UsageError, match=r"weight=.* counts with the strategy's exact_mean"):
+        with pytest.raises(UsageError, match=r"an effect only with the strategy's exact_mean"):
             fabric.backward(model(x).mean(), weight=2)
         fabric.strategy.training.close()
         fabric = fabric_made(0, True)
@@ -236,7 +236,7 @@ def refusals_case(world):
             pass
 
         rows = Kind(SequentialSampler(range(5)), 2, drop_last=False)
-        with pytest.raises(UsageError, match="a loader with Kind: which ones Lightning repeats"):
+        with pytest.raises(UsageError, match="a loader with Kind"):
             fabric.setup_dataloaders(DataLoader(samples(5), batch_sampler=rows))
         fabric.strategy.training.close()
 
@@ -253,12 +253,12 @@ def test_a_batch_without_rows_is_asked_about():
         ([torch.ones(4)], 4),
     ):
         exact = LoadedBatches("engine.step()", None, lambda: True)
-        exact.compute_with(batch)
+        exact.set_current_batch(batch)
         if rows:
             assert exact.batch_of_loss().samples == rows
             continue
-        with pytest.raises(UsageError, match="no tensor with rows"):
+        with pytest.raises(UsageError, match="without a tensor that has rows"):
             exact.batch_of_loss()
         counted = LoadedBatches("engine.step()", lambda batch: len(batch["texts"]), lambda: True)
-        counted.compute_with(batch)
+        counted.set_current_batch(batch)
         assert counted.items(None, None).number == 2

@@ -420,7 +420,7 @@ def test_parts_that_only_their_ranks_can_read_are_not_resumed_at_another_size(gr
     for size, batch in ((3, 4), (2, 6)):
         errors = group(size).errors(_some_steps, Stream(9), batch, PARTS, state, None)
         assert {kind for kind, _ in errors} == {"DataError"}
-        assert "2 workers read a part of Stream each, in total batches of 4" in errors[0][1]
+        assert "2 workers each read a part of Stream, in total batches of 4" in errors[0][1]
 
 
 PARTS = {"sharding": "dataset"}
@@ -430,7 +430,7 @@ def test_a_part_without_samples_is_named_on_all_ranks(group):
     errors = group(3).errors(_own_part, [3, 0, 3], {})
     assert len(set(errors)) == 1
     assert errors[0][0] == "DataError"
-    assert "on rank(s) 1 of 3 holds no sample" in errors[0][1]
+    assert "on rank(s) 1 of 3 has no samples" in errors[0][1]
 
 
 def rows_case(world):

@@ -1,4 +1,4 @@
-"""Losses whose mean is not over rows: without `weight=` the result is that of plain PyTorch."""
+"""Losses that are not means over rows: without `weight=` results equal plain PyTorch."""
 
 import re
 
@@ -24,14 +24,14 @@ def net():
 
 
 def data():
-    """Inputs; per row one label and `LENGTH` labels, of which some are ignored; a mask."""
+    """Return inputs; per row one label and `LENGTH` labels, some of them ignored; a mask."""
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS, 6, generator=draw, dtype=torch.float64)
     label = torch.randint(CLASSES, (ROWS,), generator=draw)
     labels = torch.randint(CLASSES, (ROWS, LENGTH), generator=draw)
     kept = torch.rand(ROWS, LENGTH, generator=draw) < 0.4
     kept[:, 0] |= torch.arange(ROWS) % 3 == 0
-    kept[-1] = False  # a worker whose rows have nothing that counts
+    kept[-1] = False  # a worker whose rows have no label that counts
     kept[-2, 0] = True
     return x, label, labels.masked_fill(~kept, IGNORED), kept
 
@@ -54,12 +54,12 @@ def cross_entropy(out, labels, **how):
 
 
 def boxes(out, kept):
-    """A loss over what a row has of something: other numbers of it in each row."""
+    """A loss over the boxes of each row, whose number differs between rows."""
     return tokens(out)[kept]
 
 
 class Fused(torch.autograd.Function):
-    """A function of somebody's own: only the tensors that it saves are known of it."""
+    """A custom autograd.Function, of which only the saved tensors are known."""
 
     @staticmethod
     def forward(ctx, out, classes, labels):
@@ -222,7 +222,7 @@ LOSSES = {
 
 
 def plain(loss_of):
-    """Losses, gradient norms and weights of one process."""
+    """Return losses, gradient norms and weights of one process."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     seen = []
@@ -247,7 +247,7 @@ def compare(engine, model, seen, expected):
 
 
 def trains(world, names, micro, zero):
-    """Each loss in the README's own loop."""
+    """Train each loss in the loop of the README."""
     for name in names:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -269,7 +269,7 @@ def trains(world, names, micro, zero):
 @pytest.mark.parametrize("micro", [None, 2])
 @pytest.mark.parametrize("size", SIZES)
 def test_losses_are_those_of_one_process(group, size, micro):
-    # A part of a batch needs something of everything here: plain PyTorch gives NaN without it too.
+    # Each part of a batch needs some labels: without any, plain PyTorch gives NaN too.
     group(size)(trains, list(LOSSES), micro, 0)
 
 
@@ -280,7 +280,7 @@ def test_losses_of_sharded_models_are_those_of_one_process(group, zero):
 
 
 def mixed(out, ys):
-    """Means over different items: labels that count, and all elements."""
+    """A sum of means over different items: labels that count, and all elements."""
     return cross_entropy(out, ys) + 0.1 * out.square().mean()
 
 
@@ -317,13 +317,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_weight_is_right_for_is_refused_on_all_ranks(group, name):
+def test_all_ranks_refuse_losses_without_a_common_weight(group, name):
     words = REFUSED[name][2]
     for kind, message in group(2).errors(refused, name):
         assert kind == UsageError.__name__
         assert "worker 0: " in message
         assert re.search(words, message), message
-    group(1)(refused, name)  # one process adds what it is given
+    group(1)(refused, name)  # one process just adds its losses
 
 
 COUNTS = {
@@ -359,7 +359,7 @@ def test_a_loss_of_weight_0_needs_no_graph(group, size, zero):
 
 
 def two_batches(world, how):
-    """A loss of a batch of 4 rows and of one of 10, by the advice of the message."""
+    """Losses of a batch of 4 rows and one of 10, added as the error message advises."""
     torch.manual_seed(0)
     a, b, model = torch.randn(4, 6).double(), torch.randn(10, 6).double(), net()
     want = (model(a).square().mean() + (model(b) - 1).square().mean()).item()
@@ -387,7 +387,7 @@ def test_two_batches_are_added_as_the_message_says(group):
 
 
 def told(world, weights):
-    """What is said of a loss of 7 rows with `weights`, in two steps."""
+    """Return the lines about a loss of 7 rows with `weights`, in two steps."""
     said = []
     world.say_once = said.append
     try:
@@ -403,10 +403,10 @@ def told(world, weights):
     return said
 
 
-def test_a_weight_that_contradicts_the_loss_is_named_once(group):
+def test_warns_once_of_a_weight_that_contradicts_the_loss(group):
     for said in group(2)(told, "rows"):
         (line,) = said
-        assert line.startswith("weight= is not proportional to what these losses are means over")
+        assert line.startswith("weight= is not proportional to the number of items")
         assert re.search(
             r"worker 1: a mean over \d+ items \(cross_entropy\), weighed by [34]", line
         )

@@ -24,7 +24,7 @@ def data(seed=1):
 
 
 def plain(loss_of):
-    """Losses and weights of one process that adds up `loss_of` as it is."""
+    """Return losses and weights of one process that adds the results of `loss_of`."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     losses = []
@@ -38,7 +38,7 @@ def plain(loss_of):
 
 
 def compare(engine, model, losses, expected):
-    """Losses and weights are those of one process."""
+    """Assert that losses and weights equal one process."""
     values, parameters = expected
     assert losses == pytest.approx(values, rel=1e-10)
     with engine.full_parameters():
@@ -73,17 +73,17 @@ def sums_case(world, zero, how):
 @pytest.mark.parametrize("how", ["loader", "micro", "forward_backward"])
 @pytest.mark.parametrize("size", SIZES)
 def test_sums_of_all_workers_are_added(group, size, how):
-    """The last batch leaves a worker of three without a sample."""
+    """In the last batch one of three workers has no sample."""
     for zero in (0, 2, 3):
         group(size)(sums_case, zero, how)
 
 
 SHARES = [4, 1, 2]
-"""Rows of the backwards of a rank: as with DistributedDataParallel, each counts the same."""
+"""Rows of each backward of a rank. As with DistributedDataParallel, each counts the same."""
 
 
 def as_ddp(loss_of, size):
-    """One process that adds up the losses of each rank and averages over the ranks."""
+    """Train one process that adds the losses of each rank and averages over ranks."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     losses = []
@@ -132,7 +132,7 @@ def mixed_reductions(world):
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=1e-2))
     (x,) = data().split(100)
     engine.backward(summed(model, x), reduction="ddp" if world.rank else "sum")
-    with pytest.raises(UsageError, match="the other kind of sums"):
+    with pytest.raises(UsageError, match="Ranks disagree on `reduction`"):
         engine.step()
     engine.backward(summed(model, x), reduction="ddp")
     with pytest.raises(UsageError, match="both kinds of sums"):
@@ -140,7 +140,7 @@ def mixed_reductions(world):
     engine.zero_grad()
 
 
-def test_reductions_that_differ_are_refused(group):
+def test_refuses_reductions_that_differ_between_ranks(group):
     group(2)(mixed_reductions)
 
 
@@ -194,12 +194,12 @@ def evaluation_between(world):
     assert engine.step().weight == ROWS
 
 
-def test_an_evaluation_leaves_the_weight_of_what_was_fetched_before(group):
+def test_an_evaluation_keeps_the_weight_of_the_fetched_batch(group):
     group(3)(evaluation_between)
 
 
 def share_in_a_loop(world):
-    """A GAN's discriminator: real samples by a Loader, noise of which each worker takes a part."""
+    """Train a GAN's discriminator: real samples from a Loader, noise by world.share."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     engine = sw.Engine(model, optimizer)
@@ -217,12 +217,12 @@ def share_in_a_loop(world):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_share_beside_a_loader_is_of_its_batch(group, size):
+def test_a_share_inside_a_loader_loop_counts_as_its_batch(group, size):
     group(size)(share_in_a_loop)
 
 
 class Clipping(nn.Module):
-    """Writes into its weight in forward: what is seen of the rows of this worker."""
+    """A module that writes statistics of this worker's rows into its weight, in forward."""
 
     def __init__(self):
         super().__init__()
@@ -243,7 +243,7 @@ def written_in_forward(world, zero):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_forward_that_writes_other_values_on_other_ranks(group, zero):
+def test_refuses_a_forward_that_writes_rank_dependent_values(group, zero):
     for name, message in group(2).errors(written_in_forward, zero):
         assert name == ModelMismatch.__name__
         assert "linear.weight was written to since the last step, on rank 1" in message
@@ -268,7 +268,7 @@ def written_alike(world, zero):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_clipping_alike_between_steps(group, zero):
+def test_allows_the_same_clipping_on_all_ranks_between_steps(group, zero):
     group(2)(written_alike, zero)
 
 
@@ -281,13 +281,13 @@ def renormalising(world, zero, trained):
     engine.step()
 
 
-def test_an_embedding_that_renormalises_in_forward(group):
+def test_refuses_an_embedding_that_renormalises_in_forward(group):
     group(1)(renormalising, 0, True)
     group(2)(renormalising, 0, False)
     for size, zero in ((2, 0), (2, 2), (1, 3)):
         for name, message in group(size).errors(renormalising, zero, True):
             assert name == ModelError.__name__
-            assert message.startswith("0 (max_norm=0.5) rewrites in forward")
+            assert message.startswith("0 (max_norm=0.5) rewrites the rows")
 
 
 def idle_beside_sums(world):
@@ -302,7 +302,7 @@ def idle_beside_sums(world):
     assert engine.step().loss == pytest.approx(want)
 
 
-def test_an_idle_worker_fits_beside_sums(group):
+def test_an_idle_worker_fits_with_sums(group):
     group(2)(idle_beside_sums)
 
 
@@ -313,14 +313,14 @@ def sum_in_micro_batches(world):
     engine.step()
 
 
-def test_a_sum_cut_into_micro_batches_is_refused(group):
+def test_refuses_a_sum_cut_into_micro_batches(group):
     for kind, message in group(2, pipeline=2).errors(sum_in_micro_batches):
         assert kind == UsageError.__name__
-        assert 'A loss that is a sum: reduction="sum".' in message
+        assert 'For a loss that is a sum: reduction="sum".' in message
 
 
 def two_means(world, backwards):
-    """A mean over rows x 4 elements and one over rows, of the same batch."""
+    """Two losses of the same batch: a mean over rows x 4 elements, and one over rows."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 4).double()
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
@@ -340,6 +340,6 @@ def two_means(world, backwards):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_second_loss_of_a_batch_counts_as_the_first(group, ranks):
-    """The items of the batch were counted once, with the weight of the first loss."""
+    """The items of the batch count once, with the weight of the first loss."""
     ((one, *_), (two, *_)) = (group(ranks)(two_means, backwards) for backwards in (1, 2))
     assert two == pytest.approx(one, rel=1e-10)

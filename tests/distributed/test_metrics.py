@@ -17,7 +17,7 @@ SIZES = (1, 2, 3, 4)
 
 
 def _evaluate(world, length, batch, micro=None):
-    """Means over a dataset whose stand-ins would give NaN."""
+    """Return means over a dataset whose stand-ins would give NaN."""
     metrics = Metrics()
     with torch.no_grad():
         for (x,) in Loader(TensorDataset(torch.arange(length)), batch, micro_batch_size=micro):
@@ -96,19 +96,19 @@ def test_a_negative_weight_on_the_device_is_found_when_computing(group):
         ({"n": [1], "loss": 1.0}, "n is a list"),
     ],
 )
-def test_what_is_no_mean_is_refused(solo, options, message):
+def test_refuses_values_that_are_no_scalars(solo, options, message):
     metrics = Metrics()
     with pytest.raises(MetricsError, match=message):
         metrics.add(**options)
     assert metrics.compute() == {}
 
 
-def test_without_a_batch_n_must_be_said(solo):
+def test_requires_n_without_a_batch(solo):
     with pytest.raises(UsageError, match=r"write metrics\.add\(n=len\(x\)"):
         Metrics().add(loss=1.0)
 
 
-def test_nothing_weighs_nothing(solo):
+def test_a_mean_over_no_items_is_nan(solo):
     metrics = Metrics()
     metrics.add(n=0, loss=math.nan)
     metrics.add(n=torch.tensor(0), loss=torch.tensor(math.inf))
@@ -145,7 +145,7 @@ def test_a_value_needs_no_graph(solo):
 
 
 def counted(world, exact):
-    """A mean over numbers of very different size, dealt to the ranks."""
+    """Return a mean over numbers of very different size, divided among ranks."""
     world.settings = dataclasses.replace(world.settings, exact=4 if exact else None)
     values = torch.randn(400, generator=torch.Generator().manual_seed(1)).double().exp2() ** 9
     metrics = Metrics()
@@ -154,7 +154,7 @@ def counted(world, exact):
     return metrics.compute()["mean"]
 
 
-def test_in_the_exact_mode_the_bits_do_not_depend_on_who_counts(group):
+def test_exact_mode_bits_do_not_depend_on_the_ranks(group):
     assert group(1)(counted, True) * 3 == group(3)(counted, True)
     assert group(1)(counted, False) * 3 == pytest.approx(group(3)(counted, False))
 

@@ -1,4 +1,4 @@
-"""A gradient that is not finite: who is named, and what is not finite at all."""
+"""A non-finite gradient: which rank is named, and which numbers count as not finite."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from shardwise.errors import NonFiniteError
 
 
 def nonfinite(world, model, bad):
-    """The message about a NaN that only ranks `bad` make, in the first parameter alone."""
+    """Return the message about a NaN that only the ranks `bad` make, in the first parameter."""
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
     weight = next(model.parameters())
     engine.backward((weight * 0).sqrt().sum() if world.rank in bad else weight.sum())
@@ -24,14 +24,14 @@ def blame_case(world):
     return nonfinite(world, small, {1}), nonfinite(world, large, {1})
 
 
-def test_a_rank_is_blamed_with_proof_only(group):
+def test_names_a_rank_only_with_proof(group):
     for small, large in group(2)(blame_case):
         assert "rank 1 (its gradient" in small
-        assert "could not be told" in large
+        assert "it is not known which rank is the cause" in large
         assert "finite)" not in large
 
 
-def test_alone_there_is_nobody_else(solo):
+def test_single_rank_names_no_rank(solo):
     message = nonfinite(solo, nn.Linear(4, 4), {0})
     assert "rank" not in message
     assert "not finite in weight. The loss is finite" in message
@@ -52,7 +52,7 @@ def test_a_large_gradient_is_finite(group, zero):
     group(2)(large_case, zero)
 
 
-def test_steps_that_are_skipped_for_ever_are_told_of(solo, capsys):
+def test_reports_endlessly_skipped_steps(solo, capsys):
     model = nn.Linear(2, 1)
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), nonfinite="skip")
     for step in range(45):

@@ -1,7 +1,7 @@
-"""States in the host's memory, with an accelerator that copies as late as it may.
+"""States in host memory, with an accelerator that copies as late as possible.
 
-The CPU stands in for the accelerator. Its side stream does nothing until somebody waits: what
-reads or writes memory of a copy without waiting for it gets other numbers.
+The CPU acts as the accelerator. Its side streams do nothing until some code waits. Code that reads
+or writes memory of a copy without a wait gets wrong numbers.
 """
 
 import threading
@@ -19,10 +19,10 @@ from tests.disk import on_a_disk
 
 
 class LateEvent:
-    """The end of a copy that has not begun; without a copy, a moment that has passed."""
+    """The end of a copy that has not started; without a copy, a moment in the past."""
 
     lock = threading.RLock()
-    """Threads that write to a disk wait for copies, too."""
+    """A lock, because threads that write to a disk wait for copies, too."""
 
     def __init__(self, queue=(), copy=None):
         self._queue = queue
@@ -42,7 +42,7 @@ class LateEvent:
 
 
 class Late(CopyStream):
-    """Two side streams, each of which does its copies in order, when one is waited for."""
+    """Two side streams; each makes its copies in order when one is waited for."""
 
     uses = 0
 
@@ -80,7 +80,7 @@ class Late(CopyStream):
 
 @contextmanager
 def accelerated():
-    """Inside the block the CPU is an accelerator, and what does not rest on it is apart."""
+    """Context manager that makes the CPU an accelerator, apart from states on the host."""
     is_apart, copy_stream, span = (
         storage_factory.StorageFactory.is_apart,
         storage_factory.CopyStream,
@@ -125,14 +125,14 @@ def trained(world, steps=5, *, micro=1, **settings):
             draw = torch.Generator().manual_seed(100 * step + 10 * part + world.rank)
             x = torch.randn(3, 6, generator=draw)
             engine.backward(model(x).square().mean(), last=part == micro - 1)
-        norms.append(engine.step().grad_norm)  # clipping would depend on a norm's last bit
+        norms.append(engine.step().grad_norm)  # clipping would depend on the last bit of a norm
         with torch.no_grad():
             model(torch.ones(1, 6))
     with engine.full_parameters():
         values = [p.detach().clone() for p in model.parameters()]
     state = engine.optimizer_state_dict()["state"]
     engine.close()
-    # Plain again, with what the states held.
+    # A plain model again, with the values of the states.
     values += [optimizer.state[p]["exp_avg_sq"] for p in model.parameters()]
     return norms, values, [state[i]["exp_avg"] for i in state]
 
@@ -148,7 +148,7 @@ def apart(world, options, settings):
 
 
 def _tiers(optimizer, gradients, params):
-    """The settings that let states rest there; None leaves a state where it is."""
+    """Return the settings for these tiers; None leaves a state on its default tier."""
     named = {"optimizer": optimizer, "gradients": gradients, "params": params}
     places = {"cpu": "cpu", "device": "device", "nvme": f"nvme:{on_a_disk()}"}
     return {f"offload_{name}": places[tier] for name, tier in named.items() if tier}
@@ -172,7 +172,7 @@ CASES = [
 
 
 OFTEN = [CASES[number] for number in (2, 5, 7, 9, 10, 12)]
-"""Those that `make test` has two ranks for: each state in each place where it may be apart."""
+"""Cases that `make test` runs on two ranks: each state on each tier that it can have."""
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ OFTEN = [CASES[number] for number in (2, 5, 7, 9, 10, 12)]
     ],
     ids=str,
 )
-def test_a_late_accelerator_gives_the_same_bits(group, size, case, options):
+def test_late_copies_give_the_same_bits(group, size, case, options):
     zero, tiers = case
     group(size, transport="gloo")(apart, options | {"zero": zero}, _tiers(*tiers))
 
@@ -198,7 +198,7 @@ def test_a_late_accelerator_gives_the_same_bits(group, size, case, options):
     [case if case in OFTEN else pytest.param(case, marks=pytest.mark.full) for case in CASES[3:11]],
     ids=str,
 )
-def test_also_in_16_bits(group, case):
+def test_late_copies_in_16_bits(group, case):
     zero, tiers = case
     options = {"zero": zero, "precision": "bf16"}
     group(2, transport="gloo")(apart, options, _tiers(*tiers))

@@ -1,4 +1,4 @@
-"""A resume goes on with the attributes of an optimizer, and with state of no parameter."""
+"""A resume restores an optimizer's attributes, and state that belongs to no parameter."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ HALF = 3
 
 
 class Wide(optim.Optimizer):
-    """Keeps one value of each kind. Some refer to others."""
+    """Keeps one value of each kind; some refer to others."""
 
     def __init__(self, params, lr=0.2, every=2):
         super().__init__(params, {"lr": lr})
@@ -76,7 +76,7 @@ MAKE = {
 def made(make):
     torch.manual_seed(0)
     x = torch.randn(8, 6, dtype=torch.float64)
-    # Larger than what stands in JSON.
+    # Larger than the largest tensor in JSON.
     model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 6)).double()
     return x, model, make(model.parameters())
 
@@ -95,7 +95,7 @@ def saved_case(world, name, zero, folder):
     trained(world, engine, model, x, HALF)
     path = engine.save(folder)
     losses = trained(world, engine, model, x, HALF)
-    # A load in the middle goes back to the attributes of that time.
+    # A load in the middle restores the attributes of that moment.
     engine.load(path)
     assert trained(world, engine, model, x, HALF) == pytest.approx(losses, rel=1e-12)
     engine.close()
@@ -123,7 +123,7 @@ def test_resume_equals_the_uninterrupted_run(group, name, zero, sizes, tmp_path)
 
 
 def state_dict_case(world, name):
-    """The same through torch.save of a state_dict, as other libraries make checkpoints."""
+    """The same through torch.save of a state_dict, as in other libraries' checkpoints."""
     x, model, optimizer = made(MAKE[name])
     engine = sw.Engine(model, optimizer, zero=0)
     trained(world, engine, model, x, HALF)
@@ -181,11 +181,11 @@ def test_background_save_has_the_tensors_of_its_step(group, tmp_path):
     assert list(fields) == ["buffers"]
     with OpenedCheckpoint(path) as opened:
         assert sorted(opened.sets["attributes"].specs) == ["0.buffers.0", "0.buffers.2"]
-        assert all(good for _, good in opened.checked())
+        assert all(good for _, good in opened.verify_tensors())
 
 
 def beginning_case(world, folder):
-    """Load a checkpoint from before the first step, which holds no attributes."""
+    """Load a checkpoint from before the first step, which has no attributes."""
     x, model, optimizer = made(MAKE["wrapper"])
     engine = sw.Engine(model, optimizer, zero=0)
     path = engine.save(folder)
@@ -212,7 +212,7 @@ def chosen_case(world, folder):
     assert optimizer.every == 5
 
 
-def test_resume_keeps_the_attributes_that_the_script_chooses(group, tmp_path):
+def test_resume_keeps_attributes_that_the_script_sets(group, tmp_path):
     group(1)(chosen_case, tmp_path)
 
 
@@ -243,7 +243,7 @@ def named_case(world, folder):
         path = engine.save(folder)
         (line,) = said
         assert "Ticking keeps ticks (a count) in its attribute ticks" in line
-        assert "a resume would start it again" in line
+        assert "a resume would restart it" in line
         engine.close()
 
         said.clear()
@@ -251,14 +251,14 @@ def named_case(world, folder):
         optimizer.schedule = Renamed()
         engine = sw.Engine(model, optimizer, zero=0)
         engine.load(path)
-        assert "attributes of Ticking in the checkpoint cannot be restored: schedule" in said[0]
+        assert "attributes of Ticking cannot be restored from the checkpoint and keep" in said[0]
         assert optimizer.count == HALF
         engine.close()
     finally:
         del world.say_once
 
 
-def test_what_cannot_be_saved_or_given_back_is_said_by_name(group, tmp_path):
+def test_values_that_cannot_be_saved_or_restored_are_named(group, tmp_path):
     group(1)(named_case, tmp_path)
 
 
@@ -310,7 +310,7 @@ class Rotating(WarmUp):
     def step(self, closure=None):
         super().step()
         self.schedule.recent = self.schedule.recent + 1
-        torch.zeros(100)  # memory that the next one may get again
+        torch.zeros(100)  # memory that the next tensor may reuse
 
 
 def replaced_case(world, folder):

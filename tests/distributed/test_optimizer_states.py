@@ -1,4 +1,4 @@
-"""The state of an optimizer as a plain process saves and loads it, beside the engine."""
+"""The state of an optimizer, saved and loaded as by a plain process, with an engine."""
 
 import copy
 
@@ -26,7 +26,7 @@ def trained(model, optimizer, x, steps):
 
 
 def plain_halves():
-    """A plain run: what it saves after three steps, and its parameters after six."""
+    """Return the state that a plain run saves after three steps, and its parameters after six."""
     model, optimizer, x = made()
     trained(model, optimizer, x, 3)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -59,7 +59,7 @@ def loaded_case(world, zero, saved, on_rank_0):
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_a_plain_state_is_loaded_into_an_engine(group, zero):
+def test_loads_plain_state_into_an_engine(group, zero):
     saved, expected = plain_halves()
     values, state = group(2)(loaded_case, zero, saved, zero % 2 == 0)[1]
     torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-13)
@@ -68,7 +68,7 @@ def test_a_plain_state_is_loaded_into_an_engine(group, zero):
 
 
 def alone_case(world, saved):
-    """The lines of a plain script, unchanged, on one worker."""
+    """Run the unchanged lines of a plain script on one worker."""
     model, optimizer, x = made()
     engine = sw.Engine(model, optimizer, zero=2)
     for _ in range(3):
@@ -114,19 +114,19 @@ def several_case(world):
     with pytest.raises(UsageError, match=r"Write engine.load_optimizer_state_dict\(state"):
         optimizer.load_state_dict(state)
     other = torch.optim.AdamW([nn.Parameter(torch.zeros(3))]).state_dict()
-    with pytest.raises(CheckpointMismatch, match=r"groups of \[1\] parameters, and AdamW"):
+    with pytest.raises(CheckpointMismatch, match=r"groups of \[1\] parameters, but AdamW"):
         engine.load_optimizer_state_dict(other)
-    with pytest.raises(UsageError, match="is not one that this engine has"):
+    with pytest.raises(UsageError, match="does not belong to this engine"):
         engine.load_optimizer_state_dict(state, torch.optim.SGD(nn.Linear(1, 1).parameters()))
     engine.close()
 
 
-def test_on_several_workers_it_is_said_what_to_write(group):
+def test_error_on_several_workers_names_the_line_to_write(group):
     group(2)(several_case)
 
 
 def shapes_case(world, name):
-    """A state that fits is taken on the way; ranks learn of one that fits on others only."""
+    """A state that fits one rank only is refused on all."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False))
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
     engine = sw.Engine(model, optimizer, zero=0)
@@ -150,7 +150,7 @@ def test_state_of_another_shape_is_refused_on_all_ranks(group, name):
 
 
 def wide_case(world):
-    """16-bit gradients go on to rest in fp32 under another layout."""
+    """16-bit gradients stay in fp32 under another layout."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=1.0)
     engine = sw.Engine(model, optimizer, precision="bf16", zero=0)
@@ -169,7 +169,7 @@ def wide_case(world):
 
 
 def test_wide_gradients_stay_wide(group):
-    """Of 256 + 1 + 1 + 1 sixteen bits have 256: so in the first step, where it is not known yet."""
+    """In 16 bits 256 + 1 + 1 + 1 is 256, which the first step gives because it cannot know yet."""
     assert group(1)(wide_case) == [[64.0, 64.75, 64.75]]
 
 
@@ -184,7 +184,7 @@ def split_case(world):
         engine.close()
 
 
-def test_parts_are_refused_by_name(group):
+def test_refuses_parts_by_name(group):
     with pytest.raises(RankFailed, match="with --tensor or --pipeline, where the state"):
         group(2, tensor=2)(split_case)
 
@@ -201,7 +201,7 @@ def narrow(zero, make=torch.optim.AdamW, frozen=False):
 
 
 def narrow_steps(world, model, engine, count=3, backwards=1):
-    """The batches of one call have 12, 8, 10, 12 ... rows."""
+    """Return batches, which have 12, 8, 10, 12 ... rows in one call."""
     x = torch.randn(12, 5, generator=torch.Generator().manual_seed(3)).bfloat16()
     losses = []
     for _ in range(count):
@@ -225,7 +225,10 @@ def weights_of(engine, model):
 
 
 def resumed_case(world, zero, backwards):
-    """Losses, weights and state of the last steps: without a break, and by plain state_dicts."""
+    """Return losses, weights and state of the last steps.
+
+    Once without a break, and once resumed from plain state_dicts.
+    """
     model, _, engine = narrow(zero)
     narrow_steps(world, model, engine, backwards=backwards)
     weights, state = (
@@ -247,8 +250,8 @@ def resumed_case(world, zero, backwards):
 
 
 @pytest.mark.parametrize(("zero", "backwards"), [(1, 1), (3, 2)])
-def test_a_run_in_16_bits_goes_on_with_the_same_bits(group, zero, backwards):
-    """Also where the next step is over more rows than the last one before the save."""
+def test_run_in_16_bits_resumes_with_the_same_bits(group, zero, backwards):
+    """The next step may have more rows than the last one before the save."""
     for whole, resumed in group(2)(resumed_case, zero, backwards):
         torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
         masters = whole[2]["fp32_master_weights"]
@@ -256,12 +259,12 @@ def test_a_run_in_16_bits_goes_on_with_the_same_bits(group, zero, backwards):
         assert all(masters[i].bfloat16().equal(weight) for i, weight in enumerate(weights))
         assert any(not master.equal(master.bfloat16()) for master in masters.values())
         assert whole[2]["fp32_gradients"] == (backwards > 1)
-        # By the seeds: the two backwards together count as two whole batches.
+        # Counted by seeds: the two backwards together count as two whole batches.
         assert whole[2]["loss_weight_divisor"] == {1: 10, 2: (8 + 10) / 2}[backwards]
 
 
 def frozen_case(world, zero):
-    """A layer is frozen on the way, and trained again later: here, and after a resume."""
+    """A layer is frozen during training and trained again: in the same run, and after a resume."""
     model, _, engine = narrow(zero)
     narrow_steps(world, model, engine)
     model[0].requires_grad_(False)
@@ -286,13 +289,13 @@ def frozen_case(world, zero):
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_masters_of_what_is_frozen_go_on_when_it_is_trained_again(group, zero):
+def test_masters_of_frozen_layers_continue_when_trained_again(group, zero):
     for whole, resumed in group(2)(frozen_case, zero):
         torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
 def differing_case(world):
-    """Rank 0 says what all go on with: ranks that decide otherwise would wait for each other."""
+    """Rank 0's state decides for all, because ranks with different decisions would deadlock."""
     model, _, engine = narrow(1)
     narrow_steps(world, model, engine, 1)
     state = copy.deepcopy(engine.optimizer_state_dict(for_resume=True))
@@ -308,12 +311,12 @@ def differing_case(world):
     return found["fp32_gradients"], found["loss_weight_divisor"]
 
 
-def test_ranks_go_on_alike_from_states_that_differ(group):
+def test_ranks_continue_equally_from_different_states(group):
     assert group(2)(differing_case) == [(True, 7.0)] * 2
 
 
 def written_case(world):
-    """Masters are of the weights that user code has written since the step."""
+    """Masters follow weights that user code has written since the step."""
     model, _, engine = narrow(0)
     narrow_steps(world, model, engine, 1)
     with torch.no_grad():
@@ -324,13 +327,13 @@ def written_case(world):
     return found
 
 
-def test_masters_are_of_what_was_written(group):
+def test_masters_follow_written_weights(group):
     for master, weight in group(2)(written_case):
         assert master.equal(weight.float())
 
 
 def other_weights_case(world):
-    """Masters are taken where they round to the weights that there are; no weight is changed."""
+    """Masters are accepted if they round to the present weights, which never change."""
     model, _, engine = narrow(1)
     narrow_steps(world, model, engine)
     state = copy.deepcopy(engine.optimizer_state_dict())
@@ -356,7 +359,7 @@ def test_masters_change_no_weights(group):
 
 
 def plain_narrow_case(world, name):
-    """A plain optimizer keeps 16 bits beside 16-bit weights: before the engine, and loaded."""
+    """A plain optimizer keeps 16-bit state of 16-bit weights: before the engine, and in a load."""
     make = getattr(torch.optim, name)
     model, optimizer, engine = narrow(0, make)
     engine.close()
@@ -373,14 +376,14 @@ def plain_narrow_case(world, name):
             engine.load_optimizer_state_dict(saved)
         engine.close()
         model(torch.ones(2, 5).bfloat16()).sum().backward()
-        optimizer.step()  # on its own again
+        optimizer.step()  # without the engine again
         optimizer.zero_grad()
         optimizer.load_state_dict(saved)
     return saved["state"][0], found
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
-def test_what_is_kept_in_16_bits_goes_on_in_fp32(group, name):
+def test_16_bit_state_continues_in_fp32(group, name):
     saved, found = group(2)(plain_narrow_case, name)[1]
     for state in found:
         assert state.keys() == saved.keys()
@@ -389,7 +392,7 @@ def test_what_is_kept_in_16_bits_goes_on_in_fp32(group, name):
 
 
 def whole_masters_case(world):
-    """Of layers that are shared out, and of tensors that are split."""
+    """Distributed layers, and split tensors."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = {"0": "colwise", "2": "rowwise"} if world.settings.tensor > 1 else None

@@ -1,5 +1,7 @@
-"""torch's own optimizers beside plain PyTorch in fp64: every class, its options, and what a user
-does to groups, parameters and state on the way; and what users have written themselves."""
+"""torch's optimizers compared with plain PyTorch in fp64: every class and its options.
+
+Users change groups, parameters and state during training. Users' own optimizers are here, too.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -52,7 +54,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
 
 
 def _adagrad_grows():
-    """Whether torch's own Adagrad trains a group that is added: that of torch 2.9 has no state."""
+    """Whether torch's own Adagrad trains a group that is added later; in 2.9 it has no state."""
     first, added = (nn.Parameter(torch.ones(1)) for _ in range(2))
     optimizer = optim.Adagrad([first])
     optimizer.add_param_group({"params": [added]})
@@ -68,7 +70,7 @@ ADAGRAD_GROWS = _adagrad_grows()
 
 
 class Net(nn.Module):
-    """Which of its layers run is said for each forward."""
+    """A model whose layers run as each forward says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +126,7 @@ STORIES = [late, by_turns, unfrozen, frozen_and_back, new_group, edited]
 
 
 def members(net, story):
-    """The parameter groups that the optimizer is made with: matrices, and vectors on their own."""
+    """Return the parameter groups of the optimizer: matrices, and vectors."""
     own = {id(p) for p in net.layers[1].parameters()} if story is new_group else set()
     params = [p for p in net.parameters() if id(p) not in own]
     return [
@@ -165,7 +167,7 @@ def engine_steps(world, net, optimizer, story, steps, zero):
 
 
 def apart(net, optimizer, plain, reference):
-    """How far weights and optimizer state are from each other, relative to their size."""
+    """Return the relative difference of weights and optimizer state."""
     worst = 0.0
     for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         a, b = optimizer.state.get(mine, {}), reference.state.get(theirs, {})
@@ -177,8 +179,10 @@ def apart(net, optimizer, plain, reference):
 
 
 def story_case(world, zero, story, before, until, names=tuple(OPTIMIZERS)):
-    """The optimizer's own steps `before` the engine, which ends after `until`; then another one.
-    Returns how far each optimizer is from plain PyTorch, where that is more than rounding."""
+    """Compare an optimizer with plain PyTorch: its own steps `before` the engine, then the engine.
+
+    The engine ends after `until`, and another one follows. Returns the differences beyond rounding.
+    """
     far = {}
     for name in names:
         if story is new_group and name.startswith("adagrad") and not ADAGRAD_GROWS:
@@ -190,7 +194,7 @@ def story_case(world, zero, story, before, until, names=tuple(OPTIMIZERS)):
             engine_steps(world, net, optimizer, story, range(until, STEPS), zero)
         plain, reference = made(name, story)
         for group in reference.param_groups:
-            group["fused"] = False  # where torch's own SGD cannot begin late
+            group["fused"] = False  # torch's own SGD cannot start late there
         plain_steps(plain, reference, story, range(STEPS))
         if (distance := apart(net, optimizer, plain, reference)) > 1e-8:
             far[name] = distance
@@ -209,7 +213,7 @@ FEW = [
 
 @pytest.mark.parametrize(("zero", "story", "before", "until"), FEW)
 def test_as_plain_pytorch(group, zero, story, before, until):
-    """Each optimizer has two of the stories, each story a third of the optimizers."""
+    """Each optimizer runs two of the stories, and each story a third of the optimizers."""
     names = list(OPTIMIZERS)[STORIES.index(story) % 3 :: 3]
     assert group(2)(story_case, zero, story, before, until, names, limit=120)[0] == {}
 
@@ -250,12 +254,12 @@ def own_case(world, zero, looks):
         (2, 0, at_a_value_that_no_trial_has),
     ],
 )
-def test_tensors_are_whole_where_only_a_trial_says_otherwise(group, size, zero, looks):
+def test_tensors_stay_whole_if_only_a_trial_allows_cuts(group, size, zero, looks):
     assert max(group(size)(own_case, zero, looks)) < 1e-8
 
 
 class Averaging(optim.Optimizer):
-    """A user's own: a mean of gradients, and a count that is a tensor of one dim."""
+    """A user's optimizer: it uses a mean of gradients, and counts in a tensor of one dim."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.05})
@@ -292,7 +296,7 @@ def resumed_case(world, zero, folder, first, last):
     return apart(net, optimizer, plain, reference)
 
 
-def test_an_optimizer_of_ones_own_at_other_sizes(group, tmp_path):
+def test_users_own_optimizer_at_other_sizes(group, tmp_path):
     case, folder = resumed_case, str(tmp_path)
     assert max(group(1)(case, 0, folder, 0, 3)) < 1e-8
     assert max(group(2)(case, 2, folder, 3, 5)) < 1e-8
@@ -335,7 +339,7 @@ def turned_on(step, net, optimizer):
 
 
 def momentum_case(world, zero):
-    """The state is as older versions of torch saved that of an SGD without momentum."""
+    """Older versions of torch saved such a state of an SGD without momentum."""
     net, optimizer = made("sgd", late)
     for p in net.parameters():
         optimizer.state[p] = {"momentum_buffer": None}
@@ -347,13 +351,16 @@ def momentum_case(world, zero):
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-def test_a_momentum_that_is_turned_on_later(group, zero):
+def test_momentum_turned_on_later(group, zero):
     assert max(group(2)(momentum_case, zero)) < 1e-8
 
 
 def frozen_average_case(world, zero, folder, first, last, frozen):
-    """Steps `first` to `last` of a run whose layer 1 is frozen from step 2 to 5 and whose layer 3
-    begins at 4; `frozen` layers are so before the engine is made. Returns the last averages."""
+    """Train steps `first` to `last` of a run that freezes layers; return the last averages.
+
+    Layer 1 is frozen from step 2 to 5, and layer 3 until step 4. The `frozen` layers are frozen
+    before the engine is made.
+    """
     torch.manual_seed(3)
     net, averages, decay = Net().double(), None, 0.9
     plain = Net().double()
@@ -388,7 +395,7 @@ def frozen_average_case(world, zero, folder, first, last, frozen):
 
 
 @pytest.mark.parametrize(("zero", "other"), [(0, 3), (3, 1)])
-def test_what_is_frozen_keeps_its_average(group, tmp_path, zero, other):
+def test_frozen_parameters_keep_their_average(group, tmp_path, zero, other):
     folder = str(tmp_path)
     group(2)(frozen_average_case, zero, folder, 0, 5, False)
     group(1)(frozen_average_case, other, folder, 5, 8, True)
@@ -408,5 +415,5 @@ def refused_case(world):
     world.engines = 0
 
 
-def test_what_no_trial_can_run_is_refused(group):
+def test_refuses_optimizers_that_no_trial_can_run(group):
     group(1)(refused_case)

@@ -1,4 +1,4 @@
-"""Batches without a Loader: rows joined over the workers, stand-ins, and what all draw alike."""
+"""Batches without a Loader: rows joined over workers, stand-ins, and common random draws."""
 
 import contextlib
 import io
@@ -18,11 +18,11 @@ SIZES = (1, 2, 3)
 
 
 def fresh(world):
-    """Let `world` be as after sw.init(seed=5), with nothing said yet."""
+    """Reset `world` to its state after sw.init(seed=5), with no line printed yet."""
     begin(world, 5)
     world.calls = CommonCalls()
-    world._said.clear()
-    world._told_stand_in, world.current_batch.stand_in = False, None
+    world._printed.clear()
+    world._warned_of_stand_in, world.current_batch.stand_in = False, None
 
 
 def model_of(width):
@@ -33,11 +33,11 @@ def engine_of(model, **settings):
     return sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), **settings)
 
 
-# -- rows of all workers ---------------------------------------------------------------------------
+# -- rows of all workers --------------------------------------------------------------------------
 
 
 def pairs(one, two):
-    """A loss over pairs of rows, that depends on their order and number."""
+    """Return a loss over pairs of rows that depends on their order and number."""
     a, b = F.normalize(one, dim=1), F.normalize(two, dim=1)
     return F.cross_entropy(a @ b.T / 0.5, torch.arange(len(a)))
 
@@ -83,7 +83,7 @@ def plain_losses():
 @pytest.mark.parametrize("by_loader", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_loss_over_pairs_is_that_of_plain_pytorch(group, size, by_loader):
-    """With batches that are not a multiple of the workers, and with fewer rows than workers."""
+    """Also if rows are not a multiple of the workers, or fewer than workers."""
     expected = plain_losses()
     for zero in (0, 3):
         for ours in group(size)(joined_case, zero, by_loader):
@@ -112,15 +112,15 @@ def test_rows_of_every_dtype_and_dimension_are_joined(group):
 def parts_case(world):
     loader = sw.Loader(torch.ones(8, 2), batch_size=8, micro_batch_size=2)
     for x in (x for step in loader.steps() for x in step):
-        with pytest.raises(UsageError, match="Leave --micro-batch-size"):
+        with pytest.raises(UsageError, match="Remove --micro-batch-size"):
             world.gather_rows(x)
 
 
-def test_micro_batches_are_not_the_batch(group):
+def test_gather_rows_refuses_micro_batches(group):
     group(2)(parts_case)
 
 
-# -- stand-ins -------------------------------------------------------------------------------------
+# -- stand-ins ------------------------------------------------------------------------------------
 
 
 def counted_case(world, evaluates, looks):
@@ -144,7 +144,7 @@ def counted_case(world, evaluates, looks):
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_counts_by_hand_leave_stand_ins_out_or_are_told_of(group, evaluates):
+def test_warns_of_sums_that_count_stand_ins(group, evaluates):
     for size in SIZES:
         for total, told in group(size)(counted_case, evaluates, True):
             assert (total, told) == (10, "")
@@ -159,7 +159,7 @@ def test_counts_by_hand_leave_stand_ins_out_or_are_told_of(group, evaluates):
 
 
 def means_case(world):
-    """Metrics know of stand-ins, and are no sum by hand."""
+    """Metrics handle stand-ins, so they cause no warning."""
     fresh(world)
     told, metrics = io.StringIO(), sw.Metrics()
     with contextlib.redirect_stderr(told), torch.no_grad():
@@ -172,15 +172,15 @@ def means_case(world):
         _ = world.rows
 
 
-def test_metrics_need_no_word(group):
+def test_metrics_with_stand_ins_cause_no_warning(group):
     group(3)(means_case)
 
 
-# -- drawn alike -----------------------------------------------------------------------------------
+# -- common draws ---------------------------------------------------------------------------------
 
 
 class Augmented(Dataset):
-    """Draws in each sample."""
+    """A dataset that draws random numbers in each sample."""
 
     def __init__(self, x):
         self.x = x
@@ -210,7 +210,7 @@ def loader_case(world):
     return losses, names
 
 
-def test_a_loader_that_draws_gives_all_the_batches_of_one_process(group):
+def test_alike_over_a_loader_gives_the_batches_of_one_process(group):
     plainly(5)
     loader = DataLoader(Augmented(torch.randn(11, 5).double()), batch_size=4, shuffle=True)
     model, expected, named = model_of(4), [], []
@@ -231,7 +231,7 @@ def test_a_loader_that_draws_gives_all_the_batches_of_one_process(group):
 
 
 def inside_case(world):
-    """A forward to train on in the block leaves what is drawn alike where it is."""
+    """A forward with gradients inside the block does not move the common stream."""
     fresh(world)
     model = model_of(4)
     engine = engine_of(model)
@@ -254,7 +254,7 @@ def inside_case(world):
     return drawn
 
 
-def test_training_in_the_block_is_refused_and_a_forward_takes_nothing(group):
+def test_alike_refuses_training_and_a_forward_does_not_draw_from_it(group):
     plainly(5)
     model_of(4)
     expected = torch.rand(3).tolist()
@@ -262,11 +262,11 @@ def test_training_in_the_block_is_refused_and_a_forward_takes_nothing(group):
         assert group(size)(inside_case) == [expected] * size
 
 
-# -- calls that all make alike ---------------------------------------------------------------------
+# -- calls that all ranks must make ---------------------------------------------------------------
 
 
 def early_case(world):
-    """The second worker leaves an inner loop by a number of its own rows; step counts are even."""
+    """The second worker leaves an inner loop because of its rows; all make the same steps."""
     fresh(world)
     model = model_of(4)
     engine = engine_of(model)
@@ -288,11 +288,11 @@ def early_case(world):
     return told, ""
 
 
-def test_a_worker_that_leaves_a_loop_early_is_named_with_the_lines(group):
+def test_names_a_worker_that_leaves_a_loop_early_with_its_lines(group):
     told = group(2)(early_case)
     for steps, error in told:
         assert len(steps) == 2
-        assert "Workers have come to this step by different calls" in error
+        assert "Workers made different calls before this step" in error
         assert "rank 0 called world.alike 1 time(s) (" in error
         assert "rank 1 called world.alike 1 time(s) (" in error
         assert error.count("test_own_batches.py:") >= 5
@@ -300,7 +300,7 @@ def test_a_worker_that_leaves_a_loop_early_is_named_with_the_lines(group):
 
 
 def own_calls_case(world, zero):
-    """What a rank may do by itself: share for an evaluation, evaluate, call from other lines."""
+    """Calls that a rank may make alone: share for an evaluation, evaluate, other lines."""
     fresh(world)
     model, told = model_of(4), io.StringIO()
     engine = engine_of(model, zero=zero)
@@ -328,7 +328,7 @@ def own_calls_case(world, zero):
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_what_a_rank_does_by_itself_is_no_difference(group, zero):
+def test_allows_calls_of_a_single_rank_outside_training(group, zero):
     group(2)(own_calls_case, zero)
 
 
@@ -346,7 +346,7 @@ def shares_case(world):
     return told.getvalue()
 
 
-def test_different_numbers_of_batches_are_said_once(group):
+def test_warns_once_of_different_numbers_of_batches(group):
     told, silent = group(2)(shares_case)
     assert silent == ""
     assert told.count("\n") == 1
@@ -384,12 +384,12 @@ def digest_case(world, how):
 
 
 @pytest.mark.parametrize("how", ["alike", "plain", "rounded", "nan"])
-def test_one_batch_for_all_is_no_difference(group, how):
+def test_allows_the_same_batch_on_all_ranks(group, how):
     assert group(3)(digest_case, how) == [""] * 3
 
 
 @pytest.mark.parametrize("how", ["apart", "augmented"])
-def test_batches_that_differ_are_said_once_with_the_line(group, how):
+def test_warns_once_of_batches_that_differ_with_the_line(group, how):
     told, *silent = group(3)(digest_case, how)
     assert silent == ["", ""]
     assert told.count("\n") == 1

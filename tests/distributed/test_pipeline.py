@@ -1,5 +1,5 @@
-"""Layers shared out, beside parity: checkpoints across meshes, models of others, values read in a
-plain loop, what is refused."""
+"""Pipelines beyond parity: checkpoints across meshes, transformers models, values read in a plain
+loop, refusals."""
 
 import copy
 import io
@@ -46,7 +46,7 @@ def _mesh(told):
 
 
 @pytest.mark.parametrize(("first", "second"), MESHES)
-def test_a_checkpoint_goes_on_on_another_mesh(group, tmp_path, first, second):
+def test_resumes_on_another_mesh(group, tmp_path, first, second):
     background = "tensor" in first
     told = group(first["size"], **_mesh(first))(
         saves, tmp_path, first["row"], None, background, limit=120
@@ -56,7 +56,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(group, tmp_path, first, second):
     check_going_on(told[0], results)
 
 
-# -- what a rank has --------------------------------------------------------------------------
+# -- the memory of a rank ------------------------------------------------------------------------
 
 
 def has(world, row):
@@ -71,7 +71,7 @@ def has(world, row):
     return sum(held.values()), 8 * whole_size, shapes
 
 
-def test_a_rank_holds_its_layers_only(group):
+def test_rank_holds_only_its_layers(group):
     plain = [tuple(p.shape) for p in gpt().parameters()]
     for held, all_of_it, shapes in group(2, pipeline=2)(has, 0):
         assert held < 0.75 * all_of_it
@@ -95,7 +95,7 @@ def built_without_memory(world, row):
 
 
 @pytest.mark.parametrize("row", [0, 3])
-def test_only_its_own_layers_are_built(group, row):
+def test_rank_builds_only_its_layers(group, row):
     plain = gpt()
     size = 8 * sum(p.numel() for p in plain.parameters())
     for held, values, loss in group(2, pipeline=2)(built_without_memory, row):
@@ -132,7 +132,7 @@ def writes(world, row):
 
 
 @pytest.mark.parametrize("row", [0, 3])
-def test_whole_parameters_are_written_and_lent_anew(group, row):
+def test_written_tied_weights_are_sent_again(group, row):
     model = gpt()
     optimizer = adamw(model)
     x = batch(7)
@@ -177,7 +177,7 @@ def evaluates(world):
     return found
 
 
-def test_values_are_known_on_all_ranks(group):
+def test_plain_loop_reads_values_on_all_ranks(group):
     model = gpt().eval()
     wanted = []
     with torch.no_grad():
@@ -205,8 +205,8 @@ def passes_on(world):
     return [*gathered, copied, loaded]
 
 
-def test_what_the_model_gives_can_be_gathered_copied_and_saved(group):
-    """As a plain tensor, on every worker."""
+def test_outputs_can_be_gathered_copied_and_saved(group):
+    """Like a plain tensor, on every worker."""
     with torch.no_grad():
         wanted = gpt()(batch(0))
     for found in group(2, pipeline=2)(passes_on):
@@ -214,12 +214,12 @@ def test_what_the_model_gives_can_be_gathered_copied_and_saved(group):
         assert all(torch.allclose(each, wanted, rtol=1e-9) for each in found)
 
 
-# -- models of all kinds ----------------------------------------------------------------------
+# -- kinds of models -----------------------------------------------------------------------------
 
 
 class Skips(nn.Module):
-    """What the first layer makes is used by all later ones, and a mask by all; a shared activation,
-    a parameter of its own, an output that is a view, an integer buffer."""
+    """All later layers use the output of the first layer and a mask. There are a shared activation,
+    a parameter outside of layers, an output that is a view, and an integer buffer."""
 
     def __init__(self):
         super().__init__()
@@ -262,7 +262,7 @@ def skips(world, schedule, micros):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
 def test_skip_connections(group, schedule):
-    """BatchNorm sees micro-batches, as it does where gradients accumulate."""
+    """BatchNorm sees micro-batches, like with gradient accumulation."""
     model, optimizer, x, mask = skip_problem()
     wanted = []
     for _ in range(4):
@@ -281,7 +281,7 @@ def test_skip_connections(group, schedule):
 
 
 class WithoutHead(SplittableGPT):
-    """The scores are made with the embedding's weight, by no module."""
+    """Computes scores with the embedding's weight, outside of all modules."""
 
     def __init__(self):
         super().__init__()
@@ -324,7 +324,7 @@ def trains_without_head(world, row, schedule, in_turn):
     [(0, "1f1b", False), (3, "1f1b", False), (0, "zero-bubble", False), (1, "interleaved", False),
      (3, "1f1b", True)],
 )  # fmt: skip
-def test_a_weight_that_is_used_outside_of_its_module(group, row, schedule, in_turn):
+def test_weight_used_outside_of_its_module(group, row, schedule, in_turn):
     model, optimizer = without_head()
     wanted = []
     for step in range(4):
@@ -398,7 +398,7 @@ def test_models_of_transformers(group, name, schedule, row):
         optimizer.zero_grad()
         wanted.append(loss.item())
     for losses, values in group(2, pipeline=2)(trains_transformers, name, schedule, row):
-        assert losses == pytest.approx(wanted, rel=1e-6)  # theirs are of fp32 scores
+        assert losses == pytest.approx(wanted, rel=1e-6)  # their scores are fp32
         for key, value in model.state_dict().items():
             torch.testing.assert_close(values[key], value, rtol=1e-5, atol=1e-6)
 
@@ -425,7 +425,7 @@ def drops(world):
     return masks, seen
 
 
-def test_dropout_differs_by_stage_and_micro_batch_and_what_is_drawn_outside_is_alike(group):
+def test_dropout_differs_by_stage_and_draws_outside_agree(group):
     first, second = group(2, pipeline=2)(drops)
     again, _ = group(2, pipeline=2)(drops)
     everything = [str(mask) for mask in first[0] + second[0]]
@@ -435,7 +435,7 @@ def test_dropout_differs_by_stage_and_micro_batch_and_what_is_drawn_outside_is_a
     assert again == first
 
 
-# -- what cannot be ---------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------
 
 
 def refused(world, settings, stages=None):
@@ -452,11 +452,11 @@ def refused(world, settings, stages=None):
 @pytest.mark.parametrize(
     ("settings", "hint"),
     [
-        ({"stages": ("blocks.9",)}, "'blocks.9' names no layer. A stage begins at one of tokens"),
-        ({"stages": ("blocks.*",)}, "'blocks.\\*' is 6 layers"),
+        ({"stages": ("blocks.9",)}, "'blocks.9' matches no layer. A stage begins at one of tokens"),
+        ({"stages": ("blocks.*",)}, "'blocks.\\*' matches 6 layers"),
         ({"stages": ("blocks.1", "blocks.2")}, "makes 3 stages.*name 1, or 3"),
         ({"stages": ("blocks.1", "blocks.2", "blocks.3")}, "takes one stage per worker"),
-        ({"stages": ("tokens",)}, "takes the first module of each stage but the first one"),
+        ({"stages": ("tokens",)}, "takes the first module of each stage except the first one"),
         ({"compile": True}, "--pipeline 2 and --compile cannot be had together"),
         ({"schedule": "zero-bubble", "zero": 3}, "write --zero 2, or --schedule 1f1b"),
         ({"units": ("tokens",), "stages": ("norm",)}, "taken"),
@@ -464,7 +464,7 @@ def refused(world, settings, stages=None):
     ],
     ids=str,
 )
-def test_what_cannot_be_had(group, settings, hint):
+def test_rejects_settings(group, settings, hint):
     for said in group(2, pipeline=2)(refused, settings):
         assert re.search(hint, said), said
 
@@ -503,7 +503,7 @@ def misused(world, how):
             def fails(x):
                 rounds.append(0)
                 loss = model(x).mean()
-                if len(rounds) == 3:  # the second micro-batch, after the trial
+                if len(rounds) == 3:  # in the second micro-batch, after the trial
                     raise UsageError("in the middle")
                 return loss
 
@@ -522,7 +522,7 @@ def misused(world, how):
     except (UsageError, ConfigError) as error:
         told = str(error)
     losses = []
-    for step in range(0 if how == "odd" else 2):  # it goes on
+    for step in range(0 if how == "odd" else 2):  # the engine continues
         x = batch(step)
         engine.forward_backward(lambda x: loss_of(model, x, (x * 5 + 1) % 24), x)
         losses.append(engine.step(max_norm=0.5).loss)
@@ -535,26 +535,26 @@ def misused(world, how):
     ("how", "hint"),
     [
         ("item", "values cannot be read"),
-        ("other", "that no layer of the model has made"),
+        ("other", "that no layer of the model computed"),
         ("ragged", "tensors of one equal first dimension above 0, not \\[3, 8\\]"),
-        ("vector", "loss_of returns a scalar loss"),
-        ("odd", "cannot have 5 micro-batches.*multiple of 2"),
-        ("copy", "A copy of a model of which this worker has some layers only"),
-        ("state", "state_dict\\(\\) of a model of which this worker has some layers only"),
+        ("vector", "loss_of must return a scalar loss"),
+        ("odd", "does not support 5 micro-batches.*multiple of 2"),
+        ("copy", "A copy of a model when this worker has only some of its layers"),
+        ("state", "state_dict\\(\\) of a model when this worker has only some of its layers"),
         ("whole", "engine.backward inside engine.full_parameters"),
         ("failing", "in the middle"),
         ("failing, two stages on each", "in the middle"),
         ("uneven", "no worker has all layers.*engine.full_parameters"),
-        ("set", "__setitem__: a tensor that all ranks have is written to"),
+        ("set", "__setitem__ writes a value that only one stage has"),
     ],
 )
-def test_a_misuse_is_named_and_the_engine_goes_on(group, how, hint):
+def test_names_misuse_and_continues(group, how, hint):
     for said in group(2, pipeline=2)(misused, how):
         assert re.search(hint, said), said
 
 
 class Backwards(nn.Module):
-    """Registered in another order than it runs."""
+    """Registers its layers in another order than it runs them."""
 
     def __init__(self):
         super().__init__()
@@ -577,12 +577,12 @@ def runs_backwards(world):
     return ""
 
 
-def test_layers_that_run_in_another_order_than_they_stand(group):
+def test_rejects_layers_that_run_in_another_order(group):
     for said in group(2, pipeline=2)(runs_backwards):
-        assert "head is on stage 0 and takes what stage 1 makes" in said
+        assert "head is on stage 0 and takes the output of the later stage 1" in said
 
 
-def test_the_same_call_without_a_pipeline(group):
+def test_forward_backward_without_a_pipeline(group):
     for losses in group(2)(one_worker_share):
         assert losses == pytest.approx(plain_losses(3), rel=1e-9)
 
@@ -614,13 +614,14 @@ def fails_on_one(world):
     engine.forward_backward(bad, x)
 
 
-def test_a_stage_that_fails_ends_the_others_in_time(group):
+def test_failed_stage_ends_the_others_in_time(group):
     with pytest.raises(AssertionError, match="in the second stage"):
         group(2, pipeline=2, timeout=10)(fails_on_one, limit=40)
 
 
 def mean_loss(world):
-    """The last rows of an epoch are fewer than micro-batches; F.mse_loss by name."""
+    """The last batch of an epoch has fewer rows than micro-batches. F.mse_loss is called by
+    name."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), microbatches=4)
@@ -640,12 +641,12 @@ def test_fewer_rows_than_micro_batches(group):
             assert mine == pytest.approx(wanted, rel=1e-9)
 
 
-# -- what a model may do ----------------------------------------------------------------------
+# -- unusual models ------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
-    """Two weights tied crosswise, a scale that no layer has, a table made at the first forward, a
-    BatchNorm of buffers alone, a bias of the second half that depends on no input."""
+    """Ties two weights crosswise, has a scale outside of layers, a table created in the first
+    forward, a BatchNorm of buffers only, and a bias in the second half that depends on no input."""
 
     def __init__(self):
         super().__init__()
@@ -669,14 +670,14 @@ class Odd(nn.Module):
 def odd_problem():
     torch.manual_seed(2)
     model = Odd().double()
-    # AdamW would make steps of the rounding errors of what stands before the BatchNorm.
+    # AdamW would turn rounding errors before the BatchNorm into steps.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return model, optimizer, torch.randn(8, 6).double()
 
 
 STAGES = ("bias",)
 CROSSWISE = ("second", "back", "out")
-"""Each of two workers lends the other a weight."""
+"""Each of two workers uses a weight that the other owns."""
 
 
 def trains_odd(world, schedule, row):
@@ -704,7 +705,7 @@ def trains_odd(world, schedule, row):
 @pytest.mark.parametrize(
     ("schedule", "row"), [("1f1b", 0), ("zero-bubble", 1), ("1f1b", 3), ("interleaved", 2)]
 )
-def test_a_model_of_odd_habits(group, schedule, row):
+def test_unusual_model(group, schedule, row):
     model, optimizer, x = odd_problem()
     wanted = []
     for step in range(4):
@@ -733,7 +734,7 @@ def several_losses(world, how):
     else:
         with torch.no_grad():
             model(z)
-        model(z)  # recorded, and never used
+        model(z)  # recorded but never used
         first, second = model(x).square().mean(), loss_of(model, z, (z * 5 + 1) % 24)
         engine.backward(first, last=False)
         engine.backward(second)
@@ -760,7 +761,7 @@ def test_several_losses_in_a_plain_loop(group, how):
 
 
 def ignores(world):
-    """The last micro-batch has nothing that counts: its mean is NaN."""
+    """Run a last micro-batch in which nothing counts, so that its mean is NaN."""
     model = gpt()
     engine = sw.Engine(model, adamw(model), microbatches=2)
     x = batch(0)
@@ -774,7 +775,7 @@ def ignores(world):
     return float(loss), stats.loss, stats.grad_norm
 
 
-def test_a_micro_batch_that_counts_for_nothing(group):
+def test_micro_batch_without_weight(group):
     model = gpt()
     x = batch(0)[:4]
     loss = loss_of(model, x, (x * 5 + 1) % 24)
@@ -826,16 +827,16 @@ def what_is_said(world, how):
 @pytest.mark.parametrize(
     ("how", "hint"),
     [
-        ("outside", "is in no model, and with --pipeline"),
+        ("outside", "is in no model, so with --pipeline"),
         ("head only", "Stage 0 .* has nothing to train"),
         ("recomputed", "which has no repeated blocks, again as one"),
-        ("mask", "gives a shape, or a number, that depends on its values"),
-        ("mask in a plain loop", "gives a shape, or a number, that depends on its values"),
-        ("in place", "add_: a tensor that all ranks have is written to"),
-        ("kept", "kept from inside engine.forward_backward"),
+        ("mask", "has a shape or number that depends on values"),
+        ("mask in a plain loop", "has a shape or number that depends on values"),
+        ("in place", "add_ writes a value that only one stage has"),
+        ("kept", "kept after engine.forward_backward"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*trainable parameter")
-def test_what_cannot_be_followed_is_said_on_all_ranks(group, how, hint):
+def test_refusals_are_raised_on_all_ranks(group, how, hint):
     for said in group(2, pipeline=2)(what_is_said, how):
         assert re.search(hint, said), said

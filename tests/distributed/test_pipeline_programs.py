@@ -1,5 +1,4 @@
-"""Layers shared out, in programs that go about their tensors in ways of their own: checkpoints,
-autograd functions, buffers that are views."""
+"""Pipelines in unusual programs: checkpoints, autograd functions, buffers that are views."""
 
 import re
 from functools import partial
@@ -24,7 +23,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """`how` its forward goes through its blocks."""
+    """Runs its blocks in the way that `how` names."""
 
     def __init__(self, how="plain"):
         super().__init__()
@@ -72,7 +71,7 @@ def sgd(model):
 
 
 def plain_losses(how, micros):
-    """What one process makes of a batch in so many micro-batches."""
+    """Return the losses of one process for a batch in this number of micro-batches."""
     model, x = blocks(how)
     optimizer, losses = sgd(model), []
     for _ in range(3):
@@ -119,7 +118,7 @@ def test_checkpoints_around_layers(group, size, how, in_turn, options):
 
 
 class Dropped(nn.Sequential):
-    """Two layers that drop half of what they are given, and tell of what they had left."""
+    """Two layers that drop half of their input, and record the rest."""
 
     def __init__(self, checkpointed):
         super().__init__(*(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8)) for _ in range(2)))
@@ -149,12 +148,12 @@ def draws(world, in_turn):
                 engine.forward_backward(partial(square_of, model), x)
             norms.append(engine.step().grad_norm)
         engine.close()
-        world.engines -= 1  # the next engine draws as this one
+        world.engines -= 1  # the next engine draws the same numbers as this one
     return norms[:2], norms[2:]
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_what_is_run_again_draws_as_its_forward_did(group, in_turn):
+def test_recomputation_repeats_random_numbers(group, in_turn):
     for plain, checkpointed in group(2, pipeline=2)(draws, in_turn):
         assert checkpointed == pytest.approx(plain, rel=1e-12)
 
@@ -189,19 +188,19 @@ def refused(world, how, in_turn):
     [
         ("reentrant", False, "autograd.Function.*use_reentrant=False"),
         ("reentrant", True, "autograd.Function.*use_reentrant=False"),
-        ("function", False, "autograd.Function.*in its own forward"),
-        ("penalty", False, "gradient penalty.*cannot be had with --pipeline"),
-        ("penalty", True, "gradient penalty.*cannot be had with --pipeline"),
+        ("function", False, "autograd.Function.*in the forward of one of the model's layers"),
+        ("penalty", False, "without --pipeline.*gradient penalty"),
+        ("penalty", True, "without --pipeline.*gradient penalty"),
         ("bare", True, "engine.backward\\(loss\\)"),
     ],
 )
-def test_what_goes_through_the_graph_in_its_own_way_is_refused(group, how, in_turn, hint):
+def test_rejects_own_passes_through_the_graph(group, how, in_turn, hint):
     for said in group(2, pipeline=2)(refused, how, in_turn):
         assert re.search(hint, said), said
 
 
 class Views(nn.Module):
-    """Buffers that share memory in ways that a plain copy does not take to."""
+    """Buffers that share memory, in ways that a plain copy cannot reproduce."""
 
     def __init__(self, plus):
         super().__init__()
@@ -242,7 +241,7 @@ def test_buffers_that_are_views(group, tmp_path, pipeline):
 
 
 class Inside(nn.Module):
-    """A layer with a checkpoint inside, or with operations in place at its begin."""
+    """A layer with a checkpoint inside, or that begins with operations in place."""
 
     def __init__(self, how):
         super().__init__()
@@ -262,7 +261,7 @@ def inside(how):
 
 
 def inside_case(world, how, in_turn):
-    """Losses of a pipeline, with those of plain PyTorch."""
+    """Return losses of a pipeline and of plain PyTorch."""
     model, reference = inside(how), inside(how)
     x = torch.randn(8, 8, dtype=torch.double)
     engine, optimizer = sw.Engine(model, sgd(model)), sgd(reference)
@@ -279,7 +278,7 @@ def inside_case(world, how, in_turn):
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_a_stage_may_begin_with_an_operation_in_place(group, in_turn):
+def test_stage_begins_with_an_operation_in_place(group, in_turn):
     group(2, pipeline=2)(inside_case, "in place", in_turn)
 
 

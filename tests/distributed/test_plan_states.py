@@ -1,4 +1,4 @@
-"""The bytes of the states that a plan computes are those that the engine lays out, to the byte."""
+"""The bytes of states in a plan equal the engine's."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from shardwise.tools.plan.search import Line
 
 
 class Model(nn.Module):
-    """Two equal units, a rest around them, and a frozen parameter."""
+    """Two equal units, parameters outside of units, and a frozen parameter."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ def optimizers(kind, model):
 
 
 def record_of(engine, precision="fp32"):
-    """The record of an engine before any operation was observed."""
+    """Return the record of an engine without any operations."""
     notes = note_spec(engine._spec, 0)
     buffers = [each for model in engine._spec.models for each in model.buffers()]
     return StepRecord(
@@ -62,7 +62,7 @@ def record_of(engine, precision="fp32"):
 
 
 def planned_and_laid(world, kind, level, precision, bucket_mb):
-    """By rank, what the plan and what the engine says of each state."""
+    """Return, for each rank, the plan's and the engine's bytes of each state."""
     torch.manual_seed(0)
     model = Model()
     given = optimizers(kind, model)
@@ -77,7 +77,7 @@ def planned_and_laid(world, kind, level, precision, bucket_mb):
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
-def test_states_are_those_of_the_engine(group, size, level):
+def test_planned_states_equal_the_engines(group, size, level):
     cases = [("groups", "fp32", 0.004), ("sgd", "bf16", 25.0), ("whole", "fp32", 0.01)]
     for kind, precision, bucket_mb in cases:
         for planned, laid in group(size)(planned_and_laid, kind, level, precision, bucket_mb):
@@ -86,8 +86,10 @@ def test_states_are_those_of_the_engine(group, size, level):
 
 
 def bound_and_copy(world, level, folder):
-    """The bound of a background save, the bytes of the copy that one has made, and what the bound
-    adds for uneven cuts. Parameters are whole multiples of 16 elements: nothing is padded."""
+    """Return the bound of a background save, the bytes it copied, and the rounding in the bound.
+
+    Parameters are multiples of 16 elements, so nothing is padded.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(16, 96), nn.BatchNorm1d(96), nn.Linear(96, 96), nn.Linear(96, 48)
@@ -109,9 +111,9 @@ def bound_and_copy(world, level, folder):
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_background_save_copies_no_more_than_is_planned(group, size, level, tmp_path):
+def test_background_save_copies_at_most_the_planned_bytes(group, size, level, tmp_path):
     found = group(size)(bound_and_copy, level, tmp_path)
     assert all(copied <= bound for bound, copied, _ in found), found
     bound, copied, rounding = found[0]  # rank 0 writes the buffers too
-    # The cut of the frozen bucket falls on a whole multiple of so many floats.
+    # Shards of the frozen bucket are multiples of this many floats.
     assert bound - copied <= (rounding + 4 * ALIGNMENT if size > 1 else 0), found

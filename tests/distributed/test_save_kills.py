@@ -1,6 +1,6 @@
-"""Kills around a save: what is left goes on to the bits of the run that nobody disturbed.
+"""After a kill around a save, the next run ends with the same bits as a run without a kill.
 
-More of them: `python -m tests.save_kills --kills 200 --seed 1`; all about one that fails here:
+For more: `python -m tests.save_kills --kills 200 --seed 1`. For details of a seed that fails here:
 `--kill SEED`.
 """
 
@@ -10,7 +10,7 @@ from tests.save_kills.trying import COMMAND, Kill, Runner, draw, judged
 from tests.seeded import Counts
 
 KILLS = (4, 14, 23, 29)
-"""Of rank 0, of rank 1 and of all ranks, soon after a save has begun."""
+"""Seeds that kill rank 0, rank 1 and all ranks, soon after a save has started."""
 
 KILL = Kill(victims=(0,), step=3, delay=0.001, row=0, split=5.0, keep=2)
 
@@ -22,7 +22,7 @@ def test_kills_lose_nothing(group, tmp_path):
     assert {"one rank", "all ranks"} == {*counts.by_thing}
 
 
-def test_a_seed_is_one_kill():
+def test_a_seed_always_gives_the_same_kill():
     assert [draw(seed) for seed in range(99)] == [draw(seed) for seed in range(99)]
 
 
@@ -37,5 +37,5 @@ def test_a_seed_is_one_kill():
         ([(2, "x")] * 2, [".step-3.gone"], False, "left behind"),
     ],
 )
-def test_what_is_not_promised_is_seen(went, left, late, kind):
+def test_broken_promises_are_reported(went, left, late, kind):
     assert judged(KILL, went, "x", left, late=late)[0] == kind

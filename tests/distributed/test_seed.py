@@ -1,4 +1,4 @@
-"""What a seed means: what one plain process draws, up to the first batch to train on."""
+"""Seeds: all ranks draw like one plain process, up to the first training batch."""
 
 import random
 
@@ -19,7 +19,7 @@ SIZES = (1, 2, 3)
 
 
 def drawn():
-    """Whatever a script draws before it trains."""
+    """Return draws of a script before training."""
     return nn.Linear(3, 3).weight.detach(), torch.randn(4), np.random.rand(3), random.random()
 
 
@@ -30,7 +30,7 @@ def plainly(seed):
 
 
 def begin(world, seed):
-    """Let `world` be as it is after sw.init(seed=...)."""
+    """Reset `world` to its state after sw.init(seed=...)."""
     plainly(seed)
     world.draws, world.current_batch.batch = CommonRandomStream(world.device), None
     world.current_batch.watch(world.draws.before_batch)
@@ -41,7 +41,7 @@ def engine_of(model, **settings):
 
 
 def begins_case(world, zero):
-    """As `sw.init(seed=11)` leaves the generators; two engines are made on the way."""
+    """Draw after `sw.init(seed=11)`, and create two engines in between."""
     begin(world, 11)
     first = nn.Linear(4, 4)
     engines = [engine_of(first, zero=zero)]
@@ -79,7 +79,7 @@ def test_models_engines_and_data_are_those_of_one_process(group, size):
         assert told[0][2] == told[-1][2]
 
 
-# -- what one process would go on to draw ----------------------------------------------------------
+# -- the common stream of all ranks ---------------------------------------------------------------
 
 
 def plain_noise(seed, steps, rows):
@@ -118,9 +118,9 @@ def noise_case(world, micro, exact_steps):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_rows_of_what_one_process_draws(group, size):
-    """20 rows in steps of 8, 8 and 4: with micro-batches the same numbers, drawn once a step."""
+    """20 rows in steps of 8, 8 and 4; micro-batches of a step draw the same numbers once."""
     told = group(size)(noise_case, None, 3)
-    for number, rows in enumerate((8, 8)):  # of the last step one process has 4 rows
+    for number, rows in enumerate((8, 8)):  # in the last step one process has 4 rows
         noise = torch.cat([ours[number][0] for ours in told])
         times = torch.cat([ours[number][1] for ours in told])
         wanted = plain_noise(5, 2, rows)[number]
@@ -140,7 +140,7 @@ def test_micro_batches_draw_once_a_step(group, size):
 
 
 def resumed_case(world, folder, stops):
-    """Noise of four steps; the second half in an engine that was loaded."""
+    """Draw noise in four steps; the second half in an engine that was loaded."""
     begin(world, 5)
     model, found = nn.Linear(2, 2), []
     engine = engine_of(model)
@@ -159,7 +159,7 @@ def resumed_case(world, folder, stops):
     return found
 
 
-def test_a_checkpoint_goes_on_with_it(group, tmp_path):
+def test_a_checkpoint_continues_the_common_stream(group, tmp_path):
     group(2)(resumed_case, tmp_path, True)
     resumed = group(3)(resumed_case, tmp_path, False)
     plainly(5)
@@ -169,7 +169,7 @@ def test_a_checkpoint_goes_on_with_it(group, tmp_path):
 
 
 def late_case(world, folder, stops):
-    """A run whose first draw comes after the checkpoint."""
+    """Run with the first draw after the checkpoint."""
     begin(world, 5 if stops else 77)
     model = nn.Linear(2, 2)
     engine = engine_of(model)
@@ -184,12 +184,12 @@ def late_case(world, folder, stops):
     return drawn.tolist()
 
 
-def test_a_checkpoint_knows_of_draws_to_come(group, tmp_path):
+def test_a_checkpoint_saves_the_stream_before_the_first_draw(group, tmp_path):
     assert group(2)(late_case, tmp_path, True) == group(2)(late_case, tmp_path, False)
 
 
 def alone_case(world):
-    """A summary of the model on one rank, a draw on another, before training."""
+    """Before training, summarise the model on one rank, and draw on another."""
     begin(world, 5)
     model = nn.Linear(2, 2)
     engine = engine_of(model)
@@ -210,8 +210,8 @@ def alone_case(world):
     return first, found
 
 
-def test_what_one_rank_does_alone_takes_it_from_no_other(group):
-    """Drawn in common goes on from where rank 0 was."""
+def test_draws_of_one_rank_do_not_change_the_common_stream(group):
+    """Common draws continue from rank 0's position."""
     plainly(5)
     nn.Linear(2, 2)
     first, found = torch.rand(2).tolist(), []
@@ -238,12 +238,12 @@ def refused_case(world):
         torch.utils.checkpoint.checkpoint(again, x, use_reentrant=False).sum().backward()
 
 
-def test_what_cannot_be_drawn_is_said(group):
+def test_draw_refuses_unknown_numbers_of_rows(group):
     group(2)(refused_case)
 
 
 def time_first_case(world):
-    """Rows along dimension 1, as of a recurrent network."""
+    """Draw rows along dimension 1, as for a recurrent network."""
     batch = torch.arange(12.0).view(2, 6)
     mine = world.share((batch, batch.int()), dim=1)
     assert world.current_batch.batch.samples == mine[0].shape[1]
@@ -253,7 +253,7 @@ def time_first_case(world):
 def test_rows_along_another_dimension(group):
     parts = group(3)(time_first_case)
     assert torch.equal(torch.cat(parts, 1), torch.arange(12.0).view(2, 6))
-    with pytest.raises(RankFailed, match=r"one equal dimension 2 above 0, not \[0\]"):
+    with pytest.raises(RankFailed, match=r"the same dimension 2 above 0, not \[0\]"):
         group(1)(too_far_case)
 
 
@@ -262,7 +262,7 @@ def too_far_case(world):
 
 
 def stays_case(world, zero):
-    """Generators are where the script has put them, each rank's its own."""
+    """With reseed=False each rank's generators keep the state that the script gave them."""
     torch.manual_seed(world.rank)
     expected = torch.rand(3).tolist()
     torch.manual_seed(world.rank)
@@ -279,11 +279,11 @@ def stays_case(world, zero):
     return seen
 
 
-def test_generators_may_stay_the_scripts_own(group):
+def test_no_reseed_keeps_the_scripts_generators(group):
     first, second = group(2, reseed=False)(stays_case, 2)
     assert first != second
 
 
-def test_the_workers_of_a_split_model_draw_from_seeds_of_the_step():
-    with pytest.raises(ConfigError, match="--no-reseed and --pipeline 2 cannot be had together"):
+def test_no_reseed_refuses_split_models():
+    with pytest.raises(ConfigError, match="--no-reseed cannot be combined with --pipeline 2"):
         mesh_of(Settings(reseed=False, pipeline=2), 2, 1)

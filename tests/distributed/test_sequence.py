@@ -1,5 +1,5 @@
-"""Tensors of which each rank of a replica has some tokens: everything that is done with one gives
-what it gives of the whole."""
+"""Tensors that are split by tokens over a replica: every operation gives the same as on the whole
+tensor."""
 
 from dataclasses import dataclass
 
@@ -55,7 +55,7 @@ def some(*shape, seed=0):
     return torch.randn(shape, generator=draw, dtype=torch.double)
 
 
-# -- what is done with them -------------------------------------------------------------------
+# -- operations ----------------------------------------------------------------------------------
 
 WEIGHT, OTHER = some(WIDTH, seed=1), some(ROWS, LENGTH, WIDTH, seed=2)
 
@@ -66,9 +66,9 @@ OPERATIONS = {
     "x ** 2": (lambda x, w, o: x**2, True),
     "a bias": (lambda x, w, o: x + w, True),
     "a scale first": (lambda x, w, o: w * x, True),
-    "what all have": (lambda x, w, o: o * x, True),
-    "what all have, of fewer dimensions": (lambda x, w, o: x + o[0], True),
-    "a column of what all have": (lambda x, w, o: x * o[..., :1], True),
+    "a replicated tensor": (lambda x, w, o: o * x, True),
+    "a replicated tensor of fewer dimensions": (lambda x, w, o: x + o[0], True),
+    "a column of a replicated tensor": (lambda x, w, o: x * o[..., :1], True),
     "one row for all tokens": (lambda x, w, o: x - o[:, :1], True),
     "itself": (lambda x, w, o: x * x.sigmoid(), True),
     "where": (lambda x, w, o: torch.where(o > 0, x, w), True),
@@ -80,22 +80,22 @@ OPERATIONS = {
         True,
     ),
     "another dtype": (lambda x, w, o: x.float().to(torch.double), True),
-    "its mean": (lambda x, w, o: x.mean(), False),
+    "the mean": (lambda x, w, o: x.mean(), False),
     "over tokens": (lambda x, w, o: x.softmax(1), False),
     "a norm over tokens": (lambda x, w, o: F.layer_norm(x, (LENGTH, WIDTH)), False),
     "one token": (lambda x, w, o: x[:, 2], False),
     "another shape": (lambda x, w, o: x.reshape(-1, WIDTH) @ w, False),
-    "put to what all have": (lambda x, w, o: (o * 1).add_(x), False),
-    "beside what all have": (lambda x, w, o: torch.cat([o, x], 1), False),
+    "in place, into a replicated tensor": (lambda x, w, o: (o * 1).add_(x), False),
+    "concatenated to a replicated tensor": (lambda x, w, o: torch.cat([o, x], 1), False),
     "a shift": (lambda x, w, o: x + x.roll(1, 1), True),
     "more dimensions": (lambda x, w, o: x + o[:, :1, :1, None], True),
-    "its transpose": (lambda x, w, o: x.transpose(1, 2).cumsum(-1), False),
+    "the transpose": (lambda x, w, o: x.transpose(1, 2).cumsum(-1), False),
     "a token written": (lambda x, w, o: written(x * 1, w), True),
     "a view written": (lambda x, w, o: viewed(x * 1, w), True),
     "a view taken before": (lambda x, w, o: taken_before(x * 1, o), False),
     "an activation in place": (lambda x, w, o: F.leaky_relu(x * 1, 0.1, inplace=True) * o, True),
-    "given where to write": (lambda x, w, o: into(x * 1, w), True),
-    "to its dtype": (lambda x, w, o: o.float().to(x) * w.type_as(x) + x.mean(), False),
+    "the out argument": (lambda x, w, o: into(x * 1, w), True),
+    "to the same dtype": (lambda x, w, o: o.float().to(x) * w.type_as(x) + x.mean(), False),
     "a hook": (lambda x, w, o: hooked(x * 1) * o, True),
 }
 
@@ -130,7 +130,7 @@ def hooked(x):
 
 
 def done(world, name):
-    """Value and gradients of an operation, on tokens and on the whole."""
+    """Return value and gradients of an operation, on tokens and on the whole."""
     operation, stays = OPERATIONS[name]
     draws = ReplicaRandomness(world.tensor.rank, torch.device("cpu"))
     told = []
@@ -148,7 +148,7 @@ def done(world, name):
         assert isinstance(found, SequenceShard) == (by_tokens and stays)
         found = gather_nested(found)
         (found * some(*found.shape, seed=3)).sum().backward()
-        # `x` was divided, and each rank has its own share of the gradient of all of it.
+        # `x` was divided, and each rank has its part of the gradient.
         grad = x.grad * (world.size if by_tokens else 1)
         told.append([found.detach(), grad, w.grad, o.grad])
     return told
@@ -156,18 +156,18 @@ def done(world, name):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_is_that_of_the_whole(group, name, size):
+def test_operation_equals_the_whole(group, name, size):
     for ours, wanted in group(size, tensor=size)(done, name):
         for one, other in zip(ours, wanted, strict=True):
             assert (one is None) == (other is None)
             assert one is None or torch.allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
-# -- in a model -------------------------------------------------------------------------------
+# -- models --------------------------------------------------------------------------------------
 
 
 def kept(world, by_tokens):
-    """How many tokens the norms see, and the bytes that forward keeps."""
+    """Return the number of tokens that the norms see, and the bytes that forward keeps."""
     model, engine = built(sequence_parallel=by_tokens)
     seen, bytes_of = [], {}
     model.blocks[2].norm.register_forward_hook(
@@ -190,7 +190,7 @@ def kept(world, by_tokens):
     return seen[0], sum(bytes_of.values())
 
 
-def test_norms_see_a_ranks_own_tokens_and_less_is_kept(group):
+def test_norms_run_on_a_ranks_tokens_and_save_less(group):
     whole, parts = (group(2, tensor=2)(kept, by_tokens) for by_tokens in (False, True))
     assert [tokens for tokens, _ in whole] == [LENGTH, LENGTH]
     assert [tokens for tokens, _ in parts] == [3, 2]
@@ -198,7 +198,7 @@ def test_norms_see_a_ranks_own_tokens_and_less_is_kept(group):
 
 
 def dropped(world):
-    """What is left of ones after dropout: between split layers, and of what all have."""
+    """Return ones after dropout: between split layers, and replicated."""
     model, engine = built()
     seen = []
     for block in model.blocks:
@@ -212,10 +212,10 @@ def dropped(world):
     return torch.stack(seen), after
 
 
-def test_dropout_differs_where_tokens_do(group):
+def test_dropout_differs_between_ranks_tokens(group):
     (first, after), (second, other) = group(2, tensor=2)(dropped)
-    assert torch.equal(first, second)  # the whole of it is one thing
-    assert torch.equal(after, other)  # and all go on alike
+    assert torch.equal(first, second)  # the gathered tensor is the same object
+    assert torch.equal(after, other)  # all ranks continue with the same numbers
     assert not torch.equal(first[:, :, :2], first[:, :, 2:])
     assert not torch.equal(first[0], first[1])
 
@@ -224,7 +224,7 @@ def reads(world):
     model, engine = built(count=1)
     model.eval()
     with torch.no_grad():
-        one = model(some(ROWS, 1, WIDTH))  # fewer tokens than ranks: all have it
+        one = model(some(ROWS, 1, WIDTH))  # fewer tokens than ranks, so all ranks have them
         row = model(some(WIDTH))
         five = model(some(ROWS, LENGTH, WIDTH))
     with engine.full_parameters(), torch.no_grad():
@@ -235,12 +235,12 @@ def reads(world):
     return True
 
 
-def test_what_has_too_few_tokens_stays_whole(group):
+def test_tensor_with_too_few_tokens_stays_whole(group):
     assert all(group(2, tensor=2)(reads))
 
 
 class Masked(nn.Module):
-    """A mask of the tokens' dtype meets the scores of a rank's own heads (as in Meta's Llama)."""
+    """Adds a mask with the tokens' dtype to the scores of a rank's heads (as in Meta's Llama)."""
 
     def __init__(self):
         super().__init__()
@@ -279,7 +279,7 @@ def attends(world):
     return told
 
 
-def test_what_meets_a_ranks_own_heads_is_whole(group):
+def test_mask_for_a_ranks_heads_is_whole(group):
     alone = group(1)(attends)[0]
     for told in group(2, tensor=2)(attends):
         assert told == pytest.approx(alone, rel=1e-10)
@@ -287,7 +287,7 @@ def test_what_meets_a_ranks_own_heads_is_whole(group):
 
 @dataclass
 class Given:
-    """What a model may return, of which torch knows nothing."""
+    """An output object that torch's pytree does not know."""
 
     hidden: torch.Tensor
 
@@ -304,7 +304,9 @@ def gives(world):
     engine = sw.Engine(model, optimizer, tensor_plan=PLAN, sequence_parallel=True)
     given = model(some(ROWS, LENGTH, WIDTH))["all"][0].hidden
     assert type(given) is torch.Tensor
-    alone = model.blocks[0](some(ROWS, LENGTH, WIDTH))  # nobody would make it whole in the end
+    alone = model.blocks[0](
+        some(ROWS, LENGTH, WIDTH)
+    )  # otherwise nothing would gather it at the end
     assert type(alone) is torch.Tensor
     model.blocks[1].drop.forward = lambda x: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -319,12 +321,12 @@ def gives(world):
     return True
 
 
-def test_what_a_model_gives_is_whole(group):
+def test_model_outputs_are_whole(group):
     assert all(group(2, tensor=2)(gives))
 
 
 def penalised(world, tensor):
-    """A penalty on the gradient of the input: backward is gone through again."""
+    """Add a penalty on the gradient of the input, so that backward runs twice."""
     model, engine = built(sequence_parallel=tensor > 1)
     x = some(ROWS, LENGTH, WIDTH).requires_grad_()
     (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
@@ -334,13 +336,13 @@ def penalised(world, tensor):
     return norm
 
 
-def test_backward_can_be_gone_through_again(group):
+def test_backward_can_be_differentiated(group):
     alone = group(1)(penalised, 1)[0]
     for norm in group(2, tensor=2)(penalised, 2):
         assert norm == pytest.approx(alone, rel=1e-9)
 
 
-# -- what cannot be looked into ---------------------------------------------------------------
+# -- functions that cannot run on a part ---------------------------------------------------------
 
 
 class Doubled(torch.autograd.Function):
@@ -356,7 +358,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Own(nn.Module):
-    """A norm in a function of its own."""
+    """A norm in a custom autograd function."""
 
     def __init__(self, width):
         super().__init__()
@@ -377,7 +379,7 @@ def trained(world, plan, row):
     return told
 
 
-def test_a_module_that_the_plan_names_computes_with_its_rows(group):
+def test_module_in_the_plan_runs_on_its_tokens(group):
     plan = {"blocks.*.norm": "sequence_parallel"}
     alone = group(1)(trained, plan, 0)[0]
     for row in (0, 3):
@@ -390,22 +392,22 @@ def strays(world, how):
     if how == "reentrant":
         for block in model.blocks:
             block.forward = lambda x, plain=block.forward: checkpoint(plain, x, use_reentrant=True)
-    with pytest.raises(UsageError, match=r"some tokens.*autograd.Function.*sequence_parallel"):
+    with pytest.raises(UsageError, match=r"split by tokens.*autograd.Function.*sequence_parallel"):
         engine.backward(model(some(ROWS, LENGTH, WIDTH).requires_grad_()).square().mean())
     engine.close()
     return True
 
 
 @pytest.mark.parametrize("how", ["function", "reentrant"])
-def test_what_loses_the_graph_is_refused(group, how):
+def test_rejects_functions_that_lose_the_graph(group, how):
     assert all(group(2, tensor=2)(strays, how))
 
 
 def refuses(world):
-    with pytest.raises(ModelError, match=r"blocks.0 is a Block with modules in it.*name those"):
+    with pytest.raises(ModelError, match=r"blocks.0 is a Block with submodules.*Name those"):
         built(plan={"blocks.*": "sequence_parallel"})
     return True
 
 
-def test_modules_with_others_in_them_are_refused(group):
+def test_rejects_modules_with_submodules(group):
     assert all(group(2, tensor=2)(refuses))

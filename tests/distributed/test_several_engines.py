@@ -1,4 +1,4 @@
-"""Two engines of one script, saved and resumed as one."""
+"""Two engines of one script, saved and resumed together."""
 
 import json
 import shutil
@@ -25,11 +25,11 @@ def step(models, engines, which):
 
 
 ORDER = (1, 1, 0, 1, 1, 0)
-"""The judge makes two steps for each of the maker, which comes last."""
+"""The judge makes two steps for each step of the maker, which steps last."""
 
 
 def trained_case(world, folder, zero, first, last, saves):
-    """Losses of the steps from `first` on; dropout draws by the engine that stepped last."""
+    """Return losses of the steps from `first` on. The last engine to step seeds dropout."""
     models, engines, both = pair(zero)
     number = both.resume(folder)
     losses = [step(models, engines, which) for which in ORDER[first:last]]
@@ -53,7 +53,7 @@ def test_they_resume_together(group, tmp_path):
 
 
 def killed_case(world, folder):
-    """One engine has saved and the other not: what was saved together last counts."""
+    """One engine has saved and the other has not: a resume uses the last joint save."""
     models, engines, both = pair(0)
     both.resume(folder)
     step(models, engines, 0)
@@ -62,23 +62,23 @@ def killed_case(world, folder):
         engine.close()
 
 
-def test_half_a_save_does_not_count(group, tmp_path):
+def test_a_resume_ignores_a_save_of_one_engine_only(group, tmp_path):
     group(2)(trained_case, tmp_path, 0, 0, 3, True)
     group(2)(killed_case, tmp_path)
     _, number, steps = group(1)(trained_case, tmp_path, 0, 3, 3, False)[0]
     assert (number, steps) == (1, [1, 2])
     shutil.rmtree(tmp_path / "judge")
-    with pytest.raises(Exception, match="and none of maker and judge together that is whole"):
+    with pytest.raises(Exception, match="but no complete save of maker and judge together"):
         group(1)(trained_case, tmp_path, 0, 3, 3, False)
 
 
 def names_case(world):
     with pytest.raises(UsageError, match="takes engines by name"):
         sw.Engines()
-    with pytest.raises(UsageError, match="takes an engine by a plain name"):
+    with pytest.raises(UsageError, match="takes an engine, under a name"):
         sw.Engines(maker=nn.Linear(1, 1))
 
 
-def test_what_it_takes(group):
+def test_refuses_arguments_that_are_no_engines(group):
     group(1)(names_case)
     assert issubclass(BrokenCheckpoint, Exception)

@@ -75,7 +75,7 @@ class FrozenBelow(Stack):
 
 
 class Attending(nn.Module):
-    """Uses the weights of a child without calling it, as MultiheadAttention does of out_proj."""
+    """Uses the weights of a child without calling it, like MultiheadAttention with out_proj."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class Encoder(nn.Module):
 
 
 class OutsideUse(Stack):
-    """The parent uses weights of its own children, and of the rest in the loss."""
+    """A parent that uses weights of its children, and other weights of the model in the loss."""
 
     def forward(self, x):
         for block in self.blocks:
@@ -115,7 +115,7 @@ class Twice(Stack):
 
 
 class Nested(nn.Module):
-    """Blocks inside of blocks."""
+    """Blocks inside blocks."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ class Nested(nn.Module):
 
 
 class Odd(Stack):
-    """Parameters of no dimension, of no element, of another dtype, and one in no module's use."""
+    """Parameters without dims, without elements, of another dtype, and one that no module uses."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +195,7 @@ def test_models(group, ranks, make):
 
 
 def loss_with_a_weight(model, x, step, rank):
-    """The loss uses a weight of the model's rest, after forward."""
+    """The loss uses a weight of the model's rest after forward."""
     return (model(x) @ model.head.weight).square().mean() + model.stem.bias.square().sum()
 
 
@@ -218,7 +218,7 @@ def named_units(world, patterns, names):
 
 
 class Contained(nn.Module):
-    """Blocks in containers that nobody calls, each with a parameter of its own."""
+    """Blocks in containers that no code calls, each with a parameter."""
 
     def __init__(self, container):
         super().__init__()
@@ -273,19 +273,19 @@ def test_units_by_name(group, ranks, units):
         ("list", ["rows.1", "rows.2"], ["rows.1.0", "rows.1.1", "rows.2.0", "rows.2.1"]),
     ],
 )
-def test_a_container_without_forward_is_no_unit_and_its_children_are(group, ranks, case):
+def test_children_of_a_container_without_forward_are_units(group, ranks, case):
     on(group, ranks)(contained_units, *case)
 
 
-def test_a_pattern_that_names_nothing(group):
+def test_pattern_without_a_match(group):
     on(group, "2 gloo")(no_such_unit)
 
 
-# -- what a rank keeps ------------------------------------------------------------------------
+# -- memory of a rank -------------------------------------------------------------------------
 
 
 def one_unit_at_a_time(world):
-    """Inside of a block the other blocks are at rest; after a step everything is."""
+    """Inside a block the other blocks are at rest; after a step all are."""
     model = seeded(Stack)
     seen = []
 
@@ -326,7 +326,7 @@ def a_third_each(world):
 
 
 @every_size
-def test_no_unit_is_whole_without_need(group, ranks):
+def test_units_are_whole_only_when_needed(group, ranks):
     on(group, ranks)(one_unit_at_a_time)
 
 
@@ -336,5 +336,5 @@ def test_no_pass_allocates(group, ranks):
 
 
 @every_size
-def test_a_rank_keeps_its_part(group, ranks):
+def test_rank_stores_only_its_part(group, ranks):
     on(group, ranks)(a_third_each)

@@ -21,7 +21,7 @@ WIDE, ROWS, BLOCKS = 64, 6, 3
 
 
 class Wide(nn.Module):
-    """Layers that keep their input, and nothing else, for backward; the first is called twice."""
+    """Layers that save only their input for backward; the first one is called twice."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Wide(nn.Module):
 
 
 class Convolved(nn.Module):
-    """A convolution with weights in channels-last order, and a layer that is split by hand."""
+    """A convolution with channels-last weights, and a layer that is split by hand."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def inputs(step, rows=ROWS):
 
 
 def bytes_kept(world, dtype):
-    """What autograd keeps of a forward under a precision, beside references to parameters."""
+    """Return the tensors that autograd saves in a forward, except references to parameters."""
     torch.manual_seed(3)
     model = Wide()
     engine = sharded(model, precision=dtype)
@@ -81,7 +81,7 @@ def bytes_kept(world, dtype):
 @every_size
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16-mixed", 2)])
 def test_only_activations_are_kept(group, ranks, precision, width):
-    """Each layer's input, in the dtype that it computes in."""
+    """Each layer's input, in the dtype of its computation."""
     layers = BLOCKS + 2
     activations = layers * ROWS * WIDE * width
     for kept in on(group, ranks)(bytes_kept, precision):
@@ -89,7 +89,7 @@ def test_only_activations_are_kept(group, ranks, precision, width):
 
 
 class Once(Wide):
-    """Each block is called once."""
+    """A model that calls each block once."""
 
     def forward(self, x):
         for block in self.blocks:
@@ -98,7 +98,7 @@ class Once(Wide):
 
 
 class CastWeights(TorchDispatchMode):
-    """Remembers all weights that are cast to 16 bits inside, as long as their memory is there."""
+    """Records all weights that are cast to 16 bits inside the block, while their memory exists."""
 
     def __init__(self):
         super().__init__()
@@ -116,8 +116,10 @@ class CastWeights(TorchDispatchMode):
 
 
 def casts_at_once(world, make):
-    """How many weights' casts there are, at most, when a forward enters a layer: by step, and in
-    an evaluation."""
+    """Return the maximum number of casts of weights when a forward enters a layer.
+
+    By training step, and in an evaluation.
+    """
     torch.manual_seed(3)
     model = make()
     engine = sharded(model, precision="bf16-mixed")
@@ -136,14 +138,14 @@ def casts_at_once(world, make):
 
 
 @every_size
-def test_a_forward_has_the_casts_of_one_unit(group, ranks):
+def test_forward_keeps_the_casts_of_one_unit(group, ranks):
     """From the second step on: the first one shows that no weight is used again later."""
     for most in on(group, ranks)(casts_at_once, Once):
         assert most == [BLOCKS, 0, 0, 0]
 
 
-def test_casts_that_are_used_again_stay(group):
-    """Cast twice, the gradients of a weight would be added in another precision."""
+def test_casts_that_are_used_again_are_kept(group):
+    """If it were cast twice, the gradients of a weight would be added in another precision."""
     for most in group(2, transport="gloo")(casts_at_once, Wide):
         assert most == [BLOCKS, BLOCKS, BLOCKS, 0]
 
@@ -165,7 +167,7 @@ def trained(world, make, precision):
 
 
 def with_the_bits_of_kept_casts(world, make, precision):
-    """What is cast again is what would have been kept."""
+    """A repeated cast equals the cast that would have been kept."""
     losses, values = trained(world, make, precision)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saved_references, "cast_parameter", lambda cast: None)
@@ -178,12 +180,12 @@ def with_the_bits_of_kept_casts(world, make, precision):
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("fp16-mixed", marks=full)])
 @by_turns(make=[Wide, Once, Convolved])
-def test_cast_again_it_is_the_same(group, ranks, make, precision):
+def test_repeated_cast_is_equal(group, ranks, make, precision):
     on(group, ranks)(with_the_bits_of_kept_casts, make, precision)
 
 
 class Adapter(nn.Module):
-    """A frozen layer with a trained one beside it."""
+    """A frozen layer next to a trained one."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +196,7 @@ class Adapter(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Of its weights half are frozen, as with adapters most are."""
+    """Half of its weights are frozen, as usual with adapters."""
 
     def __init__(self):
         super().__init__()
@@ -207,7 +209,7 @@ class Adapted(nn.Module):
 
 
 class Compiled(Once):
-    """Each block is compiled, so that autocast casts inside of what torch keeps for backward."""
+    """Compiles each block, so that autocast runs inside the compiled graph."""
 
     def __init__(self):
         super().__init__()
@@ -220,12 +222,12 @@ def by_precision():
 
 
 def users_own():
-    """Around forward alone, as torch's documentation has it."""
+    """Autocast around forward only, as torch's documentation recommends."""
     return {}, functools.partial(torch.autocast, "cpu", torch.bfloat16), contextlib.nullcontext
 
 
 def around_ours():
-    """The engine's inside of one of the user's."""
+    """The engine's autocast inside the user's."""
     return {"precision": "bf16-mixed"}, *users_own()[1:]
 
 
@@ -235,12 +237,12 @@ def users_own_without_a_cache():
 
 
 def around_steps():
-    """Around the whole loop: whatever torch has cast before a step is old after it."""
+    """Autocast around the whole loop: its cache is outdated after each step."""
     return {}, contextlib.nullcontext, functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
 
 def by_row(world, make, how, zero):
-    """Losses and values of a training under a user's or the engine's autocast."""
+    """Return losses and values of a training under a user's or the engine's autocast."""
     settings, forward, loop = how()
     torch.manual_seed(3)
     model = make()
@@ -263,7 +265,7 @@ def by_row(world, make, how, zero):
 
 
 def same_in_each_row(world, make, how):
-    """The bits of a row that keeps parameters whole are those of one that shards them."""
+    """Rows with whole parameters and rows with sharded ones give the same bits."""
     with warnings.catch_warnings():
         if make is Compiled:
             warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
@@ -286,5 +288,5 @@ OFTEN = [(Adapted, by_precision), (Compiled, by_precision), (Wide, around_steps)
         for how in HOW
     ],
 )
-def test_whatever_casts_it_a_sharded_parameter_has_the_bits_of_a_whole_one(group, make, how):
+def test_sharded_and_whole_parameters_have_the_same_bits_under_any_cast(group, make, how):
     group(2, transport="gloo")(same_in_each_row, make, how)

@@ -1,4 +1,4 @@
-"""Sharded parameters and torch.compile: blocks become graphs, and units come and go around them."""
+"""Sharded parameters with torch.compile: blocks become graphs, units are gathered around them."""
 
 import copy
 import warnings
@@ -24,14 +24,17 @@ from tests.distributed.sharded import (
 )
 
 WHOLE_BLOCK = 4
-"""Calls in the graph of a block's forward: norm, up, tanh, down and sum, one of them a method."""
+"""The number of calls in the graph of a block's forward: norm, up, tanh, down and sum.
+
+One of them is a method.
+"""
 
 
 two_groups = pytest.mark.parametrize("ranks", ["2 gloo", "3 shared"])
 
 
 class Backend:
-    """Runs graphs as they are, and remembers how many calls are in each."""
+    """Runs graphs unchanged, and records the number of calls in each."""
 
     def __init__(self):
         self.graphs = []
@@ -64,12 +67,12 @@ def wrapped(model, backend):
 
 def start_afresh():
     torch._dynamo.reset()
-    # Dynamo looks at it itself, for any input that is not a leaf.
+    # Dynamo itself inspects it, for any input that is not a leaf.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
 
 
 def compiled(world, compile_it, first):
-    """Compiled before the engine is made, or after it."""
+    """Compile before the engine is made, or after it."""
     start_afresh()
     backend = Backend()
     model, plain = seeded(Stack), seeded(Stack)
@@ -105,7 +108,7 @@ OFTEN = {
     "2 gloo": [(wrapped_blocks, True), (whole, False)],
     "3 shared": [(blocks, True), (wrapped, False)],
 }
-"""How and when: each way once."""
+"""Ways and times of compilation, each once."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sharded parameters and torch.func: its transforms give what they give in plain PyTorch."""
+"""Sharded parameters with torch.func: its transforms give the results of plain PyTorch."""
 
 import importlib
 import warnings
@@ -39,7 +39,7 @@ from tests.distributed.sharded import (
 
 @cache
 def load_forward_mode():
-    """torch compiles what it needs for jvp at its first use, with a deprecated function of its."""
+    """torch compiles helpers for jvp at the first use, and calls a deprecated function for that."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("torch._decomp.decompositions_for_jvp")
@@ -68,7 +68,7 @@ def per_sample(model, x, step, rank):
 
 
 def slopes_alone(model, x, step, rank):
-    """No output of the model is in the graph, but for its gradients."""
+    """No output of the model is in the graph, only its gradients."""
     slopes, values = vmap(grad_and_value(lambda row: model(row).sin().sum()))(x)
     return slopes.square().mean() + values.detach().mean()
 
@@ -107,7 +107,7 @@ def functionalized(model, x, step, rank):
 
 
 def of_other_values(model, x, step, rank):
-    """The model with the parameters of nobody, and as it is."""
+    """The model with parameters of other code, and with its own."""
     named = model.named_parameters()
     others = {name: torch.full(p.shape, 0.1 * step, dtype=p.dtype) for name, p in named}
     return (model(x) - functional_call(model, others, x)).square().mean()
@@ -118,7 +118,7 @@ def of_its_own_values(model, x, step, rank):
 
 
 def by_its_own_values(model, x, step, rank):
-    """Gradients of all parameters, that nothing is trained on."""
+    """Gradients of all parameters, without training."""
     own = dict(model.named_parameters())
 
     def loss(values, row):
@@ -134,7 +134,7 @@ def on_one_rank(model, x, step, rank):
 
 
 def with_a_weight_read(model, x, step, rank):
-    """A parameter is read inside of a transform, but outside of all modules."""
+    """Read a parameter inside a transform, but outside all modules."""
     return vmap(grad(lambda row: (model(row) * model.head.bias).sum()))(x).square().mean()
 
 
@@ -163,7 +163,7 @@ def test_transforms_equal_plain_pytorch(group, ranks, loss_of):
 
 
 class Forces(Stack):
-    """Gives the slope of an energy: torch.func is used inside of the forward."""
+    """Returns the slope of an energy, with torch.func inside its forward."""
 
     def __init__(self):
         super().__init__()
@@ -177,12 +177,12 @@ class Forces(Stack):
 
 
 @every_size
-def test_gradients_inside_of_a_forward(group, ranks):
+def test_gradients_inside_a_forward(group, ranks):
     on(group, ranks)(agree, Forces)
 
 
-def test_a_transform_on_one_rank_only(group):
-    """Its units stay whole; it takes part in the gathers that the other rank needs."""
+def test_transform_on_one_rank_only(group):
+    """Its units stay whole, and it takes part in the gathers that the other rank needs."""
     group(2, transport="gloo")(steps_alike, on_one_rank, 20)
 
 
@@ -217,7 +217,7 @@ def kept_case(world):
         assert at_rest(block)
         vjp(model, x)
         engine.step()
-        assert at_rest(block), "a step ends what no backward has come to"
+        assert at_rest(block), "a step reshards units that no backward has reached"
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
@@ -226,7 +226,7 @@ def test_units_stay_whole_until_their_backward_has_ended(group, transport):
 
 
 def copies_case(world):
-    """What has no values is refused by name, and training continues."""
+    """Copies of parameters without values are refused by name, and training continues."""
     model, plain = seeded(Stack), seeded(Stack)
     engine = sharded(model)
     x = batch(0)

@@ -1,4 +1,4 @@
-"""Sharded parameters and autograd: every way to run a graph gives what one process gives."""
+"""Sharded parameters and autograd: every use of a graph gives the results of one process."""
 
 import pytest
 import torch
@@ -51,20 +51,20 @@ def gradient_of_a_gradient(model, x, step, rank):
 
 
 def gradient_aside(model, x, step, rank):
-    """A gradient of the inputs is looked at, and not trained on."""
+    """Use a gradient with respect to the inputs, without training on it."""
     y = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(y).square().sum(), y)
     return model(x + 0.1 * slope).square().mean()
 
 
 def outputs_by_parts(model, x, step, rank):
-    """The model is called in parts, by itself and the loss together."""
+    """Call the model in parts, alone and together with the loss."""
     hidden = model.blocks[0](model.stem(x))
     return model.head(model.blocks[2](hidden)).square().mean() + hidden.mean()
 
 
 def saved_elsewhere(model, x, step, rank):
-    """The user's own hooks on saved tensors are around ours."""
+    """Put the user's own saved-tensor hooks around the engine's."""
     with torch.autograd.graph.save_on_cpu():
         return model(x).square().mean()
 
@@ -103,7 +103,7 @@ def several_micro_batches(world):
 
 
 def two_forwards_first(world):
-    """Both forwards come before both backwards, the last one's first."""
+    """Run both forwards before both backwards, in reverse order."""
     model, plain = seeded(Stack), seeded(Stack)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(4):
@@ -120,7 +120,7 @@ def two_forwards_first(world):
 
 
 def backward_twice(world):
-    """One graph is gone through twice."""
+    """Run two backwards through one graph."""
     model, plain = seeded(Stack), seeded(Stack)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(4):
@@ -137,7 +137,7 @@ def backward_twice(world):
 
 
 class Aside(Block):
-    """Keeps something for the loss that it does not return."""
+    """Keeps a tensor for the loss that it does not return."""
 
     def forward(self, x):
         self.aside = self.norm(x).square().sum()
@@ -150,7 +150,7 @@ class AsideStack(Stack):
 
 
 def two_forwards_aside(world):
-    """Both forwards come before both backwards, over what the blocks did not return."""
+    """Run both forwards before both backwards, over tensors that the blocks did not return."""
     model, plain = seeded(AsideStack), seeded(AsideStack)
     engine, optimizer = sharded(model), adamw(plain)
 
@@ -179,7 +179,7 @@ def test_backwards(group, ranks, case):
 
 
 def step_in_between(world):
-    """A graph from before a step cannot be gone through after it."""
+    """A graph from before a step cannot be used after it."""
     model, plain = seeded(Stack), seeded(Stack)
     engine = sharded(model)
     old = model(batch(0)).square().mean()
@@ -191,7 +191,7 @@ def step_in_between(world):
     engine.step()
     with pytest.raises(UsageError, match=r"before the last change of its parameters"):
         engine.backward(kept)
-    # What failed is forgotten.
+    # The failed backward leaves no state.
     mine = train(world, engine, model, squares, range(1, 3))
     optimizer = adamw(plain)
     train_plain(plain, optimizer, squares, [0], size=world.size)
@@ -204,7 +204,7 @@ def step_in_between(world):
 
 
 def frozen_step_in_between(world):
-    """A frozen unit counts as changed too: what it holds may have been, in full_parameters."""
+    """A frozen unit counts as changed, too, because full_parameters may have changed it."""
     model = seeded(Stack)
     for parameter in model.blocks[0].parameters():
         parameter.requires_grad_(False)
@@ -226,14 +226,14 @@ def test_a_step_between_forward_and_backward(group, ranks, case):
 
 
 class Giving(Block):
-    """Returns what it computes and its own weight."""
+    """Returns its result and its own weight."""
 
     def forward(self, x):
         return super().forward(x), self.up.weight, self.down.weight.t()[:2]
 
 
 class Given(Stack):
-    """Uses views of the blocks' weights outside of them."""
+    """Uses views of the blocks' weights outside the blocks."""
 
     def __init__(self):
         super().__init__(block=Giving)
@@ -247,7 +247,7 @@ class Given(Stack):
 
 
 class GivenWhole(Given):
-    """Uses the weight itself, which is at rest by then."""
+    """Uses the weight itself when it is already at rest."""
 
     def forward(self, x):
         x, weight, _ = self.blocks[0](self.stem(x))
@@ -255,7 +255,7 @@ class GivenWhole(Given):
 
 
 class Keeping(torch.autograd.Function):
-    """Keeps the weight in ctx, outside of what autograd saves."""
+    """Keeps the weight in ctx, not among the tensors that autograd saves."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -292,9 +292,9 @@ def weight_at_rest(world):
 
 
 def stashed_views(world):
-    """A view that a hook keeps stays as it was, whatever is gathered later.
+    """A view that a hook keeps is unchanged by later gathers.
 
-    Where buckets lie whole it follows its own parameter instead.
+    If ranks share memory, it follows its parameter instead.
     """
     model = seeded(Stack)
     stash = {}
@@ -329,7 +329,7 @@ def test_views_of_weights_as_outputs(group, ranks):
 
 
 @every_size
-def test_a_weight_as_output_is_at_rest(group, ranks):
+def test_returned_weight_is_at_rest(group, ranks):
     on(group, ranks)(weight_at_rest)
 
 
@@ -347,14 +347,14 @@ def test_stashed_views(group, ranks):
 
 
 class Opaque:
-    """An output that nothing can look into."""
+    """An output type that no code can look into."""
 
     def __init__(self, value):
         self.value = value
 
 
 class OpaqueStack(Stack):
-    """Says nothing of what it computes: a backward comes to its own weight without a word."""
+    """A module without visible tensors: its weight is first reached in backward."""
 
     def __init__(self):
         super().__init__()
@@ -369,7 +369,7 @@ def opened(out):
 
 
 def two_graphs(model, x):
-    """The gradient of a second graph, asked for after a backward over the first."""
+    """Compute the gradient of a second graph after a backward over the first one."""
     first, second = (opened(model(part)).square().mean() for part in (x, x.flip(0) + 1))
     yield first
     (slope,) = torch.autograd.grad(second, model.stem.weight, retain_graph=True)
@@ -401,7 +401,7 @@ def test_gradients_of_a_second_graph(group, ranks, kind):
 
 
 def bends_of_slopes(world):
-    """A graph over a recorded backward is gone through after other forwards."""
+    """Use a graph over a recorded backward after other forwards."""
     model, plain = seeded(Stack), seeded(Stack)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(3):
@@ -410,7 +410,7 @@ def bends_of_slopes(world):
             (slope,) = torch.autograd.grad(m(x).square().mean(), x, create_graph=True)
             with torch.no_grad():
                 m(batch(9))
-            m(batch(8))  # for nobody
+            m(batch(8))  # the result is not used
             (bend,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
             backward(bend.square().mean())
         engine.step()
@@ -421,7 +421,7 @@ def bends_of_slopes(world):
 
 
 def bend_after_a_failure(world):
-    """A recorded backward is gone over after another one has failed."""
+    """Use a recorded backward after another one has failed."""
     model, plain = seeded(Stack), seeded(Stack)
     engine = sharded(model)
     bends = []
@@ -443,7 +443,7 @@ def test_graphs_over_a_recorded_backward(group, ranks, case):
 
 
 class Turned(nn.Module):
-    """What autograd saves of its weights is conjugated."""
+    """Autograd saves conjugated weights."""
 
     def __init__(self):
         super().__init__()
@@ -467,14 +467,14 @@ class Complex(nn.Module):
 
 
 def half_moved_by_others(model, x, step, rank):
-    """Hooks of the user's own move what autograd saves, in one forward of two."""
+    """The user's own hooks move saved tensors, in one of two forwards."""
     with torch.autograd.graph.save_on_cpu():
         loss = model(x).square().mean()
     return loss + model(x + 1).square().mean()
 
 
 @every_size
-def test_saved_tensors_that_others_move(group, ranks):
+def test_saved_tensors_moved_by_other_hooks(group, ranks):
     on(group, ranks)(agree, Complex, half_moved_by_others)
 
 
@@ -489,8 +489,10 @@ def pair():
 
 
 def features_matched(world):
-    """A generator learns from what lies inside another engine's unit: its backward comes there
-    through no output of a unit."""
+    """A generator learns from a value inside another engine's unit.
+
+    Its backward reaches that unit through no output.
+    """
     (g, d), (pg, pd) = pair(), pair()
     eg, ed = sharded(g), sharded(d)
     og, od = adamw(pg), adamw(pd)
@@ -522,7 +524,7 @@ def features_matched(world):
 
 
 def models_together(world):
-    """One engine for two models, whose losses reach one, or both."""
+    """One engine for two models, whose losses reach one or both."""
     (a, b), (pa, pb) = pair(), pair()
     engine = sw.Engine([a, b], adamw(nn.ModuleList([a, b])), zero=3, bucket_mb=0.001)
     optimizer = adamw(nn.ModuleList([pa, pb]))
@@ -540,7 +542,7 @@ def models_together(world):
 
 
 def adversaries(world):
-    """Two engines; each one's loss goes through the other's model."""
+    """Two engines; the loss of each passes through the other's model."""
     (g, d), (pg, pd) = pair(), pair()
     eg, ed = sharded(g), sharded(d)
     og, od = adamw(pg), adamw(pd)
@@ -563,5 +565,5 @@ def adversaries(world):
 
 
 @by_turns(case=[models_together, adversaries, features_matched])
-def test_several_at_once(group, ranks, case):
+def test_several_models_and_engines(group, ranks, case):
     on(group, ranks)(case)

@@ -1,4 +1,4 @@
-"""Sharded parameters over the life of an engine: changes on the way, averages, precision."""
+"""Sharded parameters over the life of an engine: changes during training, averages, precision."""
 
 import copy
 import gc
@@ -45,7 +45,7 @@ def unfrozen_on_the_way(world):
 
 
 def gan_case(world, zero):
-    """The discriminator is frozen while the generator trains: a part of every step."""
+    """The discriminator is frozen while the generator trains, in every step."""
     models, plains = ([seeded(Stack, 1), seeded(Narrow, 2)] for _ in range(2))
     engines = [sw.Engine(m, adamw(m), zero=zero, bucket_mb=0.001) for m in models]
     optimizers = [adamw(plain) for plain in plains]
@@ -67,7 +67,7 @@ def gan_case(world, zero):
         optimizers[0].zero_grad()
         judged(*plains, x, detached=False).backward()
         optimizers[0].step()
-    assert engines[1]._states is laid, "freezing has laid the states out anew"
+    assert engines[1]._states is laid, "freezing must not lay out the states again"
     for engine, model, plain in zip(engines, models, plains, strict=True):
         with engine.full_parameters():
             for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -76,7 +76,7 @@ def gan_case(world, zero):
 
 
 class Narrow(Stack):
-    """Takes what a Stack gives."""
+    """Takes the output of a Stack."""
 
     def __init__(self):
         super().__init__()
@@ -89,12 +89,12 @@ def judged(generator, judge, x, *, detached):
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
-def test_a_model_that_is_frozen_for_a_part_of_each_step(group, zero):
+def test_model_frozen_for_a_part_of_each_step(group, zero):
     group(2)(gan_case, zero)
 
 
 def closed_case(world):
-    """Engines that were closed leave no sockets and no threads."""
+    """Closed engines leave no sockets and no threads."""
     counts = []
     for _ in range(4):
         model = seeded(Stack)
@@ -107,7 +107,7 @@ def closed_case(world):
         world.barrier()
         counts.append(held())
     until = time.monotonic() + 5
-    # A thread that was joined is still listed for a moment; fewer than at first is no leak.
+    # A joined thread is listed for a moment longer; fewer than at first is no leak.
     while any(now > first for now, first in zip(counts[-1], counts[0], strict=True)):
         assert time.monotonic() < until, counts
         time.sleep(0.05)
@@ -115,7 +115,7 @@ def closed_case(world):
 
 
 def held():
-    """How many files and threads this process has."""
+    """Return the number of open files and threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
@@ -125,7 +125,7 @@ def test_closed_engines_leave_nothing(group, transport):
 
 
 def group_added(world):
-    """A parameter group comes on the way, for parts that no optimizer had."""
+    """Add a parameter group during training, for parts that were in no optimizer."""
 
     def first_parts(model):
         model.blocks[2].requires_grad_(False)
@@ -143,7 +143,7 @@ def group_added(world):
 
 
 def unfrozen_then(world, then, folder):
-    """Parameters that are trained from now on, and something else before the next forward."""
+    """Unfreeze parameters, and do something else before the next forward."""
 
     def first_parts(model):
         model.blocks[0].requires_grad_(False)
@@ -234,7 +234,7 @@ def averages(world):
 
 
 def given_back(world):
-    """After engine.close() the model and the optimizer are plain ones, which go on alike."""
+    """After engine.close() the model and the optimizer are plain ones, and continue equally."""
     model, plain = seeded(Stack), seeded(Stack)
     optimizer = adamw(model)
     engine = sharded(model, optimizer=lambda _: optimizer)
@@ -281,7 +281,7 @@ def test_life(group, ranks, case):
 
 
 def lower_precision(world, precision):
-    """What is computed in 16 bits is what replicated parameters give."""
+    """Computation in 16 bits gives the results of replicated parameters."""
 
     def figures(zero):
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Sharded parameters where ranks, or steps, need different units: all gather them in one order."""
+"""Sharded parameters if ranks or steps need different units: all ranks gather in one order."""
 
 import random
 
@@ -49,7 +49,7 @@ def by_rank_and_step(model, x, step, rank):
 
 
 def no_rank_at_first(model, x, step, rank):
-    """In the first two steps nobody takes blocks 1 and 3."""
+    """No rank uses blocks 1 and 3 in the first two steps."""
     later = [[1], [3], [1, 3], [0, 1, 2, 3, 4]]
     return model(x, [0, 2] if step < 2 else later[(step + rank) % 4]).square().mean()
 
@@ -65,7 +65,7 @@ def skipped_in_backward(model, x, step, rank):
 
 
 def detached_in_parts(model, x, step, rank):
-    """Backward reaches the last blocks only, on some ranks in some steps."""
+    """Backward reaches only the last blocks, on some ranks in some steps."""
     x = model.blocks[0](model.blocks[1](x))
     return model(x.detach() if (rank + step) % 2 else x, [2, 3]).square().mean()
 
@@ -104,7 +104,7 @@ def experts_agree(world):
 
 
 def drawn(seed, *, in_order):
-    """Some blocks, drawn anew for each forward."""
+    """Draw some blocks, different ones for each forward."""
     draw = random.Random(seed)
     some = draw.sample(range(5), draw.randint(1, 4))
     return sorted(some) if in_order else some
@@ -116,7 +116,7 @@ def two_losses(model, x, step, rank, *, in_order):
 
 
 def one_backward(world, in_order):
-    """Two forwards that take different branches, then one backward."""
+    """Run two forwards with different branches, then one backward."""
     agree(
         world,
         Branches,
@@ -126,7 +126,7 @@ def one_backward(world, in_order):
 
 
 def two_backwards(world, in_order):
-    """The same, then a backward for each."""
+    """Run two forwards with different branches, then a backward for each."""
     model, plain = seeded(Branches), seeded(Branches)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(8):
@@ -148,7 +148,7 @@ def test_two_forwards(group, ranks, case, in_order):
 
 
 def asked(world):
-    """Ranks ask each other for the order in the first passes only, where all is always needed."""
+    """Ranks ask each other for the order in the first passes only, because all units are needed."""
     model = seeded(Stack)
     engine = sharded(model)
     order = engine.world.gather_order._order
@@ -166,7 +166,7 @@ def asked(world):
 
 
 @every_size
-def test_nobody_is_asked_twice(group, ranks):
+def test_ranks_agree_on_an_order_once(group, ranks):
     on(group, ranks)(asked)
 
 
@@ -179,7 +179,7 @@ def evaluation_between(world):
     x = batch(77)
     for step in range(4):
         train_alike(world, engine, model, plain, optimizer, [step], by_rank_and_step)
-        # Other ranks take other branches, and from step to step others than before.
+        # Other ranks take other branches, which change from step to step.
         which = [(step + world.rank) % 5]
         model.eval()
         with torch.no_grad():
@@ -189,13 +189,13 @@ def evaluation_between(world):
             assert torch.allclose(model.blocks[step](x), plain.blocks[step](x))
         model.train()
         if step == 2:
-            model(x, which)  # with gradients, for nobody
+            model(x, which)  # with gradients that are not used
         assert all(at_rest(b.up.weight) for b in model.blocks)
     same_weights(engine, model, plain)
 
 
 def evaluation_before_backward(world):
-    """A forward without gradient comes between forward and backward."""
+    """Run a forward without gradient between forward and backward."""
 
     def loss_of(model, x, step, rank):
         out = model(x) @ model.head.weight
@@ -208,7 +208,7 @@ def evaluation_before_backward(world):
 
 
 def uneven_generation(world):
-    """Each rank runs as many forwards as it likes, rank 0 some more, between training steps."""
+    """Each rank runs any number of forwards between training steps, and rank 0 some more."""
     model, plain = seeded(Branches), seeded(Branches)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(4):
@@ -231,7 +231,7 @@ def uneven_generation(world):
 
 
 def uneven_amid_a_step(world):
-    """Unequal forwards with gradients between the micro-batches of a step."""
+    """Run different numbers of forwards with gradients between the micro-batches of a step."""
     model, plain = seeded(Stack), seeded(Stack)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(3):
@@ -246,7 +246,7 @@ def uneven_amid_a_step(world):
 
 
 def uneven_failure(world):
-    """A rank that fails inside the block leaves the others whole."""
+    """A rank that fails inside the block leaves the others intact."""
     model = seeded(Stack)
     engine = sharded(model)
     train(world, engine, model, squares, range(2))
@@ -273,7 +273,7 @@ CASES = [
 
 
 @by_turns(case=CASES)
-def test_forwards_that_nobody_trains(group, ranks, case):
+def test_forwards_without_training(group, ranks, case):
     on(group, ranks)(case)
 
 
@@ -281,7 +281,7 @@ def test_forwards_that_nobody_trains(group, ranks, case):
 
 
 class Fragile(Stack):
-    """Fails at a block when told to; its blocks run in another order than they stand in."""
+    """Fails at a block on request; its blocks run in another order than their registration."""
 
     fails_at = None
 
@@ -295,7 +295,7 @@ class Fragile(Stack):
 
 
 def failure_then_training(world, at, failing):
-    """Forward fails at block `at`, in the first and in a later step, then training goes on."""
+    """Forward fails at block `at`, in the first and in a later step; then training continues."""
     model, plain = seeded(Fragile), seeded(Fragile)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(4):
@@ -317,12 +317,12 @@ def failure_then_training(world, at, failing):
 
 
 @by_turns(at=[2, 1], failing=[(0, 1, 2), (0,)])
-def test_a_forward_that_fails(group, ranks, at, failing):
+def test_failed_forward(group, ranks, at, failing):
     on(group, ranks)(failure_then_training, at, failing)
 
 
 def failed_backward(world):
-    """Backward fails on all ranks, the engine's own or the user's; then training goes on."""
+    """Backward fails on all ranks, started by the engine or the user; then training continues."""
     model, plain = seeded(Stack), seeded(Stack)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(4):
@@ -340,7 +340,7 @@ def failed_backward(world):
 
 
 @every_size
-def test_a_backward_that_fails(group, ranks):
+def test_failed_backward(group, ranks):
     on(group, ranks)(failed_backward)
 
 
@@ -348,7 +348,7 @@ def test_a_backward_that_fails(group, ranks):
 
 
 def another_order(world):
-    """What is gathered by all in one order cannot be needed in another one."""
+    """Units that all ranks gather in one order cannot be needed in another one."""
     model = seeded(Branches)
     engine = sharded(model)
     x = batch(0)
@@ -366,7 +366,7 @@ def another_order(world):
         model(x, [2, 0, 1])
 
 
-def test_another_order_is_refused(group):
+def test_refuses_another_order(group):
     on(group, "2 gloo")(another_order)
     on(group, "3 gloo")(another_order)
 
@@ -386,8 +386,10 @@ def test_skipping_allocates_nothing(group, ranks):
 
 
 def starts_case(world):
-    """Collectives of gathers and of gradients start in one order on all ranks: NCCL's
-    communicators need that, so it is looked at over Gloo, where one can look."""
+    """Collectives of gathers and of gradients start in one order on all ranks.
+
+    NCCL's communicators need that. The test observes it over Gloo.
+    """
     log = []
     usual = {name: getattr(Gloo, name) for name in ("all_gather", "reduce_scatter", "gather_rows")}
 
@@ -415,5 +417,5 @@ def starts_case(world):
             setattr(Gloo, name, verb)
 
 
-def test_collectives_start_in_one_order_whatever_branches_ranks_take(group):
+def test_collectives_start_in_one_order_for_all_branches(group):
     group(2, transport="gloo")(starts_case)

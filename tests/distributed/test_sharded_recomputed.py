@@ -1,4 +1,4 @@
-"""Sharded parameters under activation checkpointing of the user's own."""
+"""Sharded parameters with the user's own activation checkpointing."""
 
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -6,7 +6,7 @@ from tests.distributed.sharded import Block, Stack, agree, by_turns, on
 
 
 class Recomputed(Stack):
-    """Each block is computed again in backward."""
+    """Recomputes each block in backward."""
 
     reentrant = False
 
@@ -36,7 +36,7 @@ class InSegmentsReentrant(InSegments):
 
 
 class InsideOfABlock(Block):
-    """A part of the unit is computed again."""
+    """Recomputes a part of the unit."""
 
     def forward(self, x):
         return x + checkpoint(self.inner, self.norm(x), use_reentrant=False)
@@ -51,7 +51,7 @@ class PartsRecomputed(Stack):
 
 
 class TwiceRecomputed(Stack):
-    """Segments inside of a segment."""
+    """Segments inside a segment."""
 
     def forward(self, x):
         return self.head(checkpoint(self.all_blocks, self.stem(x), use_reentrant=False))

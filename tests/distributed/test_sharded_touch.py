@@ -1,4 +1,4 @@
-"""Touching a sharded parameter when it is not there: a named error, never NaN or a stale value."""
+"""Any use of a sharded parameter at rest raises a named error; it never gives NaN or old values."""
 
 import contextlib
 import copy
@@ -37,7 +37,7 @@ def started():
 
 
 def goes_on(world, engine, model):
-    """Nothing that was tried has changed the training."""
+    """Assert that the attempts have not changed the training."""
     mine = train(world, engine, model, squares, range(3))
     plain = seeded(Stack)
     theirs = train_plain(plain, adamw(plain), squares, range(3), size=world.size)
@@ -89,7 +89,7 @@ READS = {
 
 
 def reads(world):
-    """Each raises at its own line, names the parameter and says what to write."""
+    """Each use raises at its own line, names the parameter and says what to write."""
     model, engine = started()
     p = model.blocks[1].up.weight
     for name, read in READS.items():
@@ -101,7 +101,7 @@ def reads(world):
 
 
 def asks_for_its_form(world):
-    """What needs no values works as ever."""
+    """Uses that need no values work as usual."""
     model, engine = started()
     p = model.blocks[1].up.weight
     for form in (p, p.data, p.detach()):
@@ -160,7 +160,7 @@ def copies_raise(world):
 
 
 def copies_inside(world):
-    """Inside of engine.full_parameters every copy is a plain model."""
+    """Inside engine.full_parameters every copy is a plain model."""
     model, engine = started()
     plain = seeded(Stack)
     train(world, engine, model, squares, range(2))
@@ -191,7 +191,7 @@ def copies_inside(world):
 
 
 def a_part_inside(world):
-    """engine.full_parameters(module) is about the units that hold the module's parameters."""
+    """engine.full_parameters(module) gathers the units that contain the module's parameters."""
     model, engine = started()
     with engine.full_parameters(model.blocks[1]):
         assert torch.equal(model.blocks[1].up.weight, seeded(Stack).blocks[1].up.weight)
@@ -253,7 +253,7 @@ ERRORS = (ParameterAccess, BrokenView)
 
 
 def writes(world, at):
-    """Each write raises at once, or at the engine's next call; a value is never lost in silence."""
+    """Each write raises at once, or at the engine's next call; no value is lost silently."""
     refused = {}
     for name, write in WRITES.items():
         model, engine = started()
@@ -280,14 +280,14 @@ def test_writing_at_rest(group, ranks, at):
 
 
 def writes_between(world):
-    """Writes after a forward into what stays whole until its backward, as they are tried above."""
+    """Write, in the ways above, into units that stay whole between forward and backward."""
     for name, write in WRITES.items():
         model, engine = started()
         model(batch(0))
         p = model.stem.bias
         assert not at_rest(p)
         assert torch.equal(p, seeded(Stack).stem.bias)  # read as usual
-        if name == "numpy":  # whoever has the memory itself is not seen
+        if name == "numpy":  # writes by code that holds the memory itself are not detected
             continue
         with pytest.raises(ERRORS, match=r"was (written|replaced)"):  # noqa: PT012
             with torch.no_grad():
@@ -301,7 +301,7 @@ def test_writing_between_forward_and_backward(group, ranks):
 
 
 def reads_between(world):
-    """A penalty on what stays whole is learned as in plain PyTorch."""
+    """A penalty on parameters that stay whole trains as in plain PyTorch."""
     model, engine = started()
     plain = seeded(Stack)
     x = batch(0)
@@ -321,7 +321,7 @@ def test_reading_between_forward_and_backward(group, ranks):
 
 
 class Writing(Stack):
-    """Writes to its weights in forward: nothing of that would stay."""
+    """Writes to its weights in forward; such a write would be lost."""
 
     def forward(self, x):
         with torch.no_grad():
@@ -380,7 +380,7 @@ def test_writing_in_forward(group, ranks, make, case):
 
 
 def writes_while_reading(world, name):
-    """engine.full_parameters() without write=True refuses what was written inside."""
+    """engine.full_parameters() without write=True refuses writes inside the block."""
     model, engine = started()
     with (
         pytest.raises(BrokenView, match=r"full_parameters\(.*write=True\)"),
@@ -392,11 +392,11 @@ def writes_while_reading(world, name):
 
 
 @by_turns(name=["add_", "data.copy_", "data =", "vector", "zero_"])
-def test_writing_where_one_only_reads(group, ranks, name):
+def test_writing_in_a_block_for_reading(group, ranks, name):
     on(group, ranks)(writes_while_reading, name)
 
 
-# -- writing where it is meant ----------------------------------------------------------------
+# -- writing in full_parameters ---------------------------------------------------------------
 
 
 def written_inside(world, write):
@@ -441,7 +441,7 @@ def loaded_inside(world):
 
 
 def masters_follow(world, write):
-    """What is written to 16-bit parameters reaches their masters."""
+    """Writes to 16-bit parameters reach their masters."""
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     engine = sw.Engine(model, optimizer, zero=3, precision="bf16")
@@ -455,7 +455,7 @@ def masters_follow(world, write):
 
 
 @every_size
-def test_a_replacement_inside_is_refused(group, ranks):
+def test_refuses_replacement_inside_a_block(group, ranks):
     on(group, ranks)(replaced_inside)
 
 
@@ -473,7 +473,7 @@ def test_masters_follow(group, ranks, write):
 
 
 def parts_by_themselves(world):
-    """A unit, a part of the rest, and the model can be called; a part of a unit is not there."""
+    """A unit, a part of the rest, and the model can be called; a part of a unit cannot."""
     model, engine = started()
     plain = seeded(Stack)
     x = batch(0)
@@ -489,5 +489,5 @@ def parts_by_themselves(world):
 
 
 @every_size
-def test_parts_by_themselves(group, ranks):
+def test_calling_parts(group, ranks):
     on(group, ranks)(parts_by_themselves)

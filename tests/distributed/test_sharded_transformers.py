@@ -46,7 +46,7 @@ def mixtral():
         max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     model = transformers.MixtralForCausalLM(config)
-    model.set_experts_implementation("eager")  # the grouped product is not there for fp64
+    model.set_experts_implementation("eager")  # torch has no grouped product for fp64
     return model, "model.layers.0"
 
 
@@ -66,11 +66,11 @@ def sgd(model):
 
 
 def trains(world, make, recomputed):
-    """Losses, norms and tensors as in one process; between the steps each rank generates."""
+    """Losses, norms and tensors equal one process's; each rank generates between the steps."""
     (model, unit), (plain, _) = built(make), built(make)
     if recomputed:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # v5 has a new name for it
+            warnings.simplefilter("ignore", FutureWarning)  # it has a new name in v5
             for each in (model, plain):
                 each.gradient_checkpointing_enable({"use_reentrant": False})
     for each in (model, plain):
@@ -87,7 +87,7 @@ def trains(world, make, recomputed):
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), float("inf"))
         optimizer.step()
-        # These models compute norms and the loss in fp32, whatever they are cast to.
+        # These models compute norms and the loss in fp32 under any cast.
         assert same_figures([stats.loss, stats.grad_norm], [loss.item(), norm.item()], 1e-5)
         for each in (model, plain):
             each.eval()

@@ -302,7 +302,7 @@ def test_a_rank_that_is_stopped_inside_a_collective_is_named_in_time(group, phas
     kind, message = errors[0]
     assert kind == "CollectiveError"
     assert f"Rank 0 of 2 waited 1 s in {phase}" in message
-    assert "for rank 1, which did not come" in message
+    assert "for rank 1, which did not join" in message
 
 
 def dies_beside_a_child(world):

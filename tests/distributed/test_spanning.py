@@ -80,7 +80,7 @@ def exact(world):
 def test_hosts_that_are_no_nodes_of_the_tree_are_refused(hosts):
     (kind, said), *_ = hosts(6).errors(exact)
     assert kind == "ConfigError"
-    assert "these hosts' ranks are no nodes" in said
+    assert "the ranks of each host must be one subtree" in said
 
 
 def test_objects(hosts):

@@ -1,4 +1,4 @@
-"""What the lines at the start say of a model: its units, its bytes, and where those rest."""
+"""The lines at the start of a run: units, bytes and tiers of a model."""
 
 import contextlib
 import io
@@ -16,17 +16,17 @@ from tests.distributed.test_engine import ROWS
 
 WIDTH = 128
 BLOCK = WIDTH * WIDTH + WIDTH
-"""Parameters of a block, and of the rest. Half of it is a whole number of 64s: no padding."""
+"""Parameters of a block and of the rest. Half of them is a multiple of 64: no padding."""
 
 
 def blocks(rest=True):
-    """Three units, and with `rest` a layer beside them."""
+    """Return a model of three units, and with `rest` another layer."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
     return model.append(nn.Linear(WIDTH, WIDTH)) if rest else model
 
 
 def started(model, *, optimizer=torch.optim.AdamW, **settings):
-    """An engine, and the second of its lines."""
+    """Create an engine, and return it with the second of its lines."""
     said = io.StringIO()
     trained = [p for p in model.parameters() if p.requires_grad]
     with contextlib.redirect_stdout(said):
@@ -44,7 +44,7 @@ def line(group, *, size=2, rest=True, **settings):
     return group(size)(line_case, rest, settings)[0]
 
 
-def test_nothing_rests_elsewhere(group):
+def test_names_no_tier_if_all_states_are_on_the_device(group):
     assert line(group) == "  model: 66.0k parameters in 4 units, state 1.1 MB per worker"
     assert line(group, zero=1) == (
         "  model: 66.0k parameters in 4 units, state 792.6 kB per worker (replicated: 1.1 MB)"
@@ -52,7 +52,7 @@ def test_nothing_rests_elsewhere(group):
 
 
 def tiny_case(world):
-    """A model whose padding is more than it, and batches accumulated by hand."""
+    """A model that is smaller than its padding, and accumulated batches."""
     model, said = nn.Linear(3, 1), io.StringIO()
     with contextlib.redirect_stdout(said):
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -64,18 +64,18 @@ def tiny_case(world):
     return said.getvalue().splitlines()[1:3]
 
 
-def test_a_tiny_model_and_batches_that_add_up_are_not_misread(group):
-    """Padding is named, and 6 batches of 4 rows are not called a batch of 4."""
+def test_names_padding_and_accumulated_batches(group):
+    """The line names padding, and does not call 6 batches of 4 rows a batch of 4."""
     model, batch = group(2)(tiny_case)[0]
     assert "1 unit, state 192 B per worker (padding included; replicated: 32 B)" in model
     assert batch == (
         "  batch: 4 = 2 workers x 1 micro-batch x 2 of each world.share; those before one "
-        "engine.step() add up"
+        "engine.step() are added"
     )
 
 
 def kinds_case(world, weight):
-    """Two batches in one step, whose losses are means over elements and over rows."""
+    """A step with two batches, whose losses are means over elements and over rows."""
     model, said = nn.Linear(3, 4), io.StringIO()
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=False)
     with contextlib.redirect_stderr(said):
@@ -102,19 +102,19 @@ def test_states_on_a_disk(group):
     where = f"nvme:{on_a_disk()}"
     known = "  model: 66.0k parameters in 4 units, state 528.4 kB per worker (replicated: 1.1 MB)"
     assert line(group, zero=3, offload_optimizer=where) == (
-        f"{known}, of it on {where}: gradients 132.1 kB, optimizer state 264.2 kB"
+        f"{known}, of which on {where}: gradients 132.1 kB, optimizer state 264.2 kB"
     )
     assert line(group, zero=3, offload_params=where, offload_optimizer=where) == (
-        f"{known}, of it on {where}: "
+        f"{known}, of which on {where}: "
         "parameters 132.1 kB, gradients 132.1 kB, optimizer state 264.2 kB"
     )
 
 
 def test_states_on_two_tiers(group):
-    """On a rank that computes on the CPU its memory is the device's own."""
+    """On a rank that computes on the CPU, the tier cpu is the device."""
     where = f"nvme:{on_a_disk()}"
     assert line(group, zero=3, offload_params=where, offload_optimizer="cpu").endswith(
-        f", of it on {where}: parameters 132.1 kB; on cpu (where these workers compute, so that "
+        f", of which on {where}: parameters 132.1 kB; on cpu (the device of these workers, so "
         "nothing moves): gradients 132.1 kB, optimizer state 264.2 kB"
     )
 
@@ -134,7 +134,7 @@ def test_units_are_counted(group, row, rest, units, said):
 
 
 def bytes_case(world, settings, momentum):
-    """By state; SGD without momentum has no state, so that all bytes are there from the start."""
+    """Return bytes by state. SGD has no state here, so all bytes exist from the start."""
     model = blocks()
     model[1].requires_grad_(False)
     engine, _ = started(model, optimizer=partial(torch.optim.SGD, momentum=momentum), **settings)
@@ -153,7 +153,7 @@ def bytes_case(world, settings, momentum):
 @pytest.mark.parametrize("ema", [None, 0.9])
 @pytest.mark.parametrize("momentum", [0, 0.9])
 def test_bytes_are_those_of_the_states_and_of_the_table(group, row, ema, momentum):
-    """Where parameters are sharded the frozen ones are, too."""
+    """Frozen parameters are sharded like the others."""
     settings = {"zero": row, "ema_decay": ema}
     numel, sizes = group(2)(bytes_case, settings, momentum)[0]
     trained, frozen = 3 * BLOCK, BLOCK if row == 3 else 0
@@ -163,7 +163,7 @@ def test_bytes_are_those_of_the_states_and_of_the_table(group, row, ema, momentu
 
 
 def tiers_case(world, row):
-    """What is on a disk counts like what is in memory."""
+    """Bytes on a disk count like bytes in memory."""
     states = ["optimizer", "gradients", "params"][: max(1, row)]
     settings = {"zero": row} | {f"offload_{state}": f"nvme:{on_a_disk()}" for state in states}
     found = []
@@ -175,12 +175,12 @@ def tiers_case(world, row):
 
 
 @pytest.mark.parametrize("row", [1, 2, 3])
-def test_bytes_are_the_same_wherever_they_rest(group, row):
+def test_bytes_are_the_same_on_every_tier(group, row):
     group(2)(tiers_case, row)
 
 
 def stages_case(world, *, at_once, settings):
-    """What is said at the first backward of a model whose layers are shared out."""
+    """Return the lines of the first backward of a model in pipeline stages."""
     model = blocks(rest=False)
     engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=False, **settings)
     said, x = io.StringIO(), torch.ones(8, WIDTH)
@@ -198,14 +198,14 @@ def test_how_a_batch_goes_through_the_stages(group):
     (_, line) = spread(partial(stages_case, at_once=True, settings={}))[0]
     assert line == "  it goes through the stages in 8 parts"
     (_, line) = spread(partial(stages_case, at_once=False, settings={}))[0]
-    assert line.startswith("  engine.backward goes from stage to stage, one worker at a time: ")
+    assert line.startswith("  engine.backward runs stage after stage, one worker at a time: ")
     settings = {"microbatches": 4}
     (_, line) = spread(partial(stages_case, at_once=False, settings=settings))[0]
-    assert ", and --microbatches does nothing: " in line
+    assert ", and --microbatches has no effect: " in line
 
 
 class OwnAdamW(torch.optim.AdamW):
-    """A user's own, of which only a trial can tell what it does."""
+    """A user's optimizer, which only a trial can classify."""
 
 
 def tried_case(world, settings):
@@ -216,12 +216,12 @@ def tried_case(world, settings):
     return [line for line in said.getvalue().splitlines() if "OwnAdamW" in line]
 
 
-def test_who_is_cut_because_of_a_trial(group):
+def test_names_optimizers_whose_state_is_cut_after_a_trial(group):
     assert group(2)(tried_case, {"zero": 0})[0] == []
     assert group(1)(tried_case, {"zero": 2})[0] == []
     assert group(2)(tried_case, {"zero": 2})[0] == [
-        "  OwnAdamW: its state is cut within tensors, since a trial found each element updated by "
-        "itself; whole tensors, if it looks at those later: --zero 0"
+        "  OwnAdamW: its state is cut within tensors, because in a trial it updated each "
+        "element independently; if later steps look at whole tensors: --zero 0"
     ]
 
 
@@ -248,16 +248,16 @@ def lars_case(world):
     return [line for line in said.getvalue().splitlines() if "OwnLars" in line]
 
 
-def test_the_group_that_is_cut_is_named(group):
+def test_names_the_group_that_is_cut(group):
     assert group(2)(lars_case)[0] == [
-        "  OwnLars, parameter group 1: its state is cut within tensors, since a trial found each "
-        "element updated by itself (tensors of group 0 stay whole); whole tensors, if it looks at "
-        "those later: --zero 0"
+        "  OwnLars, parameter group 1: its state is cut within tensors, because in a trial it "
+        "updated each element independently (tensors of group 0 stay whole); if later steps look "
+        "at whole tensors: --zero 0"
     ]
 
 
 class Pooled(nn.Module):
-    """The mean of powers, whose exponent is `p`."""
+    """The mean of powers with the exponent `p`."""
 
     p = 0.5
 
@@ -266,7 +266,7 @@ class Pooled(nn.Module):
 
 
 class Masked(nn.Module):
-    """Leaves out rows by the chance `p`."""
+    """A module that drops rows with probability `p`."""
 
     p = 0.5
 
@@ -287,7 +287,7 @@ class Masked(nn.Module):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_number_is_a_chance_where_something_is_drawn(module, draws):
+def test_p_is_a_dropout_probability_only_if_forward_draws(module, draws):
     reason = start_lines._reason(module, False, 1)
     assert reason == ("dropout in forward" if draws else None)
 
@@ -308,7 +308,7 @@ def normed_case(world, micro):
     return said.getvalue()
 
 
-def test_micro_batches_of_a_batch_norm_over_all_workers_are_told_of(group):
+def test_reports_synchronised_batch_norm_over_micro_batches(group):
     assert "BatchNorm" not in group(2)(normed_case, 12)[0]
-    said = "BatchNorm, which sees 4 micro-batches one by one, each over all workers"
+    said = "BatchNorm, whose statistics are over each of 4 micro-batches of all workers"
     assert said in group(2)(normed_case, 3)[0]

@@ -1,4 +1,4 @@
-"""--sync-batch-norm: which modules it reaches, and what is said of those it does not."""
+"""--sync-batch-norm: the modules that it converts, and the warnings about all others."""
 
 import copy
 import io
@@ -25,14 +25,14 @@ class Renamed(nn.BatchNorm2d):
 
 
 class WithActivation(nn.BatchNorm2d):
-    """A subclass that leaves the normalisation to its base."""
+    """A subclass that delegates the normalisation to its base."""
 
     def forward(self, x):
         return torch.tanh(super().forward(x))
 
 
 class ByItself(nn.BatchNorm2d):
-    """A subclass that normalises in a forward of its own."""
+    """A subclass that normalises in its own forward."""
 
     def forward(self, x):
         out = F.batch_norm(
@@ -42,7 +42,7 @@ class ByItself(nn.BatchNorm2d):
 
 
 class OverOne(ByItself):
-    """Leaves the normalisation to a base that does it by itself."""
+    """Delegates the normalisation to a base that does not."""
 
     def forward(self, x):
         return super().forward(x) * 2
@@ -84,7 +84,7 @@ def reached(world, kind):
 
 
 def weighted(world):
-    """Rows count unequally, so that each rank's loss is a mean over another number of items."""
+    """Rows have unequal weights, so each rank's loss is a mean over another number of items."""
     model, plain = net(nn.BatchNorm2d), net(nn.BatchNorm2d)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     engine = sw.Engine(model, optimizers[0], sync_batch_norm=True)
@@ -103,7 +103,7 @@ def weighted(world):
         assert torch.allclose(mine.double(), theirs.double(), rtol=1e-9)
 
 
-def test_weights_that_are_no_rows(group):
+def test_weights_other_than_rows(group):
     group(3)(weighted)
 
 
@@ -122,9 +122,9 @@ def out_of_reach(world, kind):
 
 
 @pytest.mark.parametrize("kind", [ByItself, OverOne])
-def test_what_normalises_by_itself_is_told_of(group, kind):
+def test_modules_that_normalise_themselves_are_reported(group, kind):
     for (told,) in group(2)(out_of_reach, kind):
-        said = "which normalises by itself, out of reach of --sync-batch-norm (1 module)"
+        said = "whose normalisation --sync-batch-norm cannot synchronise (1 module)"
         assert told == f"{kind.__name__}, {said}"
 
 
@@ -170,7 +170,7 @@ def test_checkpointed_statistics_are_updated_as_often_as_on_one_process(group, z
 
 
 class Choosing(nn.Module):
-    """BatchNorm before experts, of which each row chooses one by its sign."""
+    """BatchNorm before experts; the sign of a row selects its expert."""
 
     def __init__(self):
         super().__init__()
@@ -189,7 +189,7 @@ class Choosing(nn.Module):
 
 
 def other_experts(world, zero):
-    """Rank 0 uses the expert whose gradients come first, the others do not."""
+    """Rank 0 uses the expert whose gradients arrive first; the others do not."""
     torch.manual_seed(0)
     model, x = Choosing().double(), torch.randn(9, 4, dtype=torch.float64)
     x[:, 0] = torch.cat([torch.ones(3), -torch.ones(6)])
@@ -212,6 +212,6 @@ CELLS = [(zero, "gloo") for zero in (0, 1, 2, 3)] + [(2, "shared"), (3, "shared"
 
 
 @pytest.mark.parametrize(("zero", "transport"), CELLS)
-def test_ranks_whose_buckets_are_complete_at_other_times(group, zero, transport):
-    """One waits for a bucket's sum, another for the statistics: neither may wait for the other."""
+def test_ranks_whose_buckets_complete_at_different_times_do_not_deadlock(group, zero, transport):
+    """One rank waits for a bucket's sum, another for statistics: neither may block the other."""
     group(3, transport=transport)(other_experts, zero, limit=30)

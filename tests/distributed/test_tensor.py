@@ -1,5 +1,5 @@
-"""Split layers beside parity: checkpoints across meshes, whole tensors, modules of others, what is
-refused."""
+"""Split layers beyond parity: checkpoints across meshes, whole tensors, modules of torch and
+transformers, refusals."""
 
 import copy
 import dataclasses
@@ -100,7 +100,7 @@ def goes_on(world, path, row, plan):
 
 MESHES = [
     ({"size": 4, "tensor": 2, "row": 2}, {"size": 2, "tensor": 1, "row": 3}),
-    pytest.param(  # to such a mesh, of stages too, one goes on in test_pipeline.py
+    pytest.param(  # test_pipeline.py resumes on meshes with stages
         {"size": 2, "tensor": 1, "row": 3},
         {"size": 4, "tensor": 2, "row": 3},
         marks=pytest.mark.full,
@@ -110,7 +110,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("first", "second"), MESHES)
-def test_a_checkpoint_goes_on_on_another_mesh(group, tmp_path, first, second):
+def test_resumes_on_another_mesh(group, tmp_path, first, second):
     plan = TIED if first["tensor"] > 1 else None
     background = first["tensor"] == 3
     told = group(first["size"], tensor=first["tensor"])(
@@ -125,7 +125,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(group, tmp_path, first, second):
 
 
 def check_files(told, folder):
-    """What `saves` has written is what it says; the checkpoint's path."""
+    """Check that the files of `saves` have the right values; return the checkpoint's path."""
     path, values, *_ = told
     stock = safetensors.torch.load_file(Path(path) / "model.safetensors")
     assert all(torch.equal(stock[name], value) for name, value in values.items() if name in stock)
@@ -135,7 +135,7 @@ def check_files(told, folder):
 
 
 def check_going_on(told, results):
-    """What `goes_on` has read is what `saves` had, and trains as it did."""
+    """Check that `goes_on` has loaded the state of `saves`, and trains in the same way."""
     _, values, average, state, after = told
     for mine, mean, kept, losses in results:
         assert all(torch.equal(mine[name], value) for name, value in values.items())
@@ -156,7 +156,7 @@ def writes(world, row):
     x = batch(7)
     before = model(x).detach()
     for copies in (model.state_dict, lambda: copy.deepcopy(model.blocks)):
-        with pytest.raises(UsageError, match=r"a part of it only.*full_parameters"):
+        with pytest.raises(UsageError, match=r"a part of it.*full_parameters"):
             copies()
     with engine.full_parameters():
         twin = copy.deepcopy(model)
@@ -178,7 +178,7 @@ def writes(world, row):
 
 
 @pytest.mark.parametrize("row", [0, 3])
-def test_whole_tensors_are_read_and_written(group, row):
+def test_reads_and_writes_whole_tensors(group, row):
     first, *others = group(4, tensor=2)(writes, row)
     plain = group(1)(writes_plain)[0]
     for values in (first, *others):
@@ -198,7 +198,7 @@ def writes_plain(world):
     return values
 
 
-# -- what is tried ----------------------------------------------------------------------------
+# -- trials --------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):
@@ -225,20 +225,20 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-def test_only_what_computes_the_same_is_found(between):
+def test_finds_only_splits_that_compute_the_same(between):
     model = nn.Sequential(nn.Embedding(5, 6), Pair(between), nn.Flatten())
     found = known_modules.find([model], [""], 2, set())
     wanted = ["1"] if between == "an activation" else []
     assert [group.name for group in found] == wanted
 
 
-def test_a_pair_in_a_sequence_that_begins_with_an_embedding_is_found():
+def test_finds_a_pair_after_an_embedding():
     model = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
     (group,) = known_modules.find([model], [""], 2, set())
     assert [cut.name for cut in group.splits] == ["1", "3"]
 
 
-# -- modules of others ------------------------------------------------------------------------
+# -- modules of torch and transformers -----------------------------------------------------------
 
 
 def encoder():
@@ -264,7 +264,8 @@ def encoder_loss(model, x):
 
 
 def torch_modules(world, by_tokens):
-    """TransformerEncoderLayer and MultiheadAttention, training and in torch's fast inference."""
+    """Compare TransformerEncoderLayer and MultiheadAttention, in training and torch's fast
+    inference."""
     torch.manual_seed(3)
     model, plain = encoder().double(), encoder().double()
     plain.load_state_dict(model.state_dict())
@@ -300,7 +301,7 @@ def test_modules_of_torch(group, by_tokens):
 
 
 def mistral():
-    """A model that is in no table here; its attention is split as its own tp_plan says."""
+    """Compare a model that is in no table; its attention is split because of its tp_plan."""
     import transformers
 
     config = transformers.MistralConfig(
@@ -332,7 +333,7 @@ def hugging(world, make, by_tokens):
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), float("inf"))
         optimizer.step()
-        # These models compute norms and the loss in fp32, whatever they are cast to.
+        # These models compute norms and the loss in fp32 in every dtype.
         assert stats.loss == pytest.approx(loss.item(), rel=1e-5)
         assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-4)
     engine.close()
@@ -352,7 +353,7 @@ def test_transformers(group, make, by_tokens):
 
 
 def split_loss(world, row):
-    """As torch's, with targets that do not count, by each reduction."""
+    """Compare with torch's loss, with ignored targets, for each reduction."""
     plan = {"tokens": "embedding", "head": "colwise"}
     model, plain = gpt(), gpt()
     engine = sw.Engine(model, adamw(model), zero=row, tensor_plan=plan)
@@ -380,7 +381,7 @@ def split_loss(world, row):
         optimizer.step()
         optimizer.zero_grad()
         assert stats.loss == pytest.approx(theirs.item(), rel=1e-9)
-    with pytest.raises(UsageError, match="takes scores as the head gave them"):
+    with pytest.raises(UsageError, match="takes the scores as the head returned them"):
         sw.cross_entropy(torch.zeros(2, 25).double(), torch.zeros(2).long(), model.head)
     x = batch(9)
     with engine.full_parameters(), torch.no_grad():
@@ -398,7 +399,7 @@ def test_loss_over_a_split_vocabulary(group, size, row):
 
 
 def reads(world):
-    """A replica's ranks get the same share, and count once in a mean."""
+    """The ranks of a replica get the same share, and count once in a mean."""
     loader = sw.Loader(list(range(7)), batch_size=7)
     metrics = sw.Metrics()
     with torch.no_grad():
@@ -409,7 +410,7 @@ def reads(world):
     return place, batches, world.share(torch.arange(5)).tolist()
 
 
-def test_data_goes_by_the_replica(group):
+def test_ranks_of_a_replica_get_the_same_data(group):
     rows = [([[0, 1, 2]], [0, 1]), ([[3, 4, 5, 6]], [2, 3, 4])]
     assert group(4, tensor=2)(reads) == [
         ((data, 2, part, 2), *rows[data]) for data in range(2) for part in range(2)
@@ -444,18 +445,18 @@ def masks(world):
     return model.masks
 
 
-def test_dropout_is_alike_where_activations_are(group):
+def test_dropout_agrees_on_replicated_activations(group):
     told = group(4, tensor=2)(masks)
     inner, outer = ([each[0] for each in told], [each[1] for each in told])
     for replica in (0, 2):
         assert torch.equal(outer[replica], outer[replica + 1])
         assert not torch.equal(inner[replica], inner[replica + 1])
-        assert not torch.equal(told[replica][1], told[replica][3])  # step by step anew
+        assert not torch.equal(told[replica][1], told[replica][3])  # new numbers in each step
     assert not torch.equal(outer[0], outer[2])
 
 
 class Rates(nn.Module):
-    """Blocks with a dropout inside the pair, one of them after it too, another, and a head."""
+    """Blocks with dropout inside the pair, in one also after it, another dropout, and a head."""
 
     def __init__(self, *, checkpointed=False):
         super().__init__()
@@ -500,7 +501,7 @@ def recomputes(world, plan, how):
 
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "zero": 3}], ids=str)
 @pytest.mark.parametrize("plan", [None, {"head": "colwise"}], ids=str)
-def test_what_is_recomputed_draws_as_its_forward_did(group, plan, options):
+def test_recomputation_repeats_random_numbers(group, plan, options):
     kept, ours, theirs = (
         group(2, tensor=2)(recomputes, plan, how | options)[0]
         for how in ({}, {"activations": "recomputed"}, {"checkpointed": True})
@@ -510,7 +511,7 @@ def test_what_is_recomputed_draws_as_its_forward_did(group, plan, options):
 
 
 def drawn(world):
-    """What the dropout before a split head gives in two forwards of one step."""
+    """Return the output of the dropout before a split head in two forwards of one step."""
     model, engine, x, y = rates({"head": "colwise"})
     seen = []
     model.last.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
@@ -539,13 +540,13 @@ def looks_first(world, looks):
     return norm
 
 
-def test_a_forward_without_gradients_takes_none_from_the_next(group):
+def test_forward_without_gradients_shares_nothing(group):
     plain, looked = (group(2, tensor=2)(looks_first, looks) for looks in (False, True))
     assert looked == pytest.approx(plain, rel=1e-9)
 
 
 class Noisy(nn.Module):
-    """Draws by functions alone, more on the rank whose part is wider."""
+    """Draws random numbers by functions only, more on the rank with the wider part."""
 
     def __init__(self):
         super().__init__()
@@ -567,16 +568,16 @@ def drops_by_function(world):
     return out.detach()
 
 
-def test_what_functions_drop_is_alike_too(group):
+def test_functional_dropout_agrees(group):
     first, second = group(2, tensor=2)(drops_by_function)
     assert torch.equal(first, second)
 
 
-# -- not finite -------------------------------------------------------------------------------
+# -- gradients that are not finite ---------------------------------------------------------------
 
 
 def skipped(world, row):
-    """A NaN in a part that one rank has stops all; skipping leaves all as they were."""
+    """A NaN in one rank's part stops all ranks. If skipped, all keep their state."""
     model = gpt()
     engine = sw.Engine(model, adamw(model), zero=row, tensor_plan=TIED, nonfinite="skip")
     before = whole(engine, model)
@@ -606,7 +607,7 @@ def skipped(world, row):
 
 
 @pytest.mark.parametrize("row", [0, 2])
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(group, row):
+def test_all_ranks_skip_a_step_that_is_not_finite(group, row):
     for losses in group(4, tensor=2)(skipped, row):
         assert losses == pytest.approx(plain_losses(1), rel=1e-9)
 
@@ -627,7 +628,7 @@ def test_sixteen_bits(group, precision, by_tokens):
         assert losses == pytest.approx(plain_losses(4), rel=3e-2)
 
 
-# -- refused ----------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------
 
 
 def refused(world, plan, make, text, error=ModelError, **settings):
@@ -651,7 +652,7 @@ def out_of_range(world):
     return True
 
 
-def test_numbers_out_of_range_are_refused_as_torch_does(group):
+def test_rejects_indices_out_of_range_like_torch(group):
     assert all(group(2, tensor=2)(out_of_range))
 
 
@@ -660,24 +661,24 @@ def small():
 
 
 REFUSED = [
-    ({"blocks.*.nothing": "colwise"}, gpt, r"no module is called 'blocks\.\*\.nothing'.*tokens"),
-    ({"blocks.*.widen": "colwise", "blocks.0.*": "whole"}, gpt, r"widen is named by .* and by"),
+    ({"blocks.*.nothing": "colwise"}, gpt, r"no module matches 'blocks\.\*\.nothing'.*tokens"),
+    ({"blocks.*.widen": "colwise", "blocks.0.*": "whole"}, gpt, r"widen matches both .* and"),
     ({"head": "sideways"}, gpt, r"style 'sideways'.*colwise: .*rowwise"),
-    ({"head": "colwise_rep"}, gpt, r"shared with a module that is split.*Split both alike"),
+    ({"head": "colwise_rep"}, gpt, r"shared with a split module.*Split both in the same way"),
     ({"norm": "colwise"}, gpt, r"norm is a LayerNorm"),
     (None, small, r"found nothing to split in Sequential"),
-    ({"0": "colwise"}, small, r"0 of 1 output features.*cannot be spread over 2"),
+    ({"0": "colwise"}, small, r"cannot split 0 of 1 output features.*cannot be spread over 2"),
     ({"*": "whole"}, gpt, "found nothing to split in SplittableGPT"),
     ({"blocks.*.attend": sw.Attention(qkv="up", out="proj", heads="n_head")}, gpt, "no linear map"),
 ]
 
 
 @pytest.mark.parametrize(("plan", "make", "text"), REFUSED)
-def test_what_cannot_be_split_is_named(group, plan, make, text):
+def test_names_modules_that_cannot_be_split(group, plan, make, text):
     assert all(group(2, tensor=2)(refused, plan, make, text))
 
 
-def test_settings_that_cannot_be_had_with_it(group):
+def test_rejects_settings(group):
     text = "--tensor 2 and --compile"
     assert all(group(2, tensor=2)(refused_setting, text))
 
@@ -689,18 +690,18 @@ def refused_setting(world, text):
     model = gpt()
     muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.1)
     rest = torch.optim.SGD([p for p in model.parameters() if p.ndim != 2], lr=0.1)
-    with pytest.raises(ModelError, match="Muon needs whole tensors, and --tensor 2"):
+    with pytest.raises(ModelError, match="Muon needs whole tensors, but --tensor 2"):
         sw.Engine(model, [muon, rest])
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), gpt().parameters()))  # noqa: B905
     assert type(model.blocks[0].attend.qkv) is nn.Linear
     return True
 
 
-# -- what hides ------------------------------------------------------------------------------
+# -- less visible cases --------------------------------------------------------------------------
 
 
 def unfreezes(world):
-    """A parameter group on the way leaves every rank its own part of split layers."""
+    """Every rank keeps its part of split layers when a parameter group is added."""
     model = gpt()
     model.requires_grad_(False)
     optimizer = torch.optim.SGD(model.norm.requires_grad_(True).parameters(), lr=0.1)
@@ -726,7 +727,7 @@ def test_every_kind_of_pair_is_tried():
 
 
 def asks_for_a_part(world, row):
-    """A block about some modules leaves no forward half plain, half split."""
+    """A block about some modules leaves no forward half plain and half split."""
     model = gpt()
     engine = sw.Engine(model, adamw(model), zero=row)
     x = batch(3)
@@ -744,12 +745,12 @@ def asks_for_a_part(world, row):
 
 
 @pytest.mark.parametrize("row", [0, 3])
-def test_whole_tensors_of_some_modules(group, row):
+def test_gathers_some_modules(group, row):
     assert all(group(2, tensor=2)(asks_for_a_part, row))
 
 
 def starves(world):
-    """A trial that does not end in time on one rank is no reason to split otherwise there."""
+    """All ranks split in the same way, even if a trial does not end in time on one rank."""
     model = gpt()
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
@@ -759,9 +760,9 @@ def starves(world):
     engine.close()
     other = gpt()
     plan = {"blocks.0.widen": "whole"} if world.rank else {"blocks.1.widen": "whole"}
-    with pytest.raises(ModelMismatch, match=r"ranks split different things.*one tensor_plan"):
+    with pytest.raises(ModelMismatch, match=r"ranks split different layers.*the same tensor_plan"):
         sw.Engine(other, adamw(other), tensor_plan=plan)
-    with pytest.raises(ModelMismatch, match=r"rank 0 has .*rank 1 has .*no module is called"):
+    with pytest.raises(ModelMismatch, match=r"rank 0 has .*rank 1 has .*no module matches"):
         sw.Engine(other, adamw(other), tensor_plan={"nothing": "whole"} if world.rank else {})
     return shapes
 
@@ -771,10 +772,13 @@ def test_ranks_agree_on_what_is_split(group):
 
 
 def left_alone(world):
-    """What is refused leaves the model whole."""
+    """A refused split leaves the model whole."""
     attend = sw.Attention(qkv=("q", "k", "v"), out="proj", heads="n_head")
     twice = {"blocks.1.attend": attend, "blocks.1.attend.q": "colwise"}
-    for plan, text in (({"tokens": "embedding"}, "is shared with"), (twice, "in two ways")):
+    for plan, text in (
+        ({"tokens": "embedding"}, "is shared with"),
+        (twice, "would be split twice"),
+    ):
         model, plain = gpt(), gpt()
         with pytest.raises(ModelError, match=text):
             sw.Engine(model, adamw(model), tensor_plan=plan)
@@ -785,7 +789,7 @@ def left_alone(world):
     return True
 
 
-def test_what_is_refused_leaves_the_model_whole(group):
+def test_refused_split_leaves_the_model_whole(group):
     assert all(group(2, tensor=2)(left_alone))
 
 
@@ -794,7 +798,7 @@ def minds_a_map(world):
     model = nn.TransformerEncoderLayer(12, 3, 18, dropout=0.0, batch_first=True).double()
     x = torch.randn(2, 5, 12).double()
     wanted = model(x)
-    with pytest.raises(ModelError, match="out_proj is split, and self_attn, which computes with"):
+    with pytest.raises(ModelError, match="out_proj is split, but self_attn, which uses its weight"):
         sw.Engine(model, adamw(model), tensor_plan={"self_attn.out_proj": "colwise_rep"})
     engine = sw.Engine(model, adamw(model), tensor_plan={"self_attn.out_proj": "whole"})
     assert torch.allclose(model(x), wanted, rtol=1e-9)
@@ -804,12 +808,12 @@ def minds_a_map(world):
     return True
 
 
-def test_a_word_on_a_map_of_known_attention_leaves_it_whole(group):
+def test_plan_for_a_map_of_known_attention_leaves_it_whole(group):
     assert all(group(2, tensor=2)(minds_a_map))
 
 
 def nests(world, row, folder):
-    """Blocks inside blocks are whole as one; what would be lost is refused."""
+    """Nested blocks are whole as one, and writes that would be lost are refused."""
     model = gpt()
     engine = sw.Engine(model, adamw(model), zero=row)
     wanted = gpt().state_dict()
@@ -843,7 +847,7 @@ def nests(world, row, folder):
 
 
 @pytest.mark.parametrize("row", [0, 3])
-def test_whole_tensors_inside_whole_tensors(group, tmp_path, row):
+def test_nested_blocks_of_whole_tensors(group, tmp_path, row):
     assert all(group(2, tensor=2)(nests, row, tmp_path))
     exported = safetensors.torch.load_file(tmp_path / "whole.safetensors")
     wanted = gpt().state_dict()
@@ -851,7 +855,7 @@ def test_whole_tensors_inside_whole_tensors(group, tmp_path, row):
 
 
 def infers(world, plan):
-    """torch's fused inference of a whole layer is off where any of it is split."""
+    """torch's fused inference of a whole layer is off if any of it is split."""
     torch.manual_seed(3)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()
@@ -872,12 +876,12 @@ UNFUSED = [
 
 
 @pytest.mark.parametrize("plan", UNFUSED)
-def test_fused_inference_is_off_where_a_plan_splits(group, plan):
+def test_fused_inference_is_off_if_a_plan_splits(group, plan):
     assert all(group(2, tensor=2)(infers, plan))
 
 
 class WithLatecomer(nn.Module):
-    """What is split is frozen; one parameter is used in the last step only."""
+    """Its split layers are frozen, and one parameter is used only in the last step."""
 
     def __init__(self):
         super().__init__()
@@ -899,7 +903,7 @@ def comes_late(world):
     return norms
 
 
-def test_late_gradients_where_all_that_is_split_is_frozen(group):
+def test_late_gradients_with_frozen_split_layers(group):
     one, other = group(2, tensor=2)(comes_late)
     assert one == other
     assert one == pytest.approx(group(1)(comes_late)[0], rel=1e-5)
@@ -914,5 +918,5 @@ def batches_of_workers(world):
     return loader.batch_size, [len(x) for x in loader], scheduler.multiplier
 
 
-def test_a_batch_of_each_worker_is_that_of_its_replica(group):
+def test_batches_per_worker_count_per_replica(group):
     assert group(4, tensor=2)(batches_of_workers) == [(6, [3, 3], 2.0)] * 4

@@ -1,5 +1,5 @@
-"""What a trial says of a forward that is to be split, and what is noticed where a forward does
-something else later: in training, from some step on, with hooks, with adapters."""
+"""Trials of forwards before a split, and forwards that compute something else later: in training,
+from some step on, with hooks, with adapters."""
 
 import re
 
@@ -14,7 +14,7 @@ from shardwise.parallel.tensor import known_modules
 
 
 class Block(nn.Module):
-    """A pair with something between that `kind` says, `on` or not."""
+    """A pair with an operation between that `kind` names, active if `on`."""
 
     def __init__(self, kind="plain"):
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 def dropped(block, h):
-    """Some tokens of all features."""
+    """Drop some tokens of all features."""
     return h * F.dropout(torch.ones_like(h[..., :1]), 0.5, block.training)
 
 
@@ -74,7 +74,7 @@ BETWEEN = {
     ],
 )
 @pytest.mark.parametrize("parts", [2, 4])
-def test_both_modes_are_tried_without_chance(kind, is_found, parts):
+def test_tries_both_modes_without_randomness(kind, is_found, parts):
     trials = known_modules.SplitTrials()
     model = nn.Sequential(Block(kind)).train()
     before = torch.get_rng_state()
@@ -82,12 +82,12 @@ def test_both_modes_are_tried_without_chance(kind, is_found, parts):
     assert [group.name for group in found] == (["0"] if is_found else [])
     assert model.training
     assert torch.equal(before, torch.get_rng_state())
-    why = {"0": "some of its layers did not run when it was tried"}
-    assert trials.left_whole() == (why if kind == "joins later" else {})
+    why = {"0": "some of its layers did not run in the trial"}
+    assert trials.reasons_unsplit() == (why if kind == "joins later" else {})
 
 
 class ByInput(nn.Module):
-    """Attention that takes the width of a head from its input, which stays whole."""
+    """Attention that derives the width of a head from its input, and so stays whole."""
 
     def __init__(self, width):
         super().__init__()
@@ -111,17 +111,17 @@ def test_attention_that_stays_whole_is_named():
     model = nn.Sequential(ByInput(2), ByAll(2))
     found = known_modules.find([model], [""], 2, set(), trials)
     assert [(group.kind, group.name) for group in found] == [("attention", "0")]
-    assert "write -1 for that in view" in trials.left_whole()["1"]
+    assert "write -1 for that in view" in trials.reasons_unsplit()["1"]
 
 
-def test_a_pair_around_layers_that_did_not_run_stays_whole():
+def test_pair_around_layers_that_did_not_run_stays_whole():
     model = nn.Sequential(nn.Linear(8, 8), Block("joins later"), nn.Linear(8, 1))
     trials = known_modules.SplitTrials()
     assert known_modules.find([model], [""], 2, set(), trials) == []
-    assert set(trials.left_whole()) == {"", "1"}
+    assert set(trials.reasons_unsplit()) == {"", "1"}
 
 
-# -- later --------------------------------------------------------------------------------------
+# -- changes after the trial ---------------------------------------------------------------------
 
 
 def net(kind):
@@ -153,7 +153,7 @@ def turns_on(world, kind):
     return True
 
 
-def test_what_treats_each_feature_by_itself_may_come_later(group):
+def test_allows_feature_wise_operations_later(group):
     assert all(group(2, tensor=2)(turns_on, "relu later"))
 
 
@@ -181,7 +181,7 @@ def is_refused_later(world, kind):
         ("halves later", "Cat"),
     ],
 )
-def test_what_was_not_tried_is_refused_when_it_first_runs(group, kind, operation):
+def test_rejects_untried_operations_when_they_first_run(group, kind, operation):
     for said in group(2, tensor=2)(is_refused_later, kind):
         assert re.search(f"forward computes .*{operation}.*tensor_plan", said), said
 
@@ -190,7 +190,8 @@ def test_what_was_not_tried_is_refused_when_it_first_runs(group, kind, operation
 
 
 def hooked(world, late, plan):
-    """A penalty on features that a hook has seen; what is said where it cannot see them."""
+    """Add a penalty on features that a hook has seen; return the error if the hook cannot see
+    them."""
     model, same = net("plain"), net("plain")
     losses = []
     for each in (same, model):
@@ -230,15 +231,15 @@ def hooked(world, late, plan):
 PLAN = {"0.up": "colwise", "0.down": "rowwise"}
 
 
-def test_what_a_hook_looks_into_stays_whole(group):
+def test_hooked_module_stays_whole(group):
     wanted = ["1.up.weight", "1.up.bias", "1.down.weight"]
     assert group(2, tensor=2)(hooked, False, None) == [wanted] * 2
 
 
 @pytest.mark.parametrize(("late", "plan"), [(True, None), (True, PLAN), (False, PLAN)])
-def test_a_hook_that_would_see_a_part_is_refused(group, late, plan):
+def test_rejects_hook_that_would_see_a_part(group, late, plan):
     for said in group(2, tensor=2)(hooked, late, plan):
-        assert re.search("a forward hook on 0.act \\(Tanh\\) stands between", said), said
+        assert re.search("a forward hook on 0.act \\(Tanh\\) runs between", said), said
 
 
 def hooks_everywhere(world, where, kind):
@@ -290,7 +291,7 @@ def test_hooks_that_see_the_whole_are_left_alone(group, where, kind, found):
 
 
 class Adapted(nn.Module):
-    """A linear map with a low-rank one beside it, as peft builds them."""
+    """A linear map with a parallel low-rank map, as peft builds them."""
 
     def __init__(self, base, into, out):
         super().__init__()
@@ -352,7 +353,7 @@ def test_layers_with_adapters_stay_whole(group, adapts, split):
     assert group(2, tensor=2)(trains_adapters, adapts) == [split] * 2
 
 
-def test_layers_whose_weights_are_made_anew_stay_whole():
+def test_layers_with_parametrized_weights_stay_whole():
     block = Block()
     nn.utils.parametrizations.weight_norm(block.up)
     assert known_modules.find([nn.Sequential(block)], [""], 2, set()) == []
@@ -360,5 +361,5 @@ def test_layers_whose_weights_are_made_anew_stay_whole():
 
 @pytest.mark.parametrize("qkv", [("c_attn",), ("q", "k"), ("q", "k", 3)])
 def test_names_of_attention_are_one_or_three(qkv):
-    with pytest.raises(ModelError, match=r"three of them, or as a string .*qkv="):
+    with pytest.raises(ModelError, match=r"three names of the maps .*or a string .*qkv="):
         sw.Attention(qkv=qkv, out="c_proj", heads=2)

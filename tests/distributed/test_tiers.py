@@ -1,4 +1,4 @@
-"""States that rest on a disk, and models built without memory: nothing but the place differs."""
+"""States on a disk, and models built without memory: results do not change."""
 
 import io
 import os
@@ -30,11 +30,11 @@ from tests.distributed.test_engine import (
 )
 
 SPAN = 7
-"""Elements: small enough that every state here has many spans, some with a part of a tensor."""
+"""Elements; so few that every state here has many spans, some with a part of a tensor."""
 
 
 def everything(row):
-    """The settings that let all that the row `row` allows rest on a disk."""
+    """Return the settings that put all states of the row `row` on a disk, if it permits."""
     states = ["optimizer", "gradients", "params"][: max(1, row)]
     return {"zero": row} | {f"offload_{state}": f"nvme:{on_a_disk()}" for state in states}
 
@@ -44,7 +44,7 @@ def adamw(model):
 
 
 def branches_case(world, row):
-    """Parameters that have no gradient in some steps: segments are cut inside of spans."""
+    """Parameters without a gradient in some steps: segments are cut inside spans."""
     storage.SPAN = SPAN
 
     def loss_of(model, x, step, rank):
@@ -61,7 +61,7 @@ def branches_case(world, row):
 
 
 def changes_case(world, row):
-    """State that the user's optimizer has already, a new group on the way, and back to plain."""
+    """Existing optimizer state, a new group during training, and plain training again."""
     storage.SPAN = SPAN
 
     def run(model, optimizer, backward, step):
@@ -82,7 +82,7 @@ def changes_case(world, row):
 
     model, optimizer = make()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the new group's are not trained yet
+        warnings.simplefilter("ignore", UserWarning)  # the new group is not trained yet
         engine = sw.Engine(model, optimizer, bucket_mb=0.001, **everything(row))
     plain, reference = make()
 
@@ -106,7 +106,7 @@ def changes_case(world, row):
 
 
 def written_case(world, row):
-    """full_parameters(write=True) and moving averages reach what is on the disk."""
+    """full_parameters(write=True) and moving averages reach values on the disk."""
     storage.SPAN = SPAN
     model = mlp(torch.float32)
     engine = sw.Engine(
@@ -132,7 +132,7 @@ def written_case(world, row):
 
 
 def averages_case(world, row):
-    """Moving averages rest on the disk too, take the parameters' place, and give it back."""
+    """Moving averages on the disk swap with the parameters, and back."""
     storage.SPAN = SPAN
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -188,7 +188,7 @@ def refused_case(world):
         sw.Engine(model, adamw(model), zero=1, offload_optimizer="nvme:/no/such")
 
 
-def test_what_cannot_rest_on_a_disk(group):
+def test_refuses_states_that_a_disk_cannot_store(group):
     group(1)(refused_case)
 
 
@@ -196,7 +196,7 @@ def test_what_cannot_rest_on_a_disk(group):
 
 
 class Built(nn.Module):
-    """A model whose values come from several kinds of initialisation."""
+    """A model whose values are initialised in several ways."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +216,7 @@ class Built(nn.Module):
 
 
 def without_memory_case(world, row, precision):
-    """Each rank draws other numbers: rank 0's are everyone's, as they are for a plain build."""
+    """Each rank draws other numbers; rank 0's count on all ranks, as in a plain build."""
 
     def build(meta):
         torch.manual_seed(5 + world.rank)
@@ -272,7 +272,7 @@ def described_case(world):
     return [list(column.cells) for column in table.columns], printed.getvalue()
 
 
-def test_describe_tells_units_and_bytes(group):
+def test_describe_lists_units_and_bytes(group):
     (names, parameters, buckets, *states), printed = group(2)(described_case)[0]
     assert all(f" {cell} " in printed for column in (parameters, *states) for cell in column)
     assert names == ["the rest of Sequential", "0 to 2 (3 units)"]
@@ -288,11 +288,11 @@ def test_describe_tells_units_and_bytes(group):
 
 
 WIDE = 48
-"""Features, so that a bucket does not fit into a message."""
+"""Features, so many that a bucket does not fit into a message."""
 
 
 def settled_case(world, row, tier):
-    """After two steps no buffer is allocated any more: transports lend memory once."""
+    """After two steps no buffer is allocated: transports lend memory once."""
     asked = []
     kinds = {type(world.collectives), Collectives}
     usual = {kind: vars(kind)["allocate"] for kind in kinds if "allocate" in vars(kind)}

@@ -568,7 +568,9 @@ def test_embeddings_of_more_words(group, tmp_path):
 
 
 def refusals_case(world, folder):
-    with pytest.raises(UsageError, match="auto_find_batch_size on several workers"):
+    with pytest.raises(
+        UsageError, match="auto_find_batch_size is not supported on several workers"
+    ):
         ours(world, folder, 4, auto_find_batch_size=True)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""BatchNorm over all ranks in a loss that holds gradients: a gradient penalty."""
+"""SyncBatchNorm in a loss that contains gradients: a gradient penalty."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Evaluations whose last batch has fewer samples than there are workers: who has none gets none."""
+"""Evaluations whose last batch has fewer samples than workers: some workers get no batch."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ BATCH = 4
 
 
 class Numbers(IterableDataset):
-    """A stream that ranks share out between them: `length` numbers."""
+    """A stream of `length` numbers that is divided among ranks."""
 
     def __init__(self, length, first=0, every=1):
         self.length, self.first, self.every = length, first, every
@@ -26,7 +26,7 @@ class Numbers(IterableDataset):
 
 
 def seen(loader):
-    """The numbers that this rank is given under no_grad."""
+    """Return the numbers that this rank gets under no_grad."""
     with torch.no_grad():
         return [x.flatten().tolist() for (x,) in loader]
 
@@ -109,7 +109,7 @@ def with_gathers(world):
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
-def test_who_has_no_sample_serves_the_gathers_of_the_others(group, transport):
+def test_ranks_without_samples_serve_gathers(group, transport):
     settings = {} if transport == "shared" else {"transport": transport}
     group(3, **settings)(with_gathers)
 
@@ -134,7 +134,7 @@ def test_an_evaluation_left_in_its_last_batch(group):
 
 
 def two_engines(world):
-    """An evaluation goes through the models of two engines, one after the other."""
+    """Evaluate with the models of two engines, one after the other."""
     (first, x), (second, _), (plain, _) = problem(), problem(), problem()
     engines = [
         sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=3)
@@ -155,7 +155,7 @@ def test_several_engines_that_gather(group):
 
 
 def fewer_than_workers(world):
-    """An evaluation of two samples on three workers, by micro-batches of one total batch."""
+    """Evaluate two samples on three workers, in micro-batches of one total batch."""
     metrics = sw.Metrics()
     with torch.no_grad():
         for (x,) in sw.Loader(TensorDataset(torch.arange(2.0)), batch_size=3):
@@ -176,9 +176,12 @@ def all_ranks_in_the_loop(world):
             world.sum(x.sum())
 
 
-def test_a_call_that_takes_all_ranks_inside_a_batch_that_some_sit_out(group):
+def test_refuses_collectives_in_a_batch_that_some_ranks_skip(group):
     refused = [each for each in group(2).errors(all_ranks_in_the_loop) if each is not None]
-    assert any(name == UsageError.__name__ and "world.sum in a batch" in m for name, m in refused)
+    assert any(
+        name == UsageError.__name__ and "world.sum in an evaluation batch" in m
+        for name, m in refused
+    )
 
 
 def zipped(world):
@@ -205,6 +208,6 @@ def test_micro_batches_are_as_many_on_all_ranks_where_rows_allow_it(group):
 
 
 def counted(world, rows):
-    """How many batches a rank is given, by two rows at a time."""
+    """Return the number of batches of a rank, at two rows per batch."""
     dataset = TensorDataset(torch.arange(float(2 * rows)))
     return len(seen(sw.Loader(dataset, batch_size=rows, micro_batch_size=2)))

@@ -1,5 +1,7 @@
-"""Optimizers that keep more than state by parameter, that wrap another one, or that have methods of
-their own, beside plain PyTorch in fp64."""
+"""Unusual optimizers compared with plain PyTorch in fp64.
+
+They keep state outside of parameters, wrap another optimizer, or have methods.
+"""
 
 import copy
 import importlib
@@ -45,7 +47,7 @@ class Schedule:
 
 
 class Lookahead(optim.Optimizer):
-    """A wrapper, as many are published: it shares the groups of the optimizer in it."""
+    """A wrapper like many that are published: it shares the groups of its inner optimizer."""
 
     def __init__(self, base):
         super().__init__([p for group in base.param_groups for p in group["params"]], {})
@@ -62,7 +64,7 @@ class Lookahead(optim.Optimizer):
 
 
 class ByPosition(optim.Optimizer):
-    """Keeps its momentum in a list, made for the parameters that it is given."""
+    """Keeps its momentum in a list, made for its parameters."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -145,7 +147,7 @@ def losses_case(world, name, settings):
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", MAKE)
-def test_optimizer_that_keeps_more_than_state_trains_as_in_one_process(group, size, name):
+def test_optimizer_with_more_than_state_trains_as_in_one_process(group, size, name):
     group(size)(losses_case, name, {"zero": 0})
 
 
@@ -208,7 +210,7 @@ def refused_case(world, name):
         ("by position", "ByPosition cannot update a float32 tensor"),
     ],
 )
-def test_sharding_an_optimizer_that_no_copy_can_stand_for_is_refused(group, name, words):
+def test_refuses_to_shard_an_optimizer_that_cannot_be_copied(group, name, words):
     for message in group(2)(refused_case, name):
         assert words in message
         assert "--zero 0" in message
@@ -246,7 +248,7 @@ def hooks_case(world, settings):
 
 
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 2)])
-def test_global_step_hooks_run_once_a_step_around_all_of_the_update(group, size, zero):
+def test_global_step_hooks_run_once_per_step_around_the_update(group, size, zero):
     group(size)(hooks_case, {"zero": zero})
 
 
@@ -267,7 +269,7 @@ def test_global_step_hooks_run_for_the_optimizer_in_a_wrapper(group):
 
 
 class ScheduleFree(optim.Optimizer):
-    """Trains at one point and evaluates at another, between which `eval` and `train` move."""
+    """Trains at one point and evaluates at another; `eval` and `train` move between them."""
 
     def __init__(self, params, lr=0.3, beta=0.9):
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})
@@ -299,7 +301,7 @@ class ScheduleFree(optim.Optimizer):
 
 
 class Swapping(optim.SGD):
-    """Keeps an average in its state, and puts it in the place of the parameters."""
+    """Keeps an average in its state, and swaps it with the parameters."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -310,7 +312,7 @@ class Swapping(optim.SGD):
     @torch.no_grad()
     def swap(self):
         for p in (p for group in self.param_groups for p in group["params"]):
-            before = p.data.clone()  # parameters are used before the state
+            before = p.data.clone()  # the step uses parameters before it uses state
             p.data.copy_(self.state[p]["average"])
             self.state[p]["average"].copy_(before)
         return len(self.state)
@@ -325,7 +327,7 @@ METHODS = {
 
 
 def trained_with_methods(model, optimizer, step, value):
-    """Losses at the point of training and at that of evaluation, by turns."""
+    """Return losses at the training point and at the evaluation point, in turn."""
     losses = []
     for number in range(STEPS):
         optimizer.train() if number and number % 2 == 0 else None
@@ -378,7 +380,7 @@ def test_methods_of_the_optimizer_use_its_whole_state(group, name, size, zero):
 
 
 def narrow_case(world, zero):
-    """What `eval` and `train` do to 16-bit parameters they do to their masters."""
+    """`eval` and `train` change 16-bit parameters and their masters."""
     _, model, optimizer = made(ScheduleFree)
     engine = sw.Engine(model, optimizer, zero=zero, precision="bf16")
     x = torch.randn(4, 6, dtype=torch.bfloat16)
@@ -406,7 +408,7 @@ def test_methods_of_the_optimizer_see_masters(group, zero):
 def too_early_case(world):
     x, model, optimizer = made(ScheduleFree)
     engine = sw.Engine(model, optimizer, zero=2)
-    optimizer.train()  # it uses nothing, so it may be called at any time
+    optimizer.train()  # it uses no state, so it may be called at any time
     engine.backward(model(world.share(x)).square().mean())
     with pytest.raises(UsageError, match=r"ScheduleFree.eval\(\) between engine.backward and"):
         optimizer.eval()
@@ -417,12 +419,12 @@ def too_early_case(world):
     world.engines = 0
 
 
-def test_method_that_uses_state_inside_a_step_is_refused(group):
+def test_refuses_method_that_uses_state_inside_a_step(group):
     group(2)(too_early_case)
 
 
 class Helped(optim.Optimizer):
-    """Its step calls a public method of its own, which uses the groups."""
+    """An optimizer whose step calls a public method, which uses the groups."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.25})
@@ -443,7 +445,7 @@ class Helped(optim.Optimizer):
 
 
 def helped_case(world):
-    """Steps in 16 bits, whose masters a step shows; the second one fails and is made again."""
+    """Train in 16 bits; a step shows masters, and the second one fails and is repeated."""
     _, model, optimizer = made(Helped)
     engine = sw.Engine(model, optimizer, zero=0, precision="bf16")
     for fails in (False, True, False):
@@ -466,7 +468,7 @@ def test_step_of_the_optimizer_may_call_its_own_methods(group):
 
 
 def reading_case(world, zero):
-    """User code reads momentum, clears it, and puts another state in its place."""
+    """User code reads momentum, clears it, and replaces another state."""
     ends = []
     for with_engine in (False, True):
         x, model, optimizer = made(lambda params: optim.SGD(params, lr=0.1, momentum=0.9))
@@ -480,7 +482,7 @@ def reading_case(world, zero):
                 engine.step(),
             )
             seen.append(sum(s["momentum_buffer"].sum().item() for s in optimizer.state.values()))
-            if zero == 0:  # parameters that are sharded cannot be copied
+            if zero == 0:  # sharded parameters cannot be copied
                 seen.append(len(copy.deepcopy(optimizer).state))
             if number == 2:
                 for state in optimizer.state.values():
@@ -514,13 +516,13 @@ def refused_state_case(world):
     world.engines = 0
 
 
-def test_use_of_state_on_one_of_several_workers_is_refused(group):
+def test_refuses_use_of_state_on_one_of_several_workers(group):
     group(2)(refused_state_case)
 
 
 def redundancy_case(world):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # importing torch's own package warns of torch.jit.script
+        warnings.simplefilter("ignore")  # importing it warns about torch.jit.script
         zero = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
     _, model, optimizer = made(lambda params: zero(params, optimizer_class=optim.Adam, lr=0.1))
     with pytest.raises(ModelError, match=r"optim\.Adam\(params\), and --zero 1"):
@@ -528,5 +530,5 @@ def redundancy_case(world):
     world.engines = 0
 
 
-def test_optimizer_that_exchanges_by_itself_is_refused(group):
+def test_refuses_optimizer_that_communicates_itself(group):
     group(2)(redundancy_case)

@@ -1,4 +1,4 @@
-"""Planted mistakes in small scripts: each is named, and nothing is where nothing is wrong."""
+"""Planted errors in small scripts: verify names each, and names nothing in correct scripts."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ TWO = RunPlacement(size=2, settings={"zero": "2"})
 
 MISTAKES = {
     "sampler": ("sampler", "DistributedSampler at sampler.py:"),
-    "own_batch": ("draws", "a batch, or a part of it, that each worker draws itself"),
+    "own_batch": ("draws", "a batch, or a part of it, is drawn by each worker separately"),
     "split": ("split", "random_split at split.py:"),
     "divided": ("loss", "divided by 2 (the number of workers)"),
     "batch_norm": ("batch_norm", "--sync-batch-norm"),
@@ -22,7 +22,7 @@ MISTAKES = {
     "nondeterministic": ("nondeterministic", "two runs of the reference itself differ"),
     "weight": (
         "weight",
-        "weight= at weight.py:15 is not what this loss is a mean over (worker",
+        "weight= at weight.py:15 is not the number of items that this loss is a mean over (worker",
     ),
     "reduction": ("reduction", 'reduction="ddp" at reduction.py:15 averages the losses of the'),
     "scaled_rate": ("lr", "0.02, 2 times the reference's 0.01"),
@@ -38,7 +38,7 @@ CHEAP = ("own_batch", "scaled_rate", "weight")
     "mistake",
     [each if each in CHEAP else pytest.param(each, marks=pytest.mark.full) for each in MISTAKES],
 )
-def test_a_mistake_is_named(mistake: str, tmp_path: Path) -> None:
+def test_names_the_planted_error(mistake: str, tmp_path: Path) -> None:
     script = str(SCRIPTS / "mistakes" / f"{mistake}.py")
     result = judged((script,), TWO, tmp_path, steps=5)
     assert result.verdict is TrainingVerdict.DIFFERS
@@ -65,7 +65,7 @@ RIGHT = [
     ("model", "optimizer", "settings"),
     [RIGHT[0], *(pytest.param(*each, marks=pytest.mark.full) for each in RIGHT[1:])],
 )
-def test_nothing_is_named_where_nothing_is_wrong(
+def test_correct_scripts_have_no_cause(
     model: str, optimizer: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
     words = (str(SCRIPTS / "parity_model.py"), model, optimizer)
@@ -93,7 +93,7 @@ SMALLEST = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", SMALLEST)
-def test_the_smallest_placement_is_found(fault: str, tmp_path: Path) -> None:
+def test_finds_the_smallest_placement(fault: str, tmp_path: Path) -> None:
     settings = {"zero": "3", "offload_optimizer": "cpu", "micro_batch_size": "3"}
     flags = RunPlacement(size=2, settings=settings)
     result = judged((str(SCRIPTS / f"{fault}.py"),), flags, tmp_path, steps=8)

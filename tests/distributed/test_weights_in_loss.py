@@ -1,5 +1,5 @@
-"""Lines of a program that compute with weights outside of their layers, where these are split or on
-other workers: penalties in the loss, norms in a log, what is written, sizes."""
+"""User code that computes with weights outside of their layers, if these are split or on other
+workers: penalties in the loss, norms in a log, writes, sizes."""
 
 import copy
 import math
@@ -53,7 +53,8 @@ def net(seed=0):
 
 
 def small(seed=0):
-    """Without repeated blocks: all of it is one unit, whole until backward ends."""
+    """Build a model without repeated blocks, so that it is one unit and whole until backward
+    ends."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8), nn.Linear(8, 1)).double()
 
@@ -150,14 +151,14 @@ def test_penalties_on_weights(group, size, mesh):
                 assert found == pytest.approx(each, rel=1e-8), (penalty, how)
 
 
-def test_by_tokens_too(group):
+def test_penalties_with_sequence_parallel(group):
     for seen in group(2, tensor=2)(trains, norms, "plain", {"sequence_parallel": True}):
         for found, each in zip(seen, plain(norms, 1), strict=True):
             assert found == pytest.approx(each, rel=1e-8)
 
 
 @pytest.mark.parametrize(("size", "mesh"), [*MESHES[:2], MESHES[3], (4, {"pipeline": 2})], ids=str)
-def test_penalties_on_sharded_weights_that_stay_whole_until_backward(group, size, mesh):
+def test_penalties_on_sharded_weights(group, size, mesh):
     wanted = plain(norms, 1, small)
     for seen in group(size, **mesh)(trains, norms, "in a plain loop", {"zero": 3}, small):
         for found, each in zip(seen, wanted, strict=True):
@@ -180,7 +181,7 @@ def refused(world, micros):
 
 
 @pytest.mark.parametrize("micros", [1, 4])
-def test_what_only_forwards_have_is_refused_on_all_ranks_alike(group, micros):
+def test_all_ranks_reject_weights_that_only_forwards_have(group, micros):
     first, *others = group(4, pipeline=2)(refused, micros)
     assert first.startswith("0.up.weight was read (outside of its module) while it is sharded")
     assert "computed in the forward of the module" in first
@@ -188,7 +189,7 @@ def test_what_only_forwards_have_is_refused_on_all_ranks_alike(group, micros):
 
 
 def counts(world):
-    """How many elements weights have: at rest, and while they stay whole until backward."""
+    """Return the number of elements of weights: between forwards, and while they are whole."""
     model = net()
     engine = sw.Engine(model, sgd(model), zero=3)
     found = [[p.numel() for p in model.parameters()]]
@@ -208,7 +209,7 @@ def test_sharded_weights_have_the_sizes_of_one_process(group, size, mesh):
 
 
 def looks(world):
-    """Sizes, values, gradients of weights by hand: those of one process."""
+    """Compare sizes, values and gradients of weights with one process."""
     model, same = net(), net()
     engine = sw.Engine(model, sgd(model))
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in same.parameters())
@@ -257,7 +258,7 @@ def differentiates(world):
     return found[0].item(), found[1].item(), norm, wanted
 
 
-def test_gradients_by_weights_inside_of_a_loss(group):
+def test_gradients_of_weights_inside_of_a_loss(group):
     for mine, its, norm, wanted in group(2, tensor=2)(differentiates):
         assert mine == pytest.approx(its, rel=1e-8)
         assert norm == pytest.approx(wanted, rel=1e-8)
@@ -293,11 +294,15 @@ def misuses(world, how):
         ("copy_", {"tensor": 2}, "copy_ writes into .*full_parameters\\(write=True\\)"),
         ("data", {"tensor": 2}, "p.data = .*full_parameters\\(write=True\\)"),
         ("deepcopy", {"tensor": 2}, "A copy of a split parameter"),
-        ("deepcopy", {"pipeline": 2}, "A copy of a model of which this worker has some layers"),
-        ("grad", {"pipeline": 2}, "each worker has a part of the graph"),
+        (
+            "deepcopy",
+            {"pipeline": 2},
+            "A copy of a model when this worker has only some of its layers",
+        ),
+        ("grad", {"pipeline": 2}, "each worker has only a part of the graph"),
     ],
 )
-def test_what_a_part_cannot_stand_for_is_refused(group, how, mesh, hint):
+def test_rejects_uses_that_need_the_whole(group, how, mesh, hint):
     for said in group(2, **mesh)(misuses, how):
         assert re.search(hint, said), said
 
@@ -317,7 +322,7 @@ def written_into_a_copy(world, name):
     engine = sw.Engine(model, sgd(model))
     x = torch.ones(15, 8, dtype=torch.double)
     with torch.no_grad():
-        x.mul_(model[0].up.weight.detach())  # what is the user's own may be written
+        x.mul_(model[0].up.weight.detach())  # the user's own tensors may be written
         torch._foreach_mul_([model[0].up.weight], 0.5)
     try:
         with torch.no_grad():
@@ -327,7 +332,7 @@ def written_into_a_copy(world, name):
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_what_would_be_written_into_a_copy_is_refused(group, name):
+def test_rejects_writes_into_a_copy(group, name):
     for kind, message in group(2, tensor=2).errors(written_into_a_copy, name):
         assert kind == UsageError.__name__
         assert "writes into" in message

@@ -1,5 +1,7 @@
-"""Runs of `shardwise verify` whose ranks are forked from a process that has imported torch: the
-same script under the same shim, without a launcher, in a tenth of the time."""
+"""Runs of `shardwise verify` whose ranks are forked from a process that has imported torch.
+
+They run the same script in the same rank module without a launcher, in a tenth of the time.
+"""
 
 import json
 import os
@@ -29,7 +31,7 @@ LIMIT = 120.0
 
 
 def judged(words: tuple[str, ...], flags: RunPlacement, folder: Path, **more: Any) -> Result:
-    """What `shardwise verify` finds about a script."""
+    """Return the verdict of `shardwise verify` on a script."""
     asked = VerifyRequest(script=ScriptCommand(words=words), placements=[flags], out=folder, **more)
     verification = Verification(asked, make)
     verification.check()
@@ -37,7 +39,7 @@ def judged(words: tuple[str, ...], flags: RunPlacement, folder: Path, **more: An
 
 
 def make(run: Run, words: str) -> RecordedTraining:
-    """Make a run, as `runs.make` does."""
+    """Make a run like `runs.make`."""
     folder = Path(tempfile.mkdtemp(prefix="record-"))
     try:
         _run(run, words, folder)
@@ -80,15 +82,15 @@ def _flags(run: Run, folder: Path) -> dict[str, str]:
 def main(
     connection: Connection, printed: int, environ: Mapping[str, str], settings: dict[str, Any]
 ) -> None:
-    """Be a rank."""
+    """Run as a rank."""
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     os.environ.clear()
     os.environ.update(environ)
     os.environ.update(settings["environ"])
     os.environ[config.FLAGS_VARIABLE] = json.dumps(settings["flags"])
-    # Imported for other tests in the process that this one is forked from: a script that uses it
-    # imports it again, and one that does not is none of DeepSpeed's.
+    # Other tests import it in the process that this one is forked from. A script that uses it
+    # imports it again; one that does not must not count as a DeepSpeed script.
     sys.modules.pop("shardwise.deepspeed", None)
     code = 0
     try:

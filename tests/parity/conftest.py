@@ -1,4 +1,4 @@
-"""The plain process of the session."""
+"""The plain PyTorch process of the session."""
 
 import os
 import pickle
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class PlainProcess:
-    """`plain(problem)` is how one plain PyTorch process trains `problem`; each once per session."""
+    """Trains problems in one plain PyTorch process, each once per session: `plain(problem)`."""
 
     def __init__(self) -> None:
         self._trained: dict[Problem, Trained] = {}

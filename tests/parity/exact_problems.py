@@ -1,4 +1,4 @@
-"""What is trained in the tests of the exact mode: models that plain fp32 would tell apart."""
+"""Problems for tests of the exact mode: models whose bits differ in plain fp32."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ import shardwise as sw
 from tests.parity import problems
 
 ROWS = 30
-"""Of the dataset: batches of 8, the last of 6, which leaves micro-shards of different length."""
+"""Rows of the dataset: batches of 8 and a last one of 6, with micro-shards of unequal length."""
 
 BATCH = 8
 MAX_NORM = 0.05
@@ -21,7 +21,7 @@ TOKENS = problems.TOKENS
 
 
 class DroppingGPT(problems.GPT):
-    """The GPT, with dropout behind its embedding."""
+    """The GPT with dropout after its embedding."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (N, T) tokens; returns (N, TOKENS, T)."""
@@ -32,7 +32,7 @@ class DroppingGPT(problems.GPT):
 
 
 class LSTM(nn.Module):
-    """Two layers with dropout between; (N, T) tokens to (N, TOKENS, T)."""
+    """Two layers with dropout between them; (N, T) tokens to (N, TOKENS, T)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +56,10 @@ def train(
     epochs: int = 2,
     scale: float = 1.0,
 ) -> str:
-    """Train `model` with an engine of `settings` on `scale` x its loss; returns one hash of all
-    that came of it: the figures of every step, parameters, buffers and optimizer state."""
+    """Train `model` with an engine of `settings` on `scale` x its loss, and return one hash.
+
+    It covers the statistics of every step, parameters, buffers and optimizer state.
+    """
     net, engine, loader = _made(world, model, settings, optimizer)
     told = [figure for step in _steps(net, engine, loader, epochs, scale) for figure in step]
     assert max(told[1::3]) > MAX_NORM, "clipping was never on"
@@ -67,8 +69,10 @@ def train(
 def train_on(
     world: Any, model: str, settings: dict[str, Any], folder: str, steps: int, epochs: int = 2
 ) -> str:
-    """Go on from the newest checkpoint in `folder` until `steps` were made in all, and leave one;
-    returns a hash of the last step's figures, parameters, buffers and optimizer state."""
+    """Resume from the newest checkpoint in `folder`, train until step `steps`, and save.
+
+    Returns a hash of the last step's statistics, parameters, buffers and optimizer state.
+    """
     net, engine, loader = _made(world, model, settings, "adamw")
     engine.track(loader=loader)
     engine.resume(folder)
@@ -85,7 +89,7 @@ def train_on(
 def _made(
     world: Any, model: str, settings: dict[str, Any], optimizer: str
 ) -> tuple[nn.Module, sw.Engine, sw.Loader]:
-    world.engines = 0  # each training is the first of its run, and draws alike
+    world.engines = 0  # each training is the first of its run, and draws the same numbers
     torch.manual_seed(7)
     net = MODELS[model]()
     engine = sw.Engine(net, OPTIMIZERS[optimizer](net), **settings)
@@ -95,7 +99,7 @@ def _made(
 def _steps(
     net: nn.Module, engine: sw.Engine, loader: sw.Loader, epochs: int, scale: float = 1.0
 ) -> Iterator[tuple[float, float, float]]:
-    """Make the steps that are left; gives loss, norm and weight of each."""
+    """Run the remaining steps, and yield loss, norm and weight of each."""
     for _ in loader.epochs(epochs):
         for step in loader.steps():
             for x, y in step:
@@ -106,7 +110,7 @@ def _steps(
 
 
 def _ended(net: nn.Module, engine: sw.Engine) -> list[Any]:
-    """Parameters, buffers and optimizer state of an engine, which is closed."""
+    """Close an engine, and return its parameters, buffers and optimizer state."""
     with engine.full_parameters():
         values: list[Any] = [value.clone() for value in net.state_dict().values()]
     state = engine.optimizer_state_dict()["state"]
@@ -115,12 +119,12 @@ def _ended(net: nn.Module, engine: sw.Engine) -> list[Any]:
 
 
 def data_of(model: str) -> TensorDataset:
-    """Rows of inputs and targets."""
+    """Return rows of inputs and targets."""
     return TensorDataset(*problems.DATA[KINDS[model]](ROWS, torch.float32))
 
 
 def hash_of(values: Iterable[Any]) -> str:
-    """One hash of numbers and tensors, bit by bit."""
+    """Return one hash of the bits of numbers and tensors."""
     found = hashlib.blake2b(digest_size=8)
     for value in values:
         told = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)

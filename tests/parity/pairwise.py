@@ -1,4 +1,4 @@
-"""A small set of cases in which every two values of different factors meet: all-pairs testing.
+"""All-pairs testing: a small set of cases in which every two values of different factors meet.
 
 Greedy, as in AETG (Cohen, Dalal, Fredman and Patton, 1997), but without chance: each case starts
 from the first two values that have not met and takes, factor by factor, the value that lets most
@@ -15,10 +15,10 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def pairwise(factors: Factors, allowed: Callable[[Case], bool] = lambda case: True) -> list[Case]:
-    """Cases, each with a value of every factor, that cover all pairs of values that may meet.
+    """Return cases, each with a value of every factor, that cover all allowed pairs of values.
 
-    `allowed` judges cases, unfinished ones too, and says no only to what no further value could
-    make right. Raises ValueError where an unfinished case that it allowed has no way on.
+    `allowed` judges complete and incomplete cases. It must refuse an incomplete case only if no
+    further value could make it valid. Raises ValueError if an incomplete case cannot be completed.
     """
     open_pairs = dict.fromkeys(p for p in all_pairs(factors) if allowed(dict(p)))
     cases = []
@@ -31,7 +31,7 @@ def pairwise(factors: Factors, allowed: Callable[[Case], bool] = lambda case: Tr
 
 
 def all_pairs(factors: Factors) -> list[Pair]:
-    """Every two values of different factors."""
+    """Return every two values of different factors."""
     return [
         ((one, value), (other, another))
         for one, other in combinations(factors, 2)
@@ -41,7 +41,7 @@ def all_pairs(factors: Factors) -> list[Pair]:
 
 
 def pairs_of(case: Case, factors: Factors) -> list[Pair]:
-    """The pairs of values that meet in `case`."""
+    """Return the pairs of values that meet in `case`."""
     return list(combinations([(name, case[name]) for name in factors], 2))
 
 
@@ -63,6 +63,6 @@ def _filled(
 def _new(
     case: Case, name: str, value: Any, order: tuple[str, ...], open_pairs: Mapping[Pair, None]
 ) -> int:
-    """How many pairs that have not met would meet if `case` took `value`."""
+    """Return how many new pairs would meet if `case` took `value`."""
     met = (sorted([(name, value), item], key=lambda i: order.index(i[0])) for item in case.items())
     return sum(tuple(pair) in open_pairs for pair in met)

@@ -1,7 +1,7 @@
-"""The other side of every comparison: plain PyTorch in one process, which imports nothing of ours.
+"""The reference of every comparison: plain PyTorch in one process, which imports nothing of ours.
 
-Run as `python -m tests.parity.plain` it trains one problem after another: pickled Problems come
-in on stdin, pickled Trained go out on stdout.
+`python -m tests.parity.plain` trains one problem after another: it reads pickled Problems from
+stdin and writes pickled Trained to stdout.
 """
 
 import pickle
@@ -17,7 +17,7 @@ from tests.parity.problems import BATCH, MICRO_ROWS, Problem, loss_of, weight_of
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A training as it went: by step the mean loss and the norm before clipping; how it ended."""
+    """The results of a training: mean loss and norm before clipping by step, and final state."""
 
     losses: list[float]
     norms: list[float]
@@ -26,7 +26,7 @@ class Trained:
 
 
 def train(problem: Problem) -> Trained:
-    """Train `problem` as anyone would: the gradient is that of the mean over each window."""
+    """Train `problem` in a plain loop, with the gradient of the mean over each window."""
     model, optimizer, scheduler = problem.model_and_optimizer()
     x, y = problem.data()
     losses, norms = [], []
@@ -48,9 +48,9 @@ def train(problem: Problem) -> Trained:
 
 
 def micro_batches(problem: Problem, first: int, end: int) -> list[list[int]]:
-    """The rows that meet in one forward: the whole window, but where BatchNorm is looking.
+    """Return the rows of each forward: the whole window, or with BatchNorm its micro-batches.
 
-    There, micro-batch i is the i-th micro-batches of all workers together, in their order.
+    With BatchNorm, micro-batch i is the i-th micro-batch of all workers together, in order.
     """
     if problem.model != "convnet" or problem.micro == "1":
         return [list(range(first, end))]
@@ -65,7 +65,7 @@ def micro_batches(problem: Problem, first: int, end: int) -> list[list[int]]:
 
 
 def serve() -> None:
-    """Answer until stdin ends."""
+    """Answer requests until stdin ends."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -79,7 +79,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    # As the module that the tests import, so that pickles name it alike.
+    # Run the module under the name that the tests import, so that pickles have the same names.
     from tests.parity import plain
 
     plain.serve()

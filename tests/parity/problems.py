@@ -1,12 +1,11 @@
-"""What is trained in the parity tests: tiny models, their data and optimizers.
+"""Problems of the parity tests: tiny models, their data and optimizers.
 
-Imports torch and nothing of ours, because the plain process that everything is compared with
-takes its models from here too.
+Imports torch and nothing of ours, because the plain reference process uses these models too.
 
-No parameter has a gradient that is zero but for rounding (a bias before BatchNorm, the bias of
-attention's keys), and no activation has a kink: both turn the last bit of a sum into a
-difference that says nothing about it. For the same reason Adagrad's sums start above zero: else
-its first step is lr times the sign of each gradient, however small.
+No gradient is zero except for rounding (as for a bias before BatchNorm, or the bias of attention's
+keys), and no activation has a kink: both amplify the last bit of a sum. For the same reason
+Adagrad's sums start above zero: otherwise its first step is lr times the sign of each gradient,
+however small.
 """
 
 from collections.abc import Iterator
@@ -24,8 +23,8 @@ MICRO_ROWS = {1: 6, 2: 3, 3: 2, 4: 2}
 """Rows of a micro-batch by number of workers, so that a full window has three."""
 
 ROWS = {"1": 36, "3": 36, "short": 39}
-"""Rows of the dataset. The last 3 of 39 are a window of one micro-batch, in which one worker of
-four has no row."""
+"""Rows of the dataset. The last 3 of 39 form a window of one micro-batch, in which one of four
+workers has no row."""
 
 EPOCHS = {"1": 10, "3": 10, "short": 7}
 """For 20 steps, or 21."""
@@ -39,12 +38,12 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What a plain process needs to know of a case.
+    """The description of a case for a plain process.
 
     `micro` is a key of ROWS. `clip` is the max_norm of clipping, or None. `groups` is the number
-    of parameter groups, which differ in their weight decay. `workers` is how many the windows
-    are cut for, where the cut changes the result (BatchNorm); else 1. `brief` is a training of 6
-    steps in place of 20.
+    of parameter groups, which differ in their weight decay. `workers` is the number of
+    workers for which windows are cut, if the cut changes the result (BatchNorm); else 1. `brief` is
+    a training of 6 steps instead of 20.
     """
 
     model: str
@@ -59,22 +58,22 @@ class Problem:
 
     @property
     def epochs(self) -> int:
-        """How often it sees all rows."""
+        """Number of passes over all rows."""
         return (BRIEF if self.brief else EPOCHS)[self.micro]
 
     def model_and_optimizer(self, seed: int = 0) -> tuple[nn.Module, optim.Optimizer, Any]:
-        """A fresh model, its optimizer and its scheduler."""
+        """Return a new model, its optimizer and its scheduler."""
         torch.manual_seed(seed)
         model = MODELS[self.model]().to(self.dtype)
         optimizer = OPTIMIZERS[self.optimizer](parameter_groups(model, self.groups))
         return model, optimizer, SCHEDULES[self.schedule](optimizer)
 
     def data(self) -> tuple[Tensor, Tensor]:
-        """All rows: inputs and targets."""
+        """Return all rows: inputs and targets."""
         return DATA[self.model](ROWS[self.micro], self.dtype)
 
     def windows(self) -> Iterator[list[tuple[int, int]]]:
-        """The total batches of the whole training, in order: rows [first, end) of the data."""
+        """Return the total batches of the training in order, as rows [first, end) of the data."""
         for _ in range(self.epochs):
             for first in range(0, ROWS[self.micro], BATCH):
                 yield first, min(first + BATCH, ROWS[self.micro])
@@ -125,7 +124,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Two layers; the output layer's weight is the embedding's."""
+    """Two layers; the output layer shares the weight of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +153,7 @@ class DeepGPT(GPT):
 
 
 class OddMLP(nn.Sequential):
-    """Widths that two, three and four workers cannot share evenly."""
+    """An MLP whose widths are not multiples of two, three or four."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -163,7 +162,7 @@ class OddMLP(nn.Sequential):
 
 
 class Heads(nn.Module):
-    """Attention of four heads, whose number is an attribute; one map makes all, or three do."""
+    """Attention with four heads, a number in an attribute; with one projection, or three."""
 
     def __init__(self, *, fused: bool) -> None:
         super().__init__()
@@ -186,7 +185,7 @@ class Heads(nn.Module):
 
 
 class SplittableBlock(nn.Module):
-    """A block whose forward says no widths; 23 hidden features, which no small number divides."""
+    """A block whose forward names no widths; 23 hidden features, which no small number divides."""
 
     def __init__(self, *, fused: bool) -> None:
         super().__init__()
@@ -203,7 +202,7 @@ class SplittableBlock(nn.Module):
 
 
 class SplittableGPT(nn.Module):
-    """As GPT, of such blocks, with a vocabulary of 25."""
+    """A GPT of SplittableBlocks, with a vocabulary of 25."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,17 +223,17 @@ class SplittableGPT(nn.Module):
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The mean over the targets of `y` that count."""
+    """Return the mean over the targets of `y` that count."""
     return F.cross_entropy(model(x), y, ignore_index=IGNORED)
 
 
 def weight_of(y: Tensor) -> int:
-    """How many targets count: rows, or tokens."""
+    """Return the number of targets that count: rows, or tokens."""
     return int((y != IGNORED).sum())
 
 
 def parameter_groups(model: nn.Module, count: int) -> list[dict[str, Any]]:
-    """All parameters as one group, or matrices with decay and the rest without."""
+    """Return all parameters as one group, or matrices with decay and the rest without."""
     parameters = list(model.parameters())
     if count == 1:
         return [{"params": parameters, "weight_decay": 0.02}]
@@ -257,7 +256,7 @@ def _images(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _texts(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Tokens, of which 1 to LENGTH count in a row; a count of rows is not a count of tokens."""
+    """Return tokens, 1 to LENGTH of which count in each row, so rows and tokens differ."""
     draw = torch.Generator().manual_seed(3)
     x = torch.randint(TOKENS, (rows, LENGTH), generator=draw)
     y = (x * 5 + 1) % TOKENS

@@ -1,7 +1,7 @@
-"""Promise 2: the gradient is that of the mean over all items of all workers and micro-batches.
+"""Promise 2: gradients are for the mean over all items of all workers and micro-batches.
 
-Hypothesis draws how rows and weights lie; each draw is many windows, to make one call of a group
-worth it. The plain side is autograd in this process, over the items that count.
+Hypothesis draws the distribution of rows and weights. Each draw has many windows, because a call of
+a group of ranks is slow. The reference is autograd in this process, over the items that count.
 """
 
 import math
@@ -26,7 +26,7 @@ FEW = settings(
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a rank runs backward on: rows of random data whose loss counts `weight` items.
+    """The input of a rank's backward: rows of random data whose loss counts `weight` items.
 
     With `nan` its data, and so its loss and gradients, are NaN.
     """
@@ -36,7 +36,7 @@ class Part:
     nan: bool = False
 
     def data(self, place: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets; `place` says which part of all this is."""
+        """Return inputs and targets of the part at `place`."""
         draw = torch.Generator().manual_seed(hash(place) % 2**31)
         x = torch.randn(self.rows, 5, generator=draw, dtype=torch.float64)
         y = torch.randn(self.rows, 2, generator=draw, dtype=torch.float64)
@@ -44,12 +44,12 @@ class Part:
 
 
 Window = Sequence[Sequence[Part]]
-"""The micro-batches of one step, each with a part of every rank."""
+"""The micro-batches of one step, each with a part for every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Windows, and how they are reduced. `tells_last`: whether `last=` is given or left out."""
+    """Windows, and their reduction. `tells_last`: whether `last=` is passed."""
 
     windows: Sequence[Window]
     zero: int
@@ -79,7 +79,7 @@ WAYS = [(0.0001, True), (0.0001, False), (0.0005, True), (25.0, False)]
 
 
 @pytest.mark.parametrize("size", [1, 2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
-def test_the_step_is_that_of_the_weighted_mean_however_it_is_reduced(group, size):
+def test_every_reduction_gives_the_weighted_mean(group, size):
     @FEW
     @given(_runs(size))
     def check(runs):
@@ -109,7 +109,7 @@ NAMED = {
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("windows", NAMED.values(), ids=NAMED)
-def test_the_mean_where_it_is_easily_wrong(group, windows, zero):
+def test_the_mean_in_cases_that_are_easily_wrong(group, windows, zero):
     run = Run(windows=windows, zero=zero, tells_last=True)
     for ways in group(2)(_steps_of_all, [run]):
         _assert_equal(ways[0][0], _plain_steps(run), 1e-9)
@@ -117,7 +117,7 @@ def test_the_mean_where_it_is_easily_wrong(group, windows, zero):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step did: the gradient that it applied, and its figures."""
+    """The results of one step: the gradient that it applied, and its statistics."""
 
     gradient: Tensor
     loss: float
@@ -126,7 +126,7 @@ class Step:
 
 
 def _model() -> nn.Module:
-    """Two layers used in every backward and, at the end, one that none uses."""
+    """Return a model of two layers that every backward uses, and one that none uses."""
     torch.manual_seed(3)
     model = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 2), nn.Linear(4, 4)])
     return model.double()
@@ -137,7 +137,7 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _steps_of_all(world, runs) -> list[list[list[Step]]]:
-    """By run and by way (bucket size, overlap), the steps of our engine."""
+    """Return the steps of our engine for each run and each bucket size and overlap."""
     return [[_steps(world, run, *way) for way in WAYS] for run in runs]
 
 
@@ -166,7 +166,7 @@ def _steps(world, run: Run, bucket_mb: float, overlap: bool) -> list[Step]:
 
 
 def _plain_steps(run: Run) -> list[Step]:
-    """What autograd says of the same windows, without parts that weigh nothing."""
+    """Return the steps of autograd on the same windows, without parts of weight 0."""
     model, steps = _model(), []
     for number, window in enumerate(run.windows):
         parts = {
@@ -208,7 +208,7 @@ def _flat(model: nn.Module) -> Tensor:
 
 
 def _assert_equal(ours: Sequence[Step], wanted: Sequence[Step], tolerance: float) -> None:
-    """The largest difference of a gradient is relative to its largest value."""
+    """Compare steps; the tolerance of a gradient is relative to its largest value."""
     for one, other in zip(ours, wanted, strict=True):
         distance = (one.gradient - other.gradient).abs().max()
         assert distance <= tolerance * other.gradient.abs().max()

@@ -1,4 +1,4 @@
-"""Promise 5: in the exact mode the same bits on every number of workers, whatever the row.
+"""Promise 5: the exact mode gives the same bits on every number of workers, in every row.
 
 One hash of losses, norms, parameters, buffers and optimizer state, over two epochs whose last
 batch leaves micro-shards of different length, is compared with that of one worker.
@@ -26,7 +26,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "overlap": (True, False),
 }
 FIRST_ROW = {"device": 0, "optimizer": 0, "gradients": 2, "everything": 3}
-"""By what rests on a disk, the first row that allows it."""
+"""The first row that allows each state on a disk."""
 
 STATES = {
     "device": (),
@@ -45,7 +45,7 @@ def _name(case):
 
 
 def trained(world, exact, model, settings, **further) -> str:
-    """What `model` comes to in the exact mode of `exact` micro-shards (None: without it)."""
+    """Return the hash of `model` trained with `exact` micro-shards (None: not exact)."""
     storage.SPAN = 2 * GRAIN  # several spans, also in models as small as these
     if exact is not None:
         os.environ["SHARDWISE_EXACT"] = str(exact)
@@ -55,7 +55,7 @@ def trained(world, exact, model, settings, **further) -> str:
 
 @pytest.fixture(scope="module")
 def alone(group):
-    """`alone(model, ...)` is the hash of one worker that replicates all; each trained once."""
+    """Return a function for the hash of one worker with replicated states; each is trained once."""
     known: dict[Any, str] = {}
 
     def ask(model, exact=4, settings=(), **further):
@@ -81,7 +81,7 @@ def test_same_bits_as_one_worker(group, alone, case):
 
 @pytest.mark.parametrize("model", exact_problems.MODELS)
 def test_without_it_bits_differ(group, alone, model):
-    """Else the tests above would prove nothing."""
+    """Otherwise the tests above would prove nothing."""
     first, second = group(2)(trained, None, model, {"sync_batch_norm": True})
     assert first == second
     assert first != alone(model)
@@ -89,8 +89,8 @@ def test_without_it_bits_differ(group, alone, model):
 
 @pytest.mark.parametrize("optimizer", ["rmsprop", "sgd"])
 def test_loops_over_vectors_have_no_rest(group, alone, optimizer):
-    """These optimizers are several of torch's loops, whose last few elements are rounded
-    otherwise."""
+    """torch's vectorised loops round their last few elements differently, and these optimizers
+    consist of several such loops."""
     found = group(2)(_alone, 4, "gpt", {"zero": 3}, {"optimizer": optimizer})
     assert set(found) == {alone("gpt", optimizer=optimizer)}
 
@@ -117,13 +117,13 @@ def test_gradients_whose_squares_overflow(group, alone):
 
 
 def test_more_micro_shards_than_samples_in_the_last_batch(group, alone):
-    """The last batch of 6 leaves two of 8 micro-shards to stand-ins."""
+    """In the last batch of 6, two of 8 micro-shards are stand-ins."""
     for workers, zero in ((2, 0), (4, 3)):
         assert set(group(workers)(trained, 8, "convnet", {"zero": zero})) == {alone("convnet", 8)}
 
 
 def resumed(world, model, settings, folder, steps):
-    """What `model` comes to when a training that `folder` has goes on until `steps` were made."""
+    """Return the hash of `model` when the training in `folder` continues until step `steps`."""
     storage.SPAN = 2 * GRAIN
     os.environ["SHARDWISE_EXACT"] = "4"
     world.settings = world.settle()
@@ -132,7 +132,7 @@ def resumed(world, model, settings, folder, steps):
 
 @pytest.mark.parametrize("model", exact_problems.MODELS)
 def test_same_bits_after_resumes_at_other_sizes(group, model, tmp_path):
-    """Of 8 steps in two epochs: saved in mid-epoch and at its end, at other sizes and rows."""
+    """Train 8 steps in two epochs, with saves within and at the end of an epoch, at other sizes."""
     (alone,) = group(1)(resumed, model, {}, str(tmp_path / "alone"), 8)
     folder = str(tmp_path / "moved")
     for workers, steps, zero in ((4, 3, 3), (1, 4, 0), (2, 8, 2)):

@@ -1,7 +1,6 @@
-"""Promise 1 where layers are shared out: as one plain PyTorch process, by every schedule, on any
-mesh, in every row.
+"""Parity of pipelines with one plain PyTorch process, by every schedule, on any mesh, in every row.
 
-Trainings are of 6 steps but for two of 20; in `-m full` all are of 20 as well.
+Trainings have 6 steps, except two of 20. With `-m full` all have 20 as well.
 """
 
 import pytest
@@ -58,14 +57,14 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
     ],
 )
 def test_every_schedule(group, plain, schedule, pipeline, brief):
-    """Embeddings are tied across the stages, and their rows are not the items of the mean."""
+    """Embeddings are tied across the stages, and the items of the mean are not their rows."""
     problem = _problem("deep_gpt", micro="1", brief=brief)
     options = {"schedule": schedule, "microbatches": 4}
     _compare(group, plain, problem, pipeline, pipeline=pipeline, options=options)
 
 
 OFTEN = {"1f1b": (3,), "interleaved": (), "zero-bubble": (2,)}
-"""Rows of `make test`: row 0, and interleaved stages, are also above; row 1 is below."""
+"""For `make test`. Row 0 and interleaved stages are tested above, row 1 below."""
 
 EACH_ROW = [
     pytest.param(schedule, row, marks=() if row in often else pytest.mark.full)
@@ -73,13 +72,13 @@ EACH_ROW = [
     for row in range(4)
     if (schedule, row) != ("zero-bubble", 3)
 ]
-"""Without zero-bubble in row 3, which is refused: see test_what_cannot_be_had."""
+"""Not zero-bubble in row 3, which is refused: see tests/distributed/test_pipeline.py."""
 
 
 @BRIEFLY
 @pytest.mark.parametrize(("schedule", "row"), EACH_ROW)
 def test_times_data_in_every_row(group, plain, schedule, row, brief):
-    """Micro-batches of unequal size: 9 rows for each of two replicas, in four."""
+    """Micro-batches have unequal sizes: 9 rows for each of two replicas, in four."""
     problem = _problem("deep_gpt", micro="1", brief=brief)
     options = {"schedule": schedule, "microbatches": 4, "zero": row}
     _compare(group, plain, problem, 4, pipeline=2, options=options)
@@ -105,13 +104,13 @@ def test_four_stages_of_two_halves(group, plain, by_tokens, brief):
 @BRIEFLY
 @pytest.mark.parametrize("row", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_a_plain_loop_stage_after_stage(group, plain, row, brief):
-    """Without forward_backward: right, though only one worker is busy at a time."""
+    """Without forward_backward: correct, although only one worker is busy at a time."""
     problem = _problem("deep_gpt", micro="short", brief=brief)
     _compare(group, plain, problem, 4, pipeline=2, in_turn=True, options={"zero": row})
 
 
-def test_a_widths_that_nothing_divides_accumulated(group, plain):
-    """Loader micro-batches of 3 rows in 2 parts; a last window in which rows are fewer."""
+def test_accumulates_batches_that_do_not_divide(group, plain):
+    """Micro-batches of 3 rows in 2 parts, and a last window with fewer rows."""
     problem = _problem("odd_mlp", micro="short")
     _compare(group, plain, problem, 2, pipeline=2, options={"microbatches": 2, "zero": 1})
 
@@ -132,7 +131,7 @@ def test_a_widths_that_nothing_divides_accumulated(group, plain):
     ],
     ids=str,
 )
-def test_what_it_can_be_had_with(group, plain, options, brief):
+def test_combined_settings(group, plain, options, brief):
     mesh = {name: options[name] for name in ("transport",) if name in options}
     options = {k: v for k, v in options.items() if k not in mesh}
     options = {k: f"nvme:{on_a_disk()}" if v == "nvme" else v for k, v in options.items()}

@@ -1,8 +1,8 @@
-"""Random programs give what plain PyTorch gives, or are refused for a right reason.
+"""Random programs give the results of plain PyTorch, or are refused for a valid reason.
 
-Fifteen of the first hundred run in `make test`, all of them in `-m full`. More of them:
-`python -m tests.parity.random_programs --programs 1000 --seed 1`; all about one that fails here,
-and the smallest like it: `--program SEED`, `--shrink SEED`.
+Fifteen of the first hundred run in `make test`, all of them with `-m full`. To run more:
+`python -m tests.parity.random_programs --programs 1000 --seed 1`. To see one that fails here, and
+the smallest program that fails in the same way: `--program SEED`, `--shrink SEED`.
 """
 
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ from tests.parity.random_programs.shrinking import shrink, simpler
 
 PROGRAMS = 100
 OFTEN = 15
-"""How many of them, the first, run in `make test`."""
+"""Number of programs, from the first, that run in `make test`."""
 
 TOGETHER = 10
 """Programs of one test case."""
 
 
 def _is_cheap(program: Program) -> bool:
-    """Whether it takes little time, and no group of ranks that other tests do not start."""
+    """Return whether a program is fast, and needs no group of ranks of its own."""
     ranks = sum(phase.config.size * len(phase.steps) for phase in program.phases)
     return ranks <= 20 and all(_is_usual(phase.config) for phase in program.phases)
 
@@ -46,7 +46,7 @@ def _mesh(program: Program) -> str:
 
 
 def _cases() -> Iterator[ParameterSet]:
-    """The seeds by mesh, so many together."""
+    """Return the seeds grouped by mesh, a number of them per test case."""
     cheap = (seed for seed in count(1) if _is_cheap(draw(seed)))
     yield from _by_mesh(list(islice(cheap, OFTEN)))
     yield from _by_mesh(list(islice(cheap, PROGRAMS - OFTEN)), pytest.mark.full)
@@ -102,7 +102,7 @@ def test_a_seed_is_one_program_that_makes_sense():
     assert len({draw(seed) for seed in range(1, 50)}) == 49
 
 
-def test_shrinking_leaves_what_matters():
+def test_shrinking_keeps_the_features_that_matter():
     def clips_twice(program):
         return sum(step.clip is not None for _, step in program.steps()) >= 2
 
@@ -114,8 +114,8 @@ def test_shrinking_leaves_what_matters():
     assert all(len(net.blocks) == 1 for net in left.nets)
 
 
-def test_a_difference_is_seen_where_it_comes_first():
-    """A loss of the second step and a tensor in the end."""
+def test_reports_the_first_difference():
+    """A loss of the second step differs, and a tensor at the end."""
     program = Program()
     plain = Ran(
         losses=[(0, 1.0), (1, 2.0)], seen={"2: model": [{"w": torch.ones(2, dtype=torch.float64)}]}
@@ -130,8 +130,8 @@ def test_a_difference_is_seen_where_it_comes_first():
     assert "w" in found[1][1]
 
 
-def test_noise_is_what_one_ulp_makes_of_plain_pytorch():
-    """A difference as large as that is rounding, a larger one is a fault."""
+def test_noise_is_the_effect_of_one_ulp_on_plain_pytorch():
+    """A difference up to that size is rounding, a larger one is a fault."""
     program, plain = Program(), Ran(losses=[(0, 1.0), (1, 2.0)], seen={"2: model": [torch.ones(2)]})
     chaotic = Ran(losses=[(0, 1.0), (1, 2.001)], seen={"2: model": [torch.ones(2) * 1.02]})
     ours = Ran(losses=[(0, 1.0), (1, 2.02)], seen={"2: model": [torch.ones(2) * 1.2]})
@@ -151,7 +151,7 @@ def test_plain_pytorch_one_ulp_off_stays_near(runner):
 
 
 def test_further_features_leave_the_programs_of_other_seeds_alone():
-    """Each of them is drawn, and a seed without one has the program that it had."""
+    """Each feature is drawn, and a seed without one keeps its program."""
     drawn = [draw(seed) for seed in range(1, 301)]
     losses = {loss for p in drawn for _, s in p.steps() for part in s.parts for loss in part.losses}
     events = {event for p in drawn for _, step in p.steps() for event in step.before}
@@ -168,8 +168,8 @@ def test_further_features_leave_the_programs_of_other_seeds_alone():
     assert 0.1 * len(drawn) < len(changed) < 0.6 * len(drawn)
 
 
-def test_an_error_of_one_rank_is_told_from_its_consequences(runner, group):
-    """What torch raises is a crash, what we raise is a refusal; lost peers are neither."""
+def test_finds_the_error_that_is_no_consequence_of_another(runner, group):
+    """An error of torch is a crash, one of ours is a refusal, and a lost peer is neither."""
     for kind, error in (("crash", ZeroDivisionError), ("refused", ModelError)):
         result = gone_wrong(group(2).outcomes(_fail_on_one, error))
         assert (result.kind, result.words) == (kind, f"{error.__name__}: as asked")

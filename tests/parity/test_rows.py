@@ -43,14 +43,14 @@ FURTHER = {
     "hosts": (1, 2),
 }
 LEGAL = {"device": 0, "optimizer": 0, "gradients": 2, "everything": 3}
-"""By what rests on a disk, the first row that allows it."""
+"""The first row that allows each state on a disk."""
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
 
 
 def _allowed(case):
-    """Only the Loader can tell BatchNorm which rows are stand-ins; not all rests are legal; two
-    hosts need two workers each."""
+    """Return whether a case is valid: only the Loader tells BatchNorm which rows are stand-ins, not
+    every tier is legal in every row, and two hosts need two workers each."""
     if case.get("hosts") == 2 and case.get("workers", 4) != 4:
         return False
     stand_ins = case.get("model") == "convnet" and case.get("micro", "1") != "1"
@@ -60,7 +60,7 @@ def _allowed(case):
 
 
 def _whole_product() -> Iterator[dict[str, Any]]:
-    """The product of what is promised; the further factors are drawn, the same each time."""
+    """Return the product of the promised factors; the other factors are drawn with a fixed seed."""
     for number, values in enumerate(product(*PROMISED.values())):
         draw = random.Random(number)
         case = dict(zip(PROMISED, values, strict=True))
@@ -103,7 +103,7 @@ def _tiers(case) -> dict[str, Any]:
 
 
 def _train(world, case, problem) -> tuple[str, Trained]:
-    """Train with our engine; returns what the rank's own model looks like, and the whole."""
+    """Train with our engine; return the rank's own view of the model, and the whole model."""
     storage.SPAN = 96  # several spans, also in models as small as these
     model, optimizer, scheduler = problem.model_and_optimizer(seed=world.rank)
     engine = sw.Engine(
@@ -135,7 +135,7 @@ def _train(world, case, problem) -> tuple[str, Trained]:
 
 
 def _from_loader(world, case, problem) -> Iterator[Any]:
-    """Each window's batches, with what `backward` is told: tokens are ours to count, rows not."""
+    """Yield the batches of each window and the arguments of `backward`: a weight for tokens."""
     x, y = problem.data()
     data = torch.utils.data.TensorDataset(x, y)
     rows = None if problem.micro == "1" else MICRO_ROWS[world.size]
@@ -147,7 +147,7 @@ def _from_loader(world, case, problem) -> Iterator[Any]:
 
 
 def _by_hand(world, case, problem) -> Iterator[Any]:
-    """The same windows sliced by hand; a rank without rows runs one at weight 0."""
+    """Yield the same windows, sliced by the script; a rank without rows runs one with weight 0."""
     x, y = problem.data()
     for first, end in problem.windows():
         cuts = even_cuts(end - first, world.size)
@@ -197,7 +197,7 @@ def _problem(case):
 
 
 def _assert_same(name, ours, plain, tolerance):
-    """Compare nests of states: single values exactly, tensors within `tolerance` (None: shapes)."""
+    """Compare nested states: numbers exactly, tensors within `tolerance` (None: only shapes)."""
     if isinstance(plain, dict):
         assert ours.keys() == plain.keys(), name
         for key in plain:
@@ -215,6 +215,6 @@ def _assert_same(name, ours, plain, tolerance):
 
 
 def _assert_close(name, ours, plain, tolerance):
-    """The largest difference, relative to the largest value."""
+    """Assert that the largest difference is small relative to the largest value."""
     distance = (ours - plain).abs().max() / plain.abs().max().clamp(min=1e-30)
     assert distance <= tolerance, f"{name} is {distance:.1e} off; {tolerance} is allowed"

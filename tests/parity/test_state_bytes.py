@@ -1,4 +1,4 @@
-"""Bytes per rank are those of the ZeRO paper's table (Rajbhandari et al., 2020) plus padding."""
+"""Bytes per rank equal the table of the ZeRO paper (Rajbhandari et al., 2020) plus padding."""
 
 import gc
 
@@ -24,10 +24,10 @@ FORMULAS = {
 """(a, b): a rank of N holds a P + b P / N bytes for P parameters under Adam."""
 
 MOMENTS = 8
-"""Bytes of Adam's two moments, per element: the only state that leaves padding out."""
+"""Bytes of Adam's two moments per element. Only this state has no padding."""
 
 SMALL_THINGS = 2048
-"""Bytes that may live beside the states and the buffers in flight: step counts and the like."""
+"""Bytes allowed besides the states and the buffers in flight: step counts and similar."""
 
 BUCKET_MB = 0.02
 
@@ -37,8 +37,8 @@ def _model():
 
 
 def _held(world, zero, precision):
-    """After a step: what the engine says, what lives in tensors, and what the layout tells."""
-    _trained(world, zero, precision)  # the transport keeps its scratch memory from one to the next
+    """Return bytes after a step: by the engine, in tensors, and by the layout."""
+    _trained(world, zero, precision)  # the transport keeps its scratch memory between engines
     others = _storages()
     engine = _trained(world, zero, precision)
     return {
@@ -61,7 +61,7 @@ def _trained(world, zero, precision):
 
 
 def _in_flight(engine):
-    """Bytes of the buffers that live beside the states: gradients on their way, a unit gathered."""
+    """Return bytes of buffers besides the states: pending gradients, a gathered unit."""
     parameters = engine._states.parameters
     buckets = [
         bucket.numel * parameters.kind(index)[0].itemsize
@@ -72,8 +72,10 @@ def _in_flight(engine):
 
 
 def _storages():
-    """Every storage that a Python tensor holds now, by its address; held, so that whatever is let
-    go meanwhile, no other storage comes to the same address."""
+    """Return every storage that a Python tensor holds now, by its address.
+
+    The storages are kept alive, so that no new storage gets the address of a freed one.
+    """
     gc.collect()
     living = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
     storages = [tensor.untyped_storage() for tensor in living if tensor.device.type == "cpu"]
@@ -81,7 +83,7 @@ def _storages():
 
 
 def _tail(held):
-    """Elements before the first and behind the last parameter that a rank updates, by bucket."""
+    """Return, by bucket, the elements before the first and after the last parameter of a rank."""
     tail = 0
     for bucket, (first, end) in zip(held["buckets"], held["own"], strict=True):
         pieces = bucket.pieces(first, end)

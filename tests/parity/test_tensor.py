@@ -1,6 +1,6 @@
-"""Promise 1 where layers are split: as one plain PyTorch process, on any mesh, in every row.
+"""Parity of split layers with one plain PyTorch process, on any mesh, in every row.
 
-Trainings are of 6 steps but for one of 20; in `-m full` all are of 20 as well.
+Trainings have 6 steps, except one of 20. With `-m full` all have 20 as well.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from tests.parity.test_rows import _assert_close, _assert_same, _from_loader
 TOLERANCE = 1e-8
 
 BUCKET = {"odd_mlp": 0.002, "splittable_gpt": 0.005, "deep_gpt": 0.01}
-"""MB: several buckets of each kind, and not a hundred."""
+"""In MB, small enough for several buckets of each kind, and not a hundred."""
 
 
 def _train(world, problem, plan, found, options) -> tuple[str, Trained]:
@@ -40,7 +40,7 @@ def _train(world, problem, plan, found, options) -> tuple[str, Trained]:
 
 
 def ended(engine, model, before, losses, norms) -> tuple[str, Trained]:
-    """What a rank has of the whole model in the end, and a hash of it; close() gives it back."""
+    """Return this rank's part of the final model and a hash of it. close() restores the whole."""
     with engine.full_parameters():
         state = {name: value.clone() for name, value in model.state_dict().items()}
     kept = engine.optimizer_state_dict()
@@ -52,7 +52,7 @@ def ended(engine, model, before, losses, norms) -> tuple[str, Trained]:
 
 
 def _cut(problem, model):
-    """By name, whether a parameter is another shape than that of the plain model."""
+    """Map each parameter's name to whether its shape differs from the plain model's."""
     plain = MODELS[problem.model]().named_parameters()
     return {name: model.get_parameter(name).data.numel() not in (0, p.numel()) for name, p in plain}
 
@@ -79,7 +79,7 @@ def _compare(group, plain, problem, plan, size, tensor, found=2, apart=None, **o
 
 
 def compare(results, wanted, problem):
-    """All ranks end with one model, the one of a plain process."""
+    """Check that all ranks end with the same model, equal to the plain process's."""
     assert len({digest for digest, _ in results}) == 1, "ranks end with different models"
     ours = results[0][1]
     _assert_close("losses", torch.tensor(ours.losses), torch.tensor(wanted.losses), TOLERANCE)
@@ -114,7 +114,7 @@ def test_an_mlp_by_plan_in_every_row(group, plain, size, tensor, row, brief):
         pytest.param(4, 4, False, marks=pytest.mark.full),
     ],
 )
-def test_a_gpt_as_it_is_found(group, plain, size, tensor, brief):
+def test_a_gpt_by_known_modules(group, plain, size, tensor, brief):
     problem = _problem("splittable_gpt", brief=brief)
     _compare(group, plain, problem, None, size, tensor, found=6, zero=tensor % 4)
 
@@ -135,12 +135,12 @@ def test_a_gpt_with_a_split_vocabulary_in_every_row(group, plain, row, brief):
         {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
         {"zero": 3, "apart": {"transport": "gloo"}},
         pytest.param({"zero": 2, "apart": {"transport": "gloo"}}, marks=pytest.mark.full),
-        # That is also by tokens, below.
+        # Split by tokens is tested below too.
         pytest.param({"zero": 3, "activations": "recomputed"}, marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_what_it_can_be_had_with(group, plain, options, brief):
+def test_combined_settings(group, plain, options, brief):
     options = {k: f"nvme:{on_a_disk()}" if v == "nvme" else v for k, v in options.items()}
     _compare(group, plain, _problem("splittable_gpt", brief=brief), TIED, 4, 2, found=8, **options)
 
@@ -160,6 +160,6 @@ def test_what_it_can_be_had_with(group, plain, options, brief):
     ],
     ids=str,
 )
-def test_by_tokens_between_split_layers(group, plain, size, tensor, plan, options, brief):
+def test_sequence_parallel(group, plain, size, tensor, plan, options, brief):
     problem = _problem("splittable_gpt", micro="short" if tensor == 3 else "3", brief=brief)
     _compare(group, plain, problem, plan, size, tensor, found=6, sequence_parallel=True, **options)

@@ -1,25 +1,25 @@
-"""A simulated CUDA device: its order, its synchronisations and its bytes, checked without a GPU.
+"""A simulated CUDA device that checks order, synchronisations and bytes without a GPU.
 
-In a process that has called `rank.become` there are tensors on cuda:0. Their bytes lie in the
-host's memory, every kernel runs at once on the CPU, and so results are those of the CPU. Beside
-that, what a real device would have been free to do is followed:
+In a process that has called `rank.become` there are tensors on cuda:0. Their bytes are in host
+memory, and every kernel runs at once on the CPU, so results are the CPU's. The simulation also
+tracks which other orders a real device could have chosen:
 
     clocks.py       vector clocks of the host and of each stream: what happened before what
-    accesses.py     who read and wrote which bytes last, and which two were not in order
-    order.py        kernels, events, synchronisations and freed blocks, told to those two
-    device.cpp      the C++ parts that torch asks a device for; building.py  g++, once
-    memory.py       tensors of the device over memory of the host
-    operators.py    every operation, run on the host's view of its tensors
-    streams.py      torch.cuda's streams and events; torch_cuda.py  the rest of that module
-    collectives.py  NCCL's: Gloo moves the bytes, a stream of each communicator has the order
-    host.py         what the CPU does with pinned memory, and what files read and write there
-    warm.py         a process that programs with such a device are forked from; script.py  they
-    rank.py         a rank of a warm group that has such a device; report.py  what a case showed
+    accesses.py     the last reads and writes of each block, and pairs that are not in order
+    order.py        kernels, events, synchronisations and freed blocks, reported to those two
+    device.cpp      the C++ parts that torch needs for a device; building.py compiles them once
+    memory.py       tensors of the device in host memory
+    operators.py    runs every operation on the host's views of its tensors
+    streams.py      torch.cuda's streams and events; torch_cuda.py: the rest of that module
+    collectives.py  NCCL's collectives: Gloo moves the bytes, one stream per communicator
+    host.py         reads and writes of pinned memory by the CPU and by files
+    warm.py         a process with a device that programs are forked from; script.py: programs
+    rank.py         a rank of a warm group with such a device; report.py: the results of a case
 
-What it shows: a wait that is left out, a buffer that is reused or freed while another stream is
-at it (record_stream), a collective on a tensor that is not there yet, host synchronisations and
-where, kernels launched, bytes on the device at any time.
+It shows missing waits, buffers that are reused or freed while another stream uses them
+(record_stream), collectives on tensors that are not complete, host synchronisations and their
+lines, the number of kernels, and the bytes on the device at any time.
 
-What it cannot show: time and overlap, CUDA's numerics and limits, NCCL itself, races between
-threads of the host, which count as one here. It never claims to be CUDA.
+It cannot show time and overlap, CUDA's numerics and limits, NCCL itself, or races between threads
+of the host, which count as one. It never claims to be CUDA.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Bytes first to end, read or written by `who` as the thing number `count` that it did."""
+    """Access number `count` of `who`: a read or write of the bytes from `first` to `end`."""
 
     first: int
     end: int
@@ -17,34 +17,34 @@ class Access:
     writes: bool
     what: str
     where: object
-    """The lines that asked for the operation `what`; words when they are needed."""
+    """The lines that asked for the operation `what`; converted to text when needed."""
 
     def __str__(self) -> str:
         verb = "write" if self.writes else "read"
         return f"{verb} on {self.who} by {self.what} in {self.where}"
 
     def covers(self, other: Access) -> bool:
-        """Whether whatever comes in order with this one does so with `other`, too."""
+        """Return whether this access contains all bytes of `other`."""
         return self.first <= other.first and other.end <= self.end
 
     def conflicts(self, other: Access) -> bool:
-        """Whether both touch a byte, and one of them writes it."""
+        """Return whether both touch a common byte, and at least one writes it."""
         shared = self.first < other.end and other.first < self.end
         return shared and (self.writes or other.writes)
 
 
 InOrder = Callable[[Access], bool]
-"""Whether an earlier access is known to have happened before the new one."""
+"""Returns whether an earlier access is known to have happened before the new one."""
 
 
 class Log:
-    """Accesses of one block that a later one might have to wait for."""
+    """The accesses of one block that a later one might have to wait for."""
 
     def __init__(self) -> None:
         self.last: list[Access] = []
 
     def add(self, new: Access, in_order: InOrder) -> Access | None:
-        """Take up `new`; returns an earlier one that it conflicts with and is not in order with."""
+        """Add `new`; return an earlier access that conflicts with it and is not ordered."""
         found = None
         kept = []
         for old in self.last:
@@ -58,7 +58,7 @@ class Log:
 
 
 def _replaces(new: Access, old: Access, in_order: InOrder) -> bool:
-    """Whether who is in order with `new` need not be asked about `old`."""
+    """Return whether a later access that is in order with `new` can ignore `old`."""
     if not new.covers(old):
         return False
     if new.writes:

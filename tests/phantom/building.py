@@ -1,4 +1,4 @@
-"""The device's library, compiled once for each torch, and loaded before torch is imported."""
+"""Compiles the device's library once for each torch, and loads it before torch is imported."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FLAGS = ("-std=c++20", "-O0", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
 
 
 class NotBuilt(Exception):
-    """Here is no compiler, or one that does not take the source."""
+    """No compiler is installed, or it does not accept the source."""
 
 
 def why_not() -> str:
-    """Why this system, or its torch, can have no simulated device; "" where it can."""
+    """Return why this system or its torch cannot have a simulated device; "" if it can."""
     if sys.platform != "linux":
         return f"the simulated device needs Linux, and this is {sys.platform}"
     if "+cpu" not in version("torch"):
@@ -35,7 +35,7 @@ def why_not() -> str:
 
 @functools.cache
 def library() -> Path:
-    """The library for this source and this torch; built where there is none yet.
+    """Return the library for this source and this torch, building it if necessary.
 
     Raises NotBuilt.
     """
@@ -62,7 +62,7 @@ def _compile(*words: str | Path) -> None:
 
 
 def load() -> ctypes.CDLL:
-    """The library in this process, which has not imported torch: torch asks once for a GPU."""
+    """Load the library, before torch is imported: torch looks for a GPU only once."""
     assert "torch" not in sys.modules, "load the simulated device before torch"
     ctypes.CDLL(str(_torch() / "lib" / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)

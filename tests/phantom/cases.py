@@ -1,4 +1,4 @@
-"""What two ranks train: each case returns values that are the same on the CPU."""
+"""Training cases for two ranks, whose results must be the same on the CPU."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.gpu.training import CLASSES, Model, tiers
 ROWS, WIDTH, STEPS = 8, 32, 3
 
 BUCKET_MB = 0.25
-"""Of which a model of 4 blocks 256 wide, 4.2 MB in fp32, has many."""
+"""Bytes of a bucket; a model of 4 blocks 256 wide, 4.2 MB in fp32, has many."""
 
 
 class ConvNet(nn.Module):
-    """Convolutions, two if not said otherwise, each with a BatchNorm."""
+    """Convolutions, two by default, each with a BatchNorm."""
 
     def __init__(self, convolutions: int = 2) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class ConvNet(nn.Module):
 
 
 def made(world: World, kind: type[nn.Module] = Model) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same model on every rank, in fp64 on its device."""
+    """Make the same model on every rank, in fp64, on its device."""
     world.engines = 0
     torch.manual_seed(0)
     model = kind().to(world.device, torch.float64)
@@ -60,25 +60,25 @@ def made(world: World, kind: type[nn.Module] = Model) -> tuple[nn.Module, torch.
 
 
 def batch(world: World, step: int, shape: tuple[int, ...] = (WIDTH,)) -> tuple[Tensor, Tensor]:
-    """Inputs and classes of a whole step."""
+    """Draw the inputs and classes of a whole step."""
     draw = torch.Generator().manual_seed(step)
     x = torch.randn(ROWS, *shape, generator=draw, dtype=torch.float64)
     return x.to(world.device), torch.randint(CLASSES, (ROWS,), generator=draw).to(world.device)
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The mean over rows."""
+    """Compute the mean over rows."""
     return nn.functional.cross_entropy(model(x), y)
 
 
 def values_of(engine: sw.Engine, model: nn.Module) -> list[Tensor]:
-    """All of a model, on the CPU."""
+    """Return the whole model on the CPU."""
     with engine.full_parameters():
         return [value.detach().cpu().clone() for value in model.state_dict().values()]
 
 
 def stepped(world: World, settings: dict[str, Any], kind: str = "Model") -> list[Tensor]:
-    """Some steps by the engine, clipped: losses, norms and the model."""
+    """Train some steps with clipping; return losses, norms and the model."""
     shape = (WIDTH,) if kind == "Model" else (3, 4, 4)
     model, optimizer = made(world, {"Model": Model, "ConvNet": ConvNet}[kind])
     engine = sw.Engine(model, optimizer, bucket_mb=0.01, **settings)
@@ -96,7 +96,7 @@ def stepped(world: World, settings: dict[str, Any], kind: str = "Model") -> list
 
 
 def by_precision(world: World, settings: dict[str, Any], named: dict[str, str]) -> list[Tensor]:
-    """As `stepped`, from fp32, with states where they are named."""
+    """Train as `stepped`, from fp32, with states on the given tiers."""
     world.engines = 0
     torch.manual_seed(0)
     model = Model().to(world.device)
@@ -113,7 +113,7 @@ def by_precision(world: World, settings: dict[str, Any], named: dict[str, str]) 
 
 
 def on_a_stream_of_its_own(world: World, settings: dict[str, Any]) -> list[Tensor]:
-    """As `stepped`, by a user who trains on a stream that is not the default one."""
+    """Train as `stepped`, as a user whose current stream is not the default one."""
     if world.device.type == "cpu":
         return stepped(world, settings)
     stream = torch.cuda.Stream(world.device)
@@ -123,14 +123,14 @@ def on_a_stream_of_its_own(world: World, settings: dict[str, Any]) -> list[Tenso
 
 
 def exact(world: World, settings: dict[str, Any], kind: str) -> list[Tensor]:
-    """The exact mode, with a loader, as it asks for one."""
+    """Train in the exact mode, which needs a loader."""
     os.environ["SHARDWISE_EXACT"] = "4"
     world.settings = world.settle()
     return loaded(world, settings, kind)
 
 
 def loaded(world: World, settings: dict[str, Any], kind: str = "Model") -> list[Tensor]:
-    """Some steps of batches that a loader brings, from pinned memory."""
+    """Train some steps on batches that a loader delivers from pinned memory."""
     shape = (WIDTH,) if kind == "Model" else (3, 4, 4)
     batches = [batch(world, step, shape) for step in range(STEPS)]
     columns = [torch.cat([each[i].cpu() for each in batches]) for i in (0, 1)]
@@ -152,7 +152,7 @@ SMALL = 16 * 1024
 
 
 def small_blocks(world: World, function: Callable[..., Any], *args: Any) -> Any:
-    """With pinned blocks far smaller than what passes through them."""
+    """Context manager that makes pinned blocks much smaller than the transfers."""
     before = device_spool.CHUNK, host_window.PIECE
     device_spool.CHUNK = host_window.PIECE = SMALL
     try:
@@ -162,7 +162,7 @@ def small_blocks(world: World, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def summed_elsewhere(world: World, numel: int) -> float:
-    """A sum in 16 bits, asked for on one stream and waited for on another; all its elements."""
+    """Start a 16-bit sum on one stream, and wait for it on another; return all elements."""
     one, other = torch.cuda.Stream(world.device), torch.cuda.Stream(world.device)
     one.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(one):
@@ -172,19 +172,18 @@ def summed_elsewhere(world: World, numel: int) -> float:
     with torch.cuda.stream(other):
         handle.wait()
         del handle
-        return float(buffer.float().sum())  # the host has waited: the buffer may go
+        return float(buffer.float().sum())  # the host has waited: the buffer may be freed
 
 
 def summed_in_vain(world: World, numel: int) -> None:
-    """A sum in 16 bits that nobody waits for."""
+    """Start a 16-bit sum that no stream waits for."""
     buffer = torch.ones(numel, dtype=torch.bfloat16, device=world.device)
     world.collectives.reduce_scatter(buffer, even_cuts(numel, world.size))
-    torch.cuda.synchronize()  # until then the buffer must live
+    torch.cuda.synchronize()  # the buffer must stay alive until here
 
 
 def fetched_elsewhere(world: World, folder: Path | None) -> None:
-    """What was saved comes back for a node on one stream and is used by one on another; through
-    the host's memory, or a disk."""
+    """Load saved activations on one stream and use them on another, from the host or a disk."""
     host = HostTarget(world.device)
     target: OffloadTarget = host
     if folder is not None:
@@ -203,7 +202,7 @@ def fetched_elsewhere(world: World, folder: Path | None) -> None:
 
 
 def added_twice(world: World) -> None:
-    """A gradient is added to one that is still on its way down to the host."""
+    """Add a gradient to one that is still being copied to the host."""
     copies = CopyStream(world.device)
     storage = HostStorage(copies.memory(1000, torch.float32), copies)
     parts = [torch.full((1000,), n, device=world.device) for n in (1.0, 2.0)]
@@ -213,13 +212,13 @@ def added_twice(world: World) -> None:
 
 
 def lent_again(world: World, folder: Path) -> None:
-    """A store's one buffer is given back while it goes up, and filled anew by the host."""
+    """Release a store's only buffer during a copy to the device, and refill it on the host."""
     copies = CopyStream(world.device)
     with closing(Store(folder, "state", [SMALL], rank=0, pages=copies.pages)) as store:
         lease = store.blank(0)
         lease.wait().fill_(1)
         data, came = copies.up(lease.wait())
-        lease.copied(came)
+        lease.add_copy(came)
         lease.give_back()
         lease = store.blank(0)
         lease.wait().fill_(2)
@@ -230,7 +229,7 @@ def lent_again(world: World, folder: Path) -> None:
 def saved_and_loaded(
     world: World, folder: Path, settings: dict[str, Any], background: bool
 ) -> list[tuple[dict[str, int], int]]:
-    """Synchronisations by cause, and the most pinned bytes, of a save and of a load."""
+    """Return synchronisations by cause, and the peak of pinned bytes, of a save and a load."""
     from tests.phantom.streams import Device
 
     order = Device.order
@@ -264,7 +263,7 @@ def saved_and_loaded(
 
 
 def accumulated(world: World, settings: dict[str, Any], named: dict[str, str]) -> list[Tensor]:
-    """As `by_precision`, with two backwards a step, in fp64."""
+    """Train as `by_precision`, with two backwards per step, in fp64."""
     model, optimizer = made(world)
     engine = sw.Engine(model, optimizer, bucket_mb=0.01, **settings, **tiers(**named))
     losses = []
@@ -279,14 +278,14 @@ def accumulated(world: World, settings: dict[str, Any], named: dict[str, str]) -
 
 
 def activations(world: World, settings: dict[str, Any]) -> None:
-    """A training whose activations are large enough to be moved away."""
+    """Train with activations that are large enough to be offloaded."""
     test_activations.WIDE = {"width": 256, "rows": 72}
     test_activations.trained(world, 0, settings)
 
 
 @contextmanager
 def cut(world: World, **mesh: int) -> Iterator[None]:
-    """The ranks in a mesh of more than the data axis."""
+    """Return a mesh of the ranks that has more than the data axis."""
     os.environ |= {f"SHARDWISE_{axis.upper()}": str(count) for axis, count in mesh.items()}
     world.settings = world.settle()
     world.cut(Mesh(world.size, **mesh))
@@ -302,7 +301,7 @@ def cut(world: World, **mesh: int) -> Iterator[None]:
 
 
 def split(world: World, settings: dict[str, Any], mesh: dict[str, int]) -> list[Tensor]:
-    """Layers split over the ranks, or shared out among them."""
+    """Train layers that are split over the ranks, or distributed among them."""
     with cut(world, **mesh) if mesh else nullcontext():
         model, optimizer = made(world)
         plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} if "tensor" in mesh else None
@@ -321,14 +320,14 @@ def split(world: World, settings: dict[str, Any], mesh: dict[str, int]) -> list[
 
 
 def horovod(world: World) -> list[Tensor]:
-    """Each verb of the drop-in, and its optimizer with an accumulation."""
+    """Run each operation of the drop-in, and its optimizer with gradient accumulation."""
     import shardwise.horovod as hvd
 
     found: list[Tensor] = []
     hvd.init()
     try:
         mine = torch.arange(6.0, device=world.device) + world.rank
-        found.append(hvd.allreduce(mine, name="a") * 2)  # its own memory is let go of at once
+        found.append(hvd.allreduce(mine, name="a") * 2)  # its memory is freed at once
         found.extend(hvd.grouped_allreduce([mine, 2 * mine], name="b"))
         found.append(hvd.allgather(mine[: 2 + world.rank], name="c"))
         found.append(hvd.broadcast(mine, 1, name="d"))
@@ -354,7 +353,7 @@ def horovod(world: World) -> list[Tensor]:
 
 
 def horovod_on_a_stream_of_its_own(world: World) -> list[Tensor]:
-    """As `horovod`, by a user who works on a stream that is not the default one."""
+    """Run `horovod` as a user whose current stream is not the default one."""
     if world.device.type == "cpu":
         return horovod(world)
     stream = torch.cuda.Stream(world.device)
@@ -370,8 +369,11 @@ def _first(result: Any) -> Tensor:
 def one_step(
     world: World, settings: dict[str, Any], kind: str = "Model", width: int = WIDTH, blocks: int = 3
 ) -> tuple[dict[str, int], int, int]:
-    """What a step in mid-run asks for, from forward to the end of `step()`: synchronisations by
-    cause and line, kernels of `step()` alone, and the number of buckets."""
+    """Measure a step in mid-run, from forward to the end of `step()`.
+
+    Returns synchronisations by cause and line, kernels of `step()` alone, and the number of
+    buckets.
+    """
     from tests.phantom.streams import Device
 
     shape = (width,) if kind == "Model" else (3, 4, 4)
@@ -381,7 +383,9 @@ def one_step(
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     engine = sw.Engine(model, optimizer, **{"bucket_mb": 0.03} | settings)
     order = Device.order
-    for step in range(20 if settings.get("zero") == 3 else 4):  # ranks agree on gathers at first
+    for step in range(
+        20 if settings.get("zero") == 3 else 4
+    ):  # in the first steps ranks still agree on the order of gathers
         x, y = world.share(batch(world, step, shape))
         x = x.float()
         order.begin()
@@ -397,8 +401,10 @@ def one_step(
 def backward_kernels(
     world: World, zero: int, kind: str, blocks: int = 3
 ) -> tuple[int, dict[str, int]]:
-    """Kernels, and synchronisations by cause, of `engine.backward` in mid-run, whose weight is
-    "read" from the graph, where it is on the device, or "said"."""
+    """Return kernels, and synchronisations by cause, of `engine.backward` in mid-run.
+
+    The weight of the loss is "read" from the graph, on the device, or "said" by the caller.
+    """
     from tests.phantom.streams import Device
 
     world.engines = 0
@@ -418,8 +424,10 @@ def backward_kernels(
 
 
 def several_backwards(world: World, zero: int) -> None:
-    """Steps with one and two backwards of weights on the device, the first of which may be 0: the
-    same as in plain PyTorch."""
+    """Train steps with one and two backwards whose weights are on the device; the first may be 0.
+
+    Must equal plain PyTorch.
+    """
     model, optimizer = made(world)
     plain, other = made(world)
     engine = sw.Engine(model, optimizer, zero=zero, bucket_mb=0.01)
@@ -449,7 +457,7 @@ def several_backwards(world: World, zero: int) -> None:
 def bytes_held(
     world: World, settings: dict[str, Any], named: dict[str, str]
 ) -> tuple[int, int, int]:
-    """Parameters, and bytes on the device between two steps and after a forward of one row."""
+    """Return parameters, and bytes on the device between steps and after a forward of one row."""
     before = torch.cuda.memory_allocated()
     world.engines = 0
     model = Model(256, 4).to(world.device)

@@ -7,38 +7,38 @@ from collections.abc import Iterable, Mapping
 HOST = "the host"
 
 Seen = Mapping[str, int]
-"""By name of a stream, or HOST, how much of it has happened."""
+"""By stream name, or HOST, the number of its actions that have happened."""
 
 
 class Clocks:
-    """Each of the host and the streams counts what it does, and knows how far it saw the others."""
+    """The clocks of the host and of all streams: each counts its actions, and those it has seen."""
 
     def __init__(self) -> None:
         self._seen: dict[str, dict[str, int]] = {}
 
     def of(self, who: str) -> dict[str, int]:
-        """What `who` has seen, itself included."""
+        """Return the actions that `who` has seen, with its own."""
         return self._seen.setdefault(who, {who: 0})
 
     def tick(self, who: str) -> int:
-        """Count one more thing that `who` does."""
+        """Count one more action of `who`."""
         mine = self.of(who)
         mine[who] += 1
         return mine[who]
 
     def learn(self, who: str, seen: Seen) -> None:
-        """Let what `who` does from now on come after all that is in `seen`."""
+        """Order all further actions of `who` after everything in `seen`."""
         mine = self.of(who)
         for other, count in seen.items():
             if mine.get(other, 0) < count:
                 mine[other] = count
 
     def has_seen(self, who: str, other: str, count: int) -> bool:
-        """Whether the thing number `count` of `other` happened before what `who` does now."""
+        """Return whether action `count` of `other` happened before the next action of `who`."""
         return self.of(who).get(other, 0) >= count
 
     def all_of(self, several: Iterable[str]) -> dict[str, int]:
-        """What any of `several` has seen."""
+        """Return the union of what `several` have seen."""
         found: dict[str, int] = {}
         for who in several:
             for other, count in self.of(who).items():
@@ -46,5 +46,5 @@ class Clocks:
         return found
 
     def everything(self) -> dict[str, int]:
-        """All that has been asked for until now."""
+        """Return all actions that were asked for so far."""
         return {who: seen[who] for who, seen in self._seen.items()}

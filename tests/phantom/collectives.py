@@ -1,8 +1,8 @@
-"""NCCL's collectives on tensors of the device: Gloo moves their bytes, at once or by the wait.
+"""NCCL's collectives on tensors of the device: Gloo moves their bytes, at once or in the wait.
 
-Each communicator has a stream of its own, as NCCL's do: a collective comes after what the present
-stream was asked for, and what reads its result comes after it only when `wait` was called. Other
-tensors, and other backends, go to torch as they are.
+Each communicator has a stream, as in NCCL. A collective is ordered after all work on the current
+stream, and a reader of its result is ordered after it only if `wait` was called. Tensors of other
+devices, and other backends, use torch's functions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.phantom.streams import Device
 Group = dist.ProcessGroup | None
 
 made: list[dict[str, Any]] = []
-"""The keywords with which groups over NCCL were made."""
+"""Keywords of all groups that were made over NCCL."""
 
 calls: Counter[str] = Counter()
 sent: Counter[torch.dtype] = Counter()
-"""Bytes that this rank has given to collectives, by dtype."""
+"""Bytes that this rank has sent in collectives, by dtype."""
 
 _REAL = {
     name: getattr(dist, name)
@@ -44,10 +44,11 @@ _REAL = {
 
 
 class Work:
-    """A collective of which nobody may know before `wait` that it is done; `moving` is Gloo's,
-    where that goes on beside the host, as when two ranks send before they receive.
+    """A collective that no one may treat as complete before `wait`.
 
-    Its tensors live until then, as torch holds on to them, or till it is known to be done.
+    `moving` is Gloo's work, if that runs in parallel with the host, for example because two ranks
+    send before they receive. The tensors live until `wait`, as in torch, or until the collective is
+    known to be complete.
     """
 
     _stashed: ClassVar[dict[Work, Sequence[Tensor]]] = {}
@@ -60,7 +61,7 @@ class Work:
         self._stashed[self] = tensors
 
     def wait(self, timeout: Any = None) -> bool:
-        """Let the present stream wait, but not the host."""
+        """Make the current stream wait, but not the host."""
         del timeout
         moving, self._moving = self._moving, None
         if moving is not None:
@@ -71,7 +72,7 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the host knows that it is done."""
+        """Return whether the host knows that it is complete."""
         return Device.order.has_happened(self._seen)
 
 
@@ -83,7 +84,7 @@ def _launch(
     reads: Sequence[Tensor] = (),
     writes: Sequence[Tensor] = (),
 ) -> Work | None:
-    """A collective behind the present stream, on that of its communicator."""
+    """Run a collective after the current stream, on its communicator's stream."""
     for tensor in (*reads, *writes):
         assert is_on_device(tensor), f"NCCL moves what is on a GPU: {name} of {tensor.device}"
         assert tensor.is_contiguous(), f"NCCL moves contiguous tensors: {name}"
@@ -152,7 +153,9 @@ def _all_gather(
         return _REAL["all_gather"](tensors, tensor, group, async_op)
 
     def move() -> None:
-        for rank, part in enumerate(tensors):  # of different lengths, which Gloo does not gather
+        for rank, part in enumerate(
+            tensors
+        ):  # tensors of different lengths, which Gloo cannot gather
             whole = to_host(tensor).clone() if rank == dist.get_rank(group) else to_host(part)
             if whole.numel():
                 _REAL["broadcast"](whole, group_src=rank, group=group)
@@ -169,7 +172,7 @@ def _all_gather_single(
         _REAL["all_gather"](parts, to_host(tensor).clone(), group=group)
         to_host(output).view(-1).copy_(torch.cat(parts).view(-1))
 
-    # What a rank sends from its own place in the result is not written: NCCL gathers in place.
+    # A rank's own part of the result is not written: NCCL gathers in place.
     place, flat = dist.get_rank(group), output.view(-1)
     first, length = place * tensor.numel(), tensor.numel()
     in_place = tensor.data_ptr() == flat[first:].data_ptr()
@@ -238,7 +241,7 @@ def _all_to_all_single(
 
 
 def install() -> None:
-    """Take the place of torch.distributed's functions, in whatever imports them afterwards."""
+    """Replace torch.distributed's functions in all modules that import them later."""
     functions = {
         "all_gather": _all_gather,
         "all_gather_into_tensor": _all_gather_single,

@@ -15,11 +15,11 @@ from tests.phantom.report import Report, followed
 from tests.system.warm import WarmPython
 
 LIMIT = 120.0
-"""Seconds that a case may take on a busy machine: each operation passes through Python."""
+"""Seconds that a case may take on a busy machine, because every operation runs through Python."""
 
 
 class Phantom:
-    """`phantom(size)` runs functions on `size` ranks, each with a simulated device of its own."""
+    """`phantom(size)` runs functions on `size` ranks, each with its own simulated device."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -27,14 +27,14 @@ class Phantom:
     def reports(
         self, size: int, function: Callable[..., Any], *args: Any, **settings: Any
     ) -> list[Report]:
-        """What `function(world, *args)` showed, by rank."""
+        """Return the report of `function(world, *args)` from every rank."""
         group = self._groups(size, device="cuda", **settings)
         return group(followed, function, *args, limit=LIMIT)
 
     def __call__(
         self, size: int, function: Callable[..., Any], *args: Any, **settings: Any
     ) -> list[Any]:
-        """What it returned, by rank; fails where anything was not in order."""
+        """Return its results by rank; fail if anything was not in order."""
         __tracebackhide__ = True
         reports = self.reports(size, function, *args, **settings)
         for number, report in enumerate(reports):
@@ -44,7 +44,7 @@ class Phantom:
 
 @pytest.fixture(scope="session")
 def phantom() -> Iterator[Phantom]:
-    """Skips where no simulated device can be had; one that g++ is to build must be."""
+    """Skip if no simulated device is possible; fail if g++ should build one and does not."""
     if reason := building.why_not():
         pytest.skip(reason)
     try:
@@ -60,7 +60,7 @@ def phantom() -> Iterator[Phantom]:
 
 @pytest.fixture(scope="session")
 def warm_host() -> Iterator[WarmPython]:
-    """A process without a device, which programs are forked from."""
+    """Start a process without a device that programs are forked from."""
     made = WarmPython(processes=1)
     yield made
     made.close()
@@ -68,7 +68,7 @@ def warm_host() -> Iterator[WarmPython]:
 
 @pytest.fixture(scope="session")
 def warm_device(phantom: Phantom) -> Iterator[WarmPython]:
-    """A process with a simulated device, which programs are forked from."""
+    """Start a process with a simulated device that programs are forked from."""
     made = WarmPython("tests.phantom.warm", processes=1)
     yield made
     made.close()

@@ -1,6 +1,6 @@
-"""Forks ranks from a process that has a simulated device and has imported what ranks import.
+"""Forks ranks from a process that has a simulated device and has imported all modules.
 
-multiprocessing knows one server of forks, which tests/distributed has: this is another one.
+multiprocessing has only one fork server, which tests/distributed uses. This is a second one.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ class Process(context.ForkServerProcess):
 
 
 class Forked(context.ForkServerContext):
-    """The context of multiprocessing whose processes are forked there."""
+    """Return a multiprocessing context whose processes are forked there."""
 
     Process = Process

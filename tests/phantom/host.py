@@ -1,4 +1,4 @@
-"""What operations of the CPU, and transfers of files, do with pinned memory, told to the order."""
+"""Reports to the order what CPU operations and file transfers do with pinned memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.phantom.streams import Device
 
 
 class Host(TorchDispatchMode):
-    """Inside it, what this thread and autograd's do on the CPU is followed."""
+    """Context manager that follows the CPU operations of this thread and of autograd's."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -47,12 +47,12 @@ class Host(TorchDispatchMode):
 
 
 def _goes_up(kwargs: dict[str, Any]) -> bool:
-    """Whether the result is on the device: then the device reads."""
+    """Return whether the result is on the device, so that the device reads."""
     return torch.device(kwargs.get("device") or "cpu").type == "cuda"
 
 
 def follow_files() -> None:
-    """From now on, follow what files read and write in pinned memory, of any thread."""
+    """From now on, follow file reads and writes of pinned memory in all threads."""
     for name, writes in (("preadv", True), ("pwritev", False), ("pwrite", False)):
         setattr(os, name, _followed(name, getattr(os, name), writes))
 

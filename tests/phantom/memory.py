@@ -1,4 +1,4 @@
-"""Tensors of the device over memory of the host, by way of DLPack, and the host's view of them."""
+"""Tensors of the device in host memory, made with DLPack, and the host's views of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CODES = {
     torch.complex64: 5,
     torch.complex128: 5,
 }
-"""DLPack's codes of what kind of number a dtype is."""
+"""DLPack's type code of a dtype."""
 
 
 class _Managed(ctypes.Structure):
@@ -55,23 +55,23 @@ _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 class Blocks:
-    """What lies behind the tensors of the device, by the address of its first byte."""
+    """The memory of all tensors of the device, by the address of its first byte."""
 
     host: ClassVar[dict[int, Tensor]] = {}
     _alive: ClassVar[dict[int, tuple[Any, ...]]] = {}
 
 
 _NOTHING = torch.zeros(64, dtype=torch.uint8)
-"""Where tensors without elements lie."""
+"""Address of tensors without elements."""
 
 
 def is_on_device(value: Any) -> bool:
-    """Whether it is a tensor of the device."""
+    """Return whether a tensor is on the device."""
     return isinstance(value, Tensor) and value.device.type == "cuda"
 
 
 def to_device(host: Tensor) -> Tensor:
-    """A tensor of the device in the memory of `host`, which nobody else uses any more."""
+    """Return a tensor of the device in the memory of `host`, which no other code uses."""
     address = host.data_ptr()
     dims = ctypes.c_int64 * max(host.dim(), 1)
     shape, strides = dims(*host.shape), dims(*host.stride())
@@ -94,7 +94,7 @@ def to_device(host: Tensor) -> Tensor:
 
 
 def released() -> Iterator[int]:
-    """The addresses of blocks that were let go of since this was last asked."""
+    """Return the addresses of blocks that were freed since the last call."""
     while number := Device.library.next_released():
         if number not in Blocks._alive:
             yield number  # pinned memory
@@ -106,7 +106,7 @@ def released() -> Iterator[int]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """The host's view of a tensor of the device."""
+    """Return the host's view of a tensor of the device."""
     address = tensor.untyped_storage().data_ptr()
     block = Blocks.host.get(address)
     if block is None:
@@ -120,7 +120,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def span(tensor: Tensor) -> Span:
-    """From its first byte to its last, with what lies between the rows of a view."""
+    """Return the bytes from the first to the last, with the gaps between rows of a view."""
     first = tensor.data_ptr()
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = (last + 1) * tensor.element_size() if tensor.numel() else 0

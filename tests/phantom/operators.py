@@ -1,4 +1,4 @@
-"""Every operation of the device: run at once on the host's views, in the order of its stream."""
+"""Runs every operation of the device at once on the host's views, in the order of its stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAITING = {
     "unique_consecutive",
     "unique_dim",
 }
-"""Operations whose result the host has to know before it goes on."""
+"""Operations whose result the host needs before it continues."""
 
 VIEWS = (
     "_reshape_alias",
@@ -42,11 +42,11 @@ VIEWS = (
     "view_as_complex",
     "view_as_real",
 )
-"""Operations that look at no value: the CPU's own know nothing of where the bytes are."""
+"""Operations that look at no values, because the CPU's versions know nothing of the memory."""
 
 
 def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """What arguments hold, those in lists as well."""
+    """Yield the items of arguments, with those in lists."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from leaves(value)
@@ -55,7 +55,7 @@ def leaves(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes into, by its schema."""
+    """Return the tensors that an operation writes to, by its schema."""
     schema = op._schema
     if not schema.is_mutable:
         return []
@@ -68,7 +68,7 @@ def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ten
 
 
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any operation that has tensors of the device, and no function of its own below."""
+    """Run an operation on tensors of the device that has no special function below."""
     name = op._schema.name.partition("::")[2]
     views = _Views()
     low_args = tuple(views.lowered(value) for value in _unwrapped(op, args))
@@ -87,7 +87,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unwrapped(op: Any, args: Sequence[Any]) -> Iterator[Any]:
-    """Arguments, where Python was given a number for a tensor that torch has made of one."""
+    """Replace a Python number by the tensor that torch has made of it."""
     for value, argument in zip(args, op._schema.arguments, strict=False):
         is_number = isinstance(value, (bool, int, float)) and str(argument.type) == "Tensor"
         wide = torch.float64 if isinstance(value, float) else None
@@ -96,7 +96,7 @@ def _unwrapped(op: Any, args: Sequence[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _draws(op: Any) -> Iterator[None]:
-    """Inside it, what the CPU draws is of the device's own generator."""
+    """Context manager that makes CPU operations draw from the device's generator."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         yield
         return
@@ -117,13 +117,13 @@ def _kernel(name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Non
 
 
 class _Views:
-    """The tensors of the device that an operation was given, and the host's views of them."""
+    """Yield an operation's tensors on the device, with the host's views of them."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def lowered(self, value: Any) -> Any:
-        """An argument as the CPU's operation takes it."""
+        """Convert an argument for the CPU's operation."""
         if is_on_device(value):
             view = to_host(value)
             self.pairs.append((value, view))
@@ -133,7 +133,7 @@ class _Views:
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     def raised(self, name: str, result: Any) -> Any:
-        """The device's tensor for a result: the one that was given, or a new one."""
+        """Return the device's tensor of a result: the one passed in, or a new one."""
         if not isinstance(result, Tensor):
             return result
         for tensor, view in self.pairs:
@@ -148,7 +148,7 @@ class _Views:
 
 
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """A copy; the host waits where it was not told not to, or memory is not pinned."""
+    """Copy a tensor; the host waits unless told not to, or if memory is not pinned."""
     order = Device.order
     ends = {(x.device.type == "cuda") for x in (target, source)}
     name = "copy" if len(ends) == 1 else "copy up" if is_on_device(target) else "copy down"
@@ -206,7 +206,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Let torch's dispatcher come here with tensors of the device."""
+    """Register these functions with torch's dispatcher for tensors of the device."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(run, "CUDA")
     single = torch.library.Library("aten", "IMPL")
@@ -218,7 +218,7 @@ def install() -> None:
         ("copy_", copy_),
         ("_copy_from", _copy_from),
         ("_to_copy", _to_copy),
-        # One kernel for many tensors, which torch would else take apart here.
+        # One kernel for many tensors; torch would split the call otherwise.
         ("_foreach_copy_", partial(run, aten._foreach_copy_.default)),
         ("_foreach_mul.Tensor", partial(run, aten._foreach_mul.Tensor)),
         ("empty.memory_format", _empty),

@@ -1,6 +1,7 @@
-"""What the device was asked for, in which order it may happen, and what is wrong with that.
+"""The work of the device, its possible orders, and the errors that these allow.
 
-Blocks are told by their first address; everything is in numbers and names, so that tables test it.
+Blocks are identified by their first address. Everything is numbers and names, so that tests can use
+tables.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ class Span(NamedTuple):
 
 @dataclass
 class Block:
-    """Memory that was allocated while `stream` was the present one; HOST for pinned memory."""
+    """Memory that was allocated while `stream` was current; HOST for pinned memory."""
 
     nbytes: int
     stream: str
     made: object
     log: Log = field(default_factory=Log)
     recorded: set[str] = field(default_factory=set)
-    """Streams that the allocator was told of by record_stream."""
+    """Streams that record_stream has reported to the allocator."""
 
 
 class Order:
-    """Follows kernels, events, waits and memory; the words of `where()` say who asks."""
+    """Tracks kernels, events, waits and memory; `where()` returns the lines that asked."""
 
     def __init__(
         self,
         where: Callable[[], object] = lambda: "",
         released: Callable[[], Iterable[int]] = tuple,
     ) -> None:
-        """`released()` gives the blocks that are free since it was called last."""
+        """`released()` returns the blocks that were freed since its last call."""
         self.lock = threading.RLock()
         self._where = where
         self._released = released
@@ -58,7 +59,7 @@ class Order:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was found and counted; what is in flight stays so."""
+        """Drop findings and counts; work in flight stays."""
         with self._now():
             self.races: list[str] = []
             self.kernels: Counter[str] = Counter()
@@ -68,18 +69,20 @@ class Order:
             self._most_pinned_nbytes = self._pinned_nbytes
 
     def nbytes(self) -> int:
-        """Bytes on the device now."""
+        """Return the bytes on the device now."""
         with self._now():
             return self._nbytes
 
     def most_nbytes(self) -> int:
-        """The most bytes at once since `begin`, or since `forget_most`."""
+        """Return the peak of bytes since `begin` or `forget_most`."""
         with self._now():
             return self._most_nbytes
 
     def most_active_nbytes(self) -> int:
-        """The most bytes at once since `begin`, with those of freed blocks that the allocator may
-        not use anew yet: torch's `active_bytes`."""
+        """Return the peak of bytes since `begin`, with freed blocks that cannot be reused yet.
+
+        torch calls it `active_bytes`.
+        """
         with self._now():
             return self._most_active_nbytes
 
@@ -88,18 +91,18 @@ class Order:
         return self._nbytes + sum(nbytes for _, nbytes in self._held_back)
 
     def most_pinned_nbytes(self) -> int:
-        """The most bytes of pinned memory at once since `begin`."""
+        """Return the peak of pinned bytes since `begin`."""
         with self._now():
             return self._most_pinned_nbytes
 
     def forget_most(self) -> None:
-        """Let the most begin with what there is."""
+        """Set the peak to the present number of bytes."""
         with self._now():
             self._most_nbytes = self._nbytes
 
     @contextmanager
     def _now(self) -> Iterator[None]:
-        """One thread at a time, with all known that was freed."""
+        """Context manager for one thread at a time, after handling all freed blocks."""
         with self.lock:
             for address in self._released():
                 self._free(address)
@@ -108,7 +111,7 @@ class Order:
     # Memory
 
     def allocated(self, address: int, nbytes: int, stream: str) -> None:
-        """A block is there, for `stream`, or for HOST where it is pinned memory."""
+        """Add a block of `stream`, or of HOST if it is pinned memory."""
         with self._now():
             self._blocks[address] = Block(nbytes, stream, self._where())
             if stream == HOST:
@@ -120,16 +123,16 @@ class Order:
                 self._most_active_nbytes = max(self._most_active_nbytes, self._active_nbytes())
 
     def record_stream(self, address: int, stream: str) -> None:
-        """The allocator is told that `stream` uses a block of another one."""
+        """Tell the allocator that `stream` uses a block of another stream."""
         with self._now():
             block = self._blocks.get(address)
-            if block is not None and stream != block.stream:  # the allocator looks at that, too
+            if block is not None and stream != block.stream:  # the allocator checks that, too
                 block.recorded.add(stream)
 
     def freed(self, address: int) -> None:
-        """A block may be used anew, at once, by what its own stream is asked for next.
+        """Free a block, which the next work on its own stream may reuse at once.
 
-        The allocator of pinned memory waits by itself for the copies that use a block.
+        The allocator of pinned memory waits itself for copies that use a block.
         """
         with self._now():
             self._free(address)
@@ -153,43 +156,45 @@ class Order:
                 return
 
     def _next(self, block: Block, access: Access) -> bool:
-        """Whether what the block's own stream is asked for next comes after `access`; the allocator
-        lets it wait for what the streams were given that it was told of."""
+        """Return whether the next work on the block's own stream is ordered after `access`.
+
+        The allocator makes it wait for the streams that record_stream has named.
+        """
         known = (block.stream, HOST, *block.recorded)
         return any(self._clocks.has_seen(who, access.who, access.count) for who in known)
 
     def is_pinned(self, address: int) -> bool:
-        """Whether a block of pinned memory starts there."""
+        """Return whether a block of pinned memory starts at `address`."""
         with self._now():
             block = self._blocks.get(address)
             return block is not None and block.stream == HOST
 
     def pinned(self, first: int, end: int) -> Span | None:
-        """The bytes `first` to `end` (addresses), where they are of a block of pinned memory."""
+        """Return the bytes `first` to `end` (addresses), if they are in pinned memory."""
         with self._now():
             for address, block in self._blocks.items():
                 if block.stream == HOST and address <= first < address + block.nbytes:
                     return Span(address, first, end)
             return None
 
-    # What is done
+    # Actions
 
     def kernel(
         self, stream: str, name: str, reads: Iterable[Span] = (), writes: Iterable[Span] = ()
     ) -> None:
-        """`stream` is asked to run `name`."""
+        """Queue the kernel `name` on `stream`."""
         with self._now():
             self.kernels[name] += 1
             self._clocks.learn(stream, self._clocks.of(HOST))
             self._accessed(stream, name, reads, writes)
 
     def result(self, stream: str, name: str, span: Span) -> None:
-        """What `stream` ran last has made a block."""
+        """Note that the last kernel of `stream` has made a block."""
         with self._now():
             self._accessed(stream, name, (), [span])
 
     def by_host(self, name: str, reads: Iterable[Span] = (), writes: Iterable[Span] = ()) -> None:
-        """The host does `name`, now."""
+        """Run `name` on the host, now."""
         with self._now():
             self._accessed(HOST, name, reads, writes)
 
@@ -211,38 +216,41 @@ class Order:
     # Events and waits
 
     def moment(self, stream: str) -> Seen:
-        """All that `stream` was asked for until now."""
+        """Return all work queued on `stream` so far."""
         with self._now():
             self._clocks.learn(stream, self._clocks.of(HOST))
             return dict(self._clocks.of(stream))
 
     def everything(self) -> Seen:
-        """All that was asked for until now."""
+        """Return all work queued so far."""
         with self._now():
             return self._clocks.everything()
 
     def record(self, event: int, stream: str) -> None:
-        """`event` is behind what `stream` was asked for."""
+        """Record `event` after the work on `stream`."""
         with self._now():
             self._events[event] = dict(self.moment(stream))
 
     def event(self, event: int) -> Seen:
-        """What `event` is behind; nothing where it was not recorded."""
+        """Return the work before `event`; empty if it was not recorded."""
         return self._events.get(event, {})
 
     def wait(self, stream: str, seen: Seen) -> None:
-        """`stream` goes on when `seen` has happened."""
+        """Order further work of `stream` after `seen`."""
         with self._now():
             self._clocks.learn(stream, seen)
 
     def synchronize(self, seen: Seen | None, why: str) -> None:
-        """The host waits for `seen`, or for everything."""
+        """Make the host wait for `seen`, or for everything."""
         with self._now():
             self.synchronisations[f"{_thread()}{why} in {self._where()}"] += 1
             self._clocks.learn(HOST, self._clocks.everything() if seen is None else seen)
 
     def has_happened(self, seen: Seen) -> bool:
-        """Whether the host has waited for all of `seen`; a device may be that far sooner."""
+        """Return whether the host has waited for all of `seen`.
+
+        A device may have finished it earlier.
+        """
         with self._now():
             return self._is_done(seen)
 
@@ -251,10 +259,10 @@ class Order:
 
 
 OWN_THREADS = "shardwise-"
-"""How the names of threads begin that work beside the one that trains."""
+"""Prefixes of the names of threads that work in parallel with the training thread."""
 
 ASIDE = "aside: "
-"""Before the cause of a synchronisation for which a thread of its own waits."""
+"""Prefix of the causes of synchronisations in separate threads."""
 
 
 def _thread() -> str:

@@ -1,4 +1,4 @@
-"""Waits and notices of the package that a planted fault leaves out, by where they are asked for."""
+"""Waits and notices of the package that a planted fault leaves out, found by their files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLLECTIVE, EVENT, RECORD, SYNCHRONIZE = (
 
 
 class Planted:
-    """The one fault of this process, if there is one."""
+    """The fault of this process, if there is one."""
 
     _kind: ClassVar[str | None] = None
     _places: ClassVar[tuple[str, ...]] = ()
@@ -25,7 +25,7 @@ class Planted:
 
     @classmethod
     def leaves_out(cls, kind: str) -> bool:
-        """Whether what the lines that this thread is at ask for is not to be done."""
+        """Return whether the action that this thread's lines ask for must be left out."""
         if kind != cls._kind:
             return False
         if not asking_files().issuperset(cls._places):
@@ -36,8 +36,10 @@ class Planted:
     @classmethod
     @contextmanager
     def of(cls, kind: str, *places: str) -> Iterator[None]:
-        """Inside the block the wait or notice `kind` that all of these files are asking for is
-        left out. Fails where there was none."""
+        """Context manager that leaves out the wait or notice `kind` of these files.
+
+        Fails if there was no such action.
+        """
         cls._kind, cls._places, cls._times = kind, places, 0
         try:
             yield

@@ -12,7 +12,7 @@ from tests.phantom import building
 
 
 def become() -> None:
-    """Give this process, which has not imported torch, a simulated device."""
+    """Give this process a simulated device, before it imports torch."""
     library = building.load()
 
     from tests.phantom import collectives, host, memory, operators, streams, torch_cuda
@@ -31,8 +31,8 @@ def become() -> None:
 def main(
     connection: Connection, printed: int, environ: Mapping[str, str], settings: dict[str, Any]
 ) -> None:
-    """Be a rank, as `tests.distributed.worker.main`, whose launcher shows it one GPU."""
-    if "torch" not in sys.modules:  # else this was forked from a process that has one
+    """Run as a rank, like `tests.distributed.worker.main`, with one GPU visible."""
+    if "torch" not in sys.modules:  # otherwise this process was forked from one that has a device
         become()
     from shardwise.net.launchers import detection as launcher_detection
     from tests.distributed import worker

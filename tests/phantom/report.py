@@ -1,4 +1,4 @@
-"""What one case showed on the simulated device of one rank."""
+"""The report of one case on the simulated device of one rank."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a function returned, and what was seen meanwhile."""
+    """The result of a function, and the observations of the device."""
 
     result: Any
     races: list[str] = field(default_factory=list)
     kernels: dict[str, int] = field(default_factory=dict)
     synchronisations: dict[str, int] = field(default_factory=dict)
-    """By cause and line, as `event in engine/loss_accumulation.py:12`; with "aside: " before it
-    where not the thread that trains has waited."""
+    """By cause and line, as `event in engine/loss_accumulation.py:12`.
+
+    Starts with "aside: " if a thread other than the training thread waited.
+    """
     pinned: int = 0
-    """The most bytes of pinned memory at once."""
+    """Peak of pinned bytes."""
 
 
 def followed(world: Any, function: Callable[..., Any], *args: Any) -> Report:
-    """Run `function(world, *args)` and tell what was seen."""
+    """Run `function(world, *args)` and return its report."""
     from tests.phantom.host import Host
     from tests.phantom.streams import Device
 
@@ -32,7 +34,7 @@ def followed(world: Any, function: Callable[..., Any], *args: Any) -> Report:
         result = function(world, *args)
         gc.collect()
     order = Device.order
-    order.nbytes()  # what is freed is seen when somebody asks
+    order.nbytes()  # freed blocks are noticed only when they are looked up
     return Report(
         result=result,
         races=list(order.races),

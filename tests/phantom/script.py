@@ -1,7 +1,7 @@
 """Runs a script in a process that has a simulated device: `python script.py SCRIPT ARGUMENTS`.
 
-For the benchmarks and the processes that they start. What they learn of a GPU from torch's
-profiler, they learn here from the device's counters: no time passes, and so copies have none.
+It is for the benchmarks and their processes. They read from the device's counters what torch's
+profiler would report of a GPU. No time passes, so copies take none.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ WAYS = {"up": "copy up", "down": "copy down"}
 
 
 def main(script: str, *arguments: str) -> None:
-    """Become a process with a device, and then that script."""
+    """Become a process with a device, and then run the script."""
     sys.path[0] = str(ROOT)
-    if "torch" not in sys.modules:  # else this was forked from a process that has one
+    if "torch" not in sys.modules:  # otherwise this process was forked from one that has a device
         from tests.phantom import rank
 
         rank.become()
@@ -39,7 +39,7 @@ def main(script: str, *arguments: str) -> None:
 
 @contextmanager
 def recorded() -> Iterator[Callable[[], Any]]:
-    """In place of `device_trace.recorded`."""
+    """Replaces `device_trace.recorded`."""
     import device_trace
 
     from tests.phantom.streams import Device

@@ -1,4 +1,4 @@
-"""torch.cuda's streams and events, of which only the order is there."""
+"""torch.cuda's streams and events, which have an order but no time."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from tests.phantom.order import Order
 from tests.phantom.planting import EVENT, SYNCHRONIZE, Planted
 
 ALL = -1
-"""Instead of the number of a stream: all of them."""
+"""Stands for all streams in place of a stream's number."""
 
 
 class Device:
-    """The one device of this process: its order, and the library that knows the current stream."""
+    """The device of this process: its order, and the library that knows the current stream."""
 
     order: ClassVar[Order]
     library: ClassVar[ctypes.CDLL]
 
     @classmethod
     def current(cls) -> str:
-        """The name of the stream that this thread gives work to."""
+        """Return the name of the current stream of this thread."""
         return name_of(cls.library.current_stream())
 
 
 def name_of(number: int) -> str:
-    """What messages call a stream."""
+    """Return the name of a stream in messages."""
     return f"stream {number}" if number else "the default stream"
 
 
 class Stream:
-    """torch.cuda.Stream."""
+    """Replaces torch.cuda.Stream."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, number: int | None = None) -> None:
         del priority
@@ -42,27 +42,27 @@ class Stream:
         self.device = device
 
     def wait_event(self, event: Event) -> None:
-        """Go on when `event` has happened."""
+        """Wait for `event`."""
         if Planted.leaves_out(EVENT):
             return
         Device.order.wait(self.name, event.seen)
 
     def wait_stream(self, other: Stream) -> None:
-        """Go on when `other` has done what it was asked for."""
+        """Wait for all work on `other`."""
         Device.order.wait(self.name, Device.order.moment(other.name))
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event behind what this stream was asked for."""
+        """Return an event after the work on this stream."""
         event = event or Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Make the host wait."""
         Device.order.synchronize(Device.order.moment(self.name), "stream")
 
     def query(self) -> bool:
-        """Whether all is done, as far as the host knows."""
+        """Return whether all work is complete, as far as the host knows."""
         return Device.order.has_happened(Device.order.moment(self.name))
 
     def __eq__(self, other: object) -> bool:
@@ -73,49 +73,49 @@ class Stream:
 
 
 class Event:
-    """torch.cuda.Event; no time passes between two of them."""
+    """Replaces torch.cuda.Event; no time passes between two events."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         del enable_timing, blocking
         self.seen: Seen = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """Stand behind what a stream was asked for."""
+        """Record the event after the work on a stream."""
         self.seen = Device.order.moment((stream or current_stream()).name)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait."""
+        """Make a stream wait."""
         (stream or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Make the host wait."""
         if Planted.leaves_out(SYNCHRONIZE):
             return
         Device.order.synchronize(self.seen, "event")
 
     def query(self) -> bool:
-        """Whether it has happened, as far as the host knows."""
+        """Return whether it has happened, as far as the host knows."""
         return Device.order.has_happened(self.seen)
 
     def elapsed_time(self, other: Event) -> float:
-        """Milliseconds: none."""
+        """Return 0.0 milliseconds."""
         del other
         return 0.0
 
 
 def current_stream(device: Any = None) -> Stream:
-    """torch.cuda.current_stream."""
+    """Return the current stream; replaces torch.cuda.current_stream."""
     return Stream(device, number=Device.library.current_stream())
 
 
 def default_stream(device: Any = None) -> Stream:
-    """torch.cuda.default_stream."""
+    """Return the default stream; replaces torch.cuda.default_stream."""
     return Stream(device, number=0)
 
 
 @contextmanager
 def stream(present: Stream | None) -> Iterator[None]:
-    """torch.cuda.stream."""
+    """Make a stream the current one inside the block; replaces torch.cuda.stream."""
     if present is None:
         yield
         return
@@ -127,12 +127,12 @@ def stream(present: Stream | None) -> Iterator[None]:
 
 
 def synchronize(device: Any = None) -> None:
-    """torch.cuda.synchronize."""
+    """Make the host wait for all work; replaces torch.cuda.synchronize."""
     del device
     Device.order.synchronize(None, "device")
 
 
-# What torch's C++ does with streams and events, as autograd between threads.
+# What torch's C++ code does with streams and events, such as autograd between threads.
 
 _PAIR = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 _ONE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
@@ -151,7 +151,7 @@ class _Callbacks(ctypes.Structure):
 
 
 def follow(order: Order, host: str) -> None:
-    """Let the device's library tell `order` what C++ does; pinned memory belongs to `host`."""
+    """Make the device's library report C++ calls to `order`; pinned memory belongs to `host`."""
     library = Device.library
     for name in ("current_stream", "exchange_stream", "new_stream", "next_released"):
         getattr(library, name).restype = ctypes.c_int64
@@ -175,4 +175,4 @@ def follow(order: Order, host: str) -> None:
 
 
 _kept: list[Any] = []
-"""Callbacks must live as long as the library may call them."""
+"""Keeps callbacks alive as long as the library may call them."""

@@ -1,7 +1,7 @@
-"""The benchmarks of a GPU, run on the simulated device at sizes that say nothing.
+"""The benchmarks of a GPU on the simulated device, at sizes that mean nothing.
 
-The device must yield all of its figures: launches, synchronisations, bytes, losses. It takes no
-time. It does not run DDP and FSDP2, which call CUDA itself, nor torch.compile: the same code runs
+The device must provide all of their figures: launches, synchronisations, bytes, losses. It takes no
+time. It does not run DDP and FSDP2, which call CUDA itself, nor torch.compile. The same code runs
 them on the CPU.
 """
 
@@ -29,7 +29,7 @@ ONCE = "--rounds 1 --steps 2"
 
 @pytest.fixture
 def python(warm_device, monkeypatch, tmp_path) -> Path:
-    """An interpreter whose scripts find a simulated GPU."""
+    """Return an interpreter whose scripts find a simulated GPU."""
     for name, value in warm_device.environ().items():
         monkeypatch.setenv(name, value)
     path = tmp_path / "python"
@@ -41,7 +41,10 @@ def python(warm_device, monkeypatch, tmp_path) -> Path:
 
 @pytest.fixture
 def modules(monkeypatch) -> Iterator[None]:
-    """The modules of benchmarks/ by their names; other folders of scripts have some of the same."""
+    """Return modules of benchmarks/ by name.
+
+    Other folders of scripts have modules of the same name.
+    """
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = [path.stem for path in BENCHMARKS.glob("*.py")] + ["contenders"]
     for name in names:
@@ -76,7 +79,7 @@ def test_one_device(python, tmp_path):
         for line in result["contenders"]:
             assert line["note"] == ""
             assert line["label"] in shown
-            assert line["mfu"] is None  # nobody knows the peak of this device
+            assert line["mfu"] is None  # the peak of this device is not known
             assert line["peak_bytes"] > 0
             assert line["launches"] > 0
             assert line["synchronisations"] <= 1
@@ -99,8 +102,8 @@ def test_the_peers_do_the_same_work(tmp_path, how):
         assert line["losses"] == pytest.approx(plain["losses"], rel=2e-2)
 
 
-def test_tests_that_all_are_skipped_are_no_success(tmp_path):
-    """Without a GPU; on the simulated device test_gpu.py runs them."""
+def test_only_skipped_tests_are_no_success(tmp_path):
+    """Without a GPU; test_gpu.py runs them on the simulated device."""
     environ = {"PYTHON": sys.executable, "OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [ROOT / "scripts" / "gpu", "sanitizer"],
@@ -117,7 +120,7 @@ def test_tests_that_all_are_skipped_are_no_success(tmp_path):
     assert (tmp_path / "sanitizer.txt").read_text() in done.stdout
 
 
-def test_a_step_that_there_is_not(tmp_path):
+def test_unknown_step(tmp_path):
     done = subprocess.run(
         [ROOT / "scripts" / "gpu", "speed"], capture_output=True, text=True, check=False
     )
@@ -158,7 +161,7 @@ EVENTS = [
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16-mixed", "fp32"])
 def test_switches_of_tf32_do_not_contradict_each_other(modules, precision):
-    """Reading switches that contradict each other raises; the compiler reads them."""
+    """Reading switches that contradict each other raises, and the compiler reads them."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     try:
@@ -170,7 +173,7 @@ def test_switches_of_tf32_do_not_contradict_each_other(modules, precision):
         cudnn.allow_tf32 = before[1]
 
 
-def test_a_profile_is_read(modules):
+def test_reads_profile(modules):
     trace = importlib.import_module("device_trace")
     seen = trace.seen_in(EVENTS)
     assert (seen.launches, seen.synchronisations) == (2, 1)
@@ -178,7 +181,7 @@ def test_a_profile_is_read(modules):
     assert seen.copies["down"] == trace.Copies(1, 8, 1, hidden=None)
 
 
-def test_a_profile_that_saw_no_device_has_no_figures(modules):
+def test_profile_without_a_device_has_no_figures(modules):
     seen = importlib.import_module("device_trace").seen_in(EVENTS[:1])
     assert seen.launches is seen.synchronisations is seen.copies["up"].nbytes is None
     line = importlib.import_module("figures").Line("a", "a")
@@ -191,7 +194,7 @@ def test_a_profile_that_saw_no_device_has_no_figures(modules):
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_a_profile_that_cannot_be_read_leaves_the_steps(modules, monkeypatch):
+def test_unreadable_profile_keeps_the_steps(modules, monkeypatch):
     trace = importlib.import_module("device_trace")
     monkeypatch.setattr(trace, "seen_in", lambda events: {}["traceEvents"])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -202,7 +205,7 @@ def test_a_profile_that_cannot_be_read_leaves_the_steps(modules, monkeypatch):
     assert seen().why_not == "KeyError: 'traceEvents'"
 
 
-def test_per_step_and_of_the_rank_that_has_most(modules):
+def test_figures_per_step_of_the_largest_rank(modules):
     figures = importlib.import_module("figures")
     line = figures.Line("a", "a")
     copies = {"count": 4, "nbytes": 8_000_000_000, "took": 200_000.0, "hidden": 0.9}
@@ -223,15 +226,15 @@ def test_per_step_and_of_the_rank_that_has_most(modules):
 @pytest.mark.parametrize(
     ("precision", "share"), [("bf16", 0.5), ("bf16-mixed", 0.5), ("tf32", 1.0), ("fp32", 7.395)]
 )
-def test_the_share_of_what_a_device_can_do(modules, precision, share):
+def test_share_of_the_peak_of_a_device(modules, precision, share):
     peaks = importlib.import_module("peaks")
     found = peaks.mfu(494_700_000_000, 1.0, "NVIDIA H100 80GB HBM3", precision)
     assert found == pytest.approx(share, rel=1e-3)
     assert peaks.mfu(1, 1.0, "a simulated device", precision) is None
 
 
-def test_flops_are_those_of_the_formula(modules):
-    """Of a GPT, 6 for each weight that is multiplied and token, and attention's."""
+def test_flops_match_the_formula(modules):
+    """For a GPT: 6 for each multiplied weight and token, plus attention."""
     peaks, workloads = map(importlib.import_module, ("peaks", "workloads"))
     gpt = workloads.Gpt(name="a", width=64, layers=2, vocabulary=128, sequence=16, batch=4)
     tokens = 4 * 16
@@ -289,7 +292,7 @@ RANK = """
         ("never", "left out: no time was left for it"),
     ],
 )
-def test_why_a_contender_has_no_figures(modules, tmp_path, ends, note):
+def test_reasons_for_missing_figures(modules, tmp_path, ends, note):
     crew, rounds, figures, contenders, workloads = map(
         importlib.import_module, ("crew", "rounds", "figures", "contenders", "workloads")
     )
@@ -308,7 +311,7 @@ def test_why_a_contender_has_no_figures(modules, tmp_path, ends, note):
     assert not lines["a"].rounds
 
 
-def test_a_rank_that_is_gone_is_a_failure_of_its_contender(modules, tmp_path):
+def test_lost_rank_is_a_failure_of_its_contender(modules, tmp_path):
     crew, contenders, workloads = map(importlib.import_module, ("crew", "contenders", "workloads"))
     (tmp_path / "rank.py").write_text(textwrap.dedent(RANK))
     crew.PYTHON = [sys.executable, str(tmp_path / "rank.py")]
@@ -320,14 +323,14 @@ def test_a_rank_that_is_gone_is_a_failure_of_its_contender(modules, tmp_path):
                 ask()
 
 
-def test_times_stay_if_nobody_may_profile(modules):
+def test_keeps_times_if_profiling_is_not_permitted(modules):
     report, figures, workloads, rounds, crew, contenders = map(
         importlib.import_module,
         ("report", "figures", "workloads", "rounds", "crew", "contenders"),
     )
 
     class Unseen:
-        """A crew on a system where nobody may profile."""
+        """A crew on a system where profiling is not permitted."""
 
         def take(self, steps, traced=False):
             if traced:
@@ -363,7 +366,7 @@ def test_times_stay_if_nobody_may_profile(modules):
     assert "| A | 1.0 |" in "".join(report.markdown(written, report.ON_GPU))
 
 
-def test_a_turn_for_which_there_is_no_time_is_left_out(modules):
+def test_leaves_out_turns_without_time(modules):
     rounds, figures, contenders = map(importlib.import_module, ("rounds", "figures", "contenders"))
     takers = [contenders.Contender(key=key, label=key, build=key) for key in "ab"]
     lines = {"a": figures.Line("a", "a", rounds=[[1.0]]), "b": figures.Line("b", "b")}
@@ -376,8 +379,8 @@ def test_a_turn_for_which_there_is_no_time_is_left_out(modules):
     assert lines["b"].note.startswith("left out")
 
 
-def test_a_look_may_come_after_the_last_round(modules):
-    """A profiler may slow down all steps after it."""
+def test_profile_may_follow_the_last_round(modules):
+    """A profiler may slow down all later steps."""
     rounds, figures, contenders, crew = map(
         importlib.import_module, ("rounds", "figures", "contenders", "crew")
     )
@@ -404,7 +407,7 @@ def test_a_look_may_come_after_the_last_round(modules):
     assert looks == [1]
 
 
-def test_the_commit_is_named_where_there_is_no_git(modules, monkeypatch, tmp_path):
+def test_names_the_commit_without_git(modules, monkeypatch, tmp_path):
     machine = importlib.import_module("machine")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert machine.describe()["commit"] == "unknown"
@@ -572,7 +575,7 @@ def test_gpu_first_reports_what_failed(modules):
         ("", ""),
     ],
 )
-def test_the_line_of_an_exception_is_found(modules, text, line):
+def test_finds_the_line_of_an_exception(modules, text, line):
     assert importlib.import_module("gpu_first_report").exception_in(text) == line
 
 

@@ -1,4 +1,4 @@
-"""What a step in mid-run may ask for: host synchronisations, kernels, bytes."""
+"""Limits for a step in mid-run: host synchronisations, kernels, bytes."""
 
 import pytest
 
@@ -20,7 +20,7 @@ OFTEN = [
     ({"zero": 1, "sync_batch_norm": False}, "ConvNet"),
     ({"zero": 1, "sync_batch_norm": True}, "ConvNet"),
 ]
-"""Those of `make test`."""
+"""The rows in `make test`."""
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,11 @@ OFTEN = [
         for case in ON_DEVICE
     ],
 )
-def test_the_host_waits_once_a_step(phantom, settings, kind):
-    """None more for a norm, a loss scale, a NaN to be found or figures to be read: the row that
-    ranks exchange has all of them."""
+def test_host_waits_once_per_step(phantom, settings, kind):
+    """A norm, a loss scale, a check for NaN and figures need no further wait.
+
+    The vector that ranks exchange has all of them.
+    """
     for waits, _, _ in phantom(2, cases.one_step, settings, kind):
         assert sum(waits.values()) <= 1, "\n".join(f"{n} {k}" for k, n in waits.items())
 
@@ -45,7 +47,7 @@ ON_HOST = [
         for case in (
             ({"zero": 1, "offload_optimizer": "cpu"}, 2),
             ({"zero": 3, "offload_optimizer": "cpu"}, 2),
-            # Before parameters are written: the copies for the forward and for the backward.
+            # Before parameters are written: the copies for forward and for backward.
             ({"zero": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}, 3),
         )
     ),
@@ -53,8 +55,8 @@ ON_HOST = [
 
 
 @pytest.mark.parametrize(("settings", "events"), ON_HOST, ids=str)
-def test_with_states_on_the_host_it_waits_for_what_comes_down(phantom, settings, events):
-    """Once for each bucket's gradients, and before an update writes what goes up."""
+def test_states_on_the_host_wait_for_copies_from_the_device(phantom, settings, events):
+    """Once per bucket's gradients, and before an update overwrites values that are sent."""
     for waits, _, buckets in phantom(2, cases.one_step, settings):
         others = {k: n for k, n in waits.items() if "states/storage/host_storage.py" not in k}
         assert sum(others.values()) <= 1, others
@@ -62,7 +64,7 @@ def test_with_states_on_the_host_it_waits_for_what_comes_down(phantom, settings,
 
 
 @pytest.mark.parametrize("row", [2, *(pytest.param(r, marks=pytest.mark.full) for r in (0, 1))])
-def test_kernels_of_a_step_grow_with_buckets_alone(phantom, row):
+def test_kernels_per_step_depend_on_buckets_only(phantom, row):
     def kernels(**shape):
         settings = {"zero": row, "bucket_mb": 64.0}
         found = phantom(1, cases.one_step, settings, "Model", *shape.values())
@@ -84,8 +86,8 @@ def test_kernels_of_a_step_do_not_grow_with_batch_norms(phantom):
     assert kernels(6) == kernels(2)
 
 
-def test_a_weight_on_the_device_costs_one_worker_nothing(phantom):
-    """It cancels out if it is the only one of the step."""
+def test_weight_on_the_device_costs_one_worker_nothing(phantom):
+    """The weight cancels out if it is the only one of the step."""
     kernels = {}
     for kind in ("read", "said"):
         ((kernels[kind], waits),) = phantom(1, cases.backward_kernels, 0, kind)
@@ -93,7 +95,7 @@ def test_a_weight_on_the_device_costs_one_worker_nothing(phantom):
     assert kernels["read"] <= kernels["said"] + 2, kernels
 
 
-def test_a_weight_on_the_device_costs_a_few_kernels_for_each_bucket(phantom):
+def test_weight_on_the_device_costs_few_kernels_per_bucket(phantom):
     more = {}
     for blocks in (1, 4):
         found = [
@@ -105,12 +107,12 @@ def test_a_weight_on_the_device_costs_a_few_kernels_for_each_bucket(phantom):
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-def test_another_backward_after_a_weight_was_left_out(phantom, zero):
+def test_second_backward_after_a_cancelled_weight(phantom, zero):
     phantom(1, cases.several_backwards, zero)
 
 
 @pytest.mark.full
-def test_kernels_of_a_step_of_sharded_parameters_grow_with_units_alone(phantom):
+def test_kernels_per_step_of_sharded_parameters_depend_on_units_only(phantom):
     def found(**shape):
         settings = {"zero": 3, "bucket_mb": 64.0}
         (_, kernels, buckets), _ = phantom(2, cases.one_step, settings, "Model", *shape.values())
@@ -130,12 +132,14 @@ BYTES = {
     "bf16-mixed": (4, 4, 8, 2),
     "fp16-mixed": (4, 4, 8, 2),
 }
-"""By precision, bytes per parameter of parameters, gradients, the optimizer's state with the fp32
-masters, and of the casts that autocast keeps from forward to backward: of parameters that are
-sharded, none."""
+"""By precision, bytes per parameter of parameters, gradients, optimizer state and casts.
+
+The optimizer state includes fp32 masters. Autocast keeps casts from forward to backward, but none
+of sharded parameters.
+"""
 
 UNIT = 2 * 256 * 512
-"""Parameters of a block, biases left out."""
+"""Parameters of a block, without biases."""
 
 
 @pytest.mark.parametrize(
@@ -146,8 +150,8 @@ UNIT = 2 * 256 * 512
         for p in BYTES
     ],
 )
-def test_bytes_on_the_device_are_those_of_the_table(phantom, row, precision):
-    """Beside the table: gradients on their way, units that are gathered, activations."""
+def test_bytes_on_the_device_match_the_table(phantom, row, precision):
+    """In addition to the table: gradients in collectives, gathered units, activations."""
     parameters, gradients, optimizer, casts = BYTES[precision]
     per_parameter = (
         parameters / (2 if row == 3 else 1)

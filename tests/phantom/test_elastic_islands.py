@@ -1,4 +1,4 @@
-"""What elastic islands exchange comes from the device, and is there again afterwards."""
+"""Exchanges of elastic islands copy data from the device, and back to it."""
 
 import selectors
 import sys
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--elastic-islan
 
 
 def carry(selector, over):
-    """Let exchanges be made until they are `over`."""
+    """Run exchanges until they are `over`."""
     while not over.is_set():
         for key, _ in selector.select(0.02):
             key.data()
 
 
 def run_of(broker, island, group):
-    """All ranks, as the one of `island` sees them."""
+    """Return the group of all ranks, as seen by the one of `island`."""
     place = IslandPlace(
         island=island, count=2, size=1, fd=broker.open(island).detach(), returns=False
     )
@@ -34,7 +34,7 @@ def run_of(broker, island, group):
 
 
 def exchange(run, device, island, found):
-    """What an island has after a sum, a broadcast, rows, and the bytes of a boundary."""
+    """Return an island's results of a sum, a broadcast, rows, and the bytes of a boundary."""
     value = torch.full((3,), 1.5 + island, dtype=torch.bfloat16, device=device)
     summed, given = value.clone(), value.clone()
     run.all_reduce(summed).wait()
@@ -47,7 +47,7 @@ def exchange(run, device, island, found):
 
 
 def both(world):
-    """The same of an island on the device, and of one beside it on the CPU."""
+    """Return the results of an island on the device and of another island on the CPU."""
     selector, over = selectors.DefaultSelector(), Event()
     exchanges = Exchanges(Membership(count=2, size=1), lambda islands: None)
     broker = HostBroker(selector, exchanges)

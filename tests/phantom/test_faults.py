@@ -1,6 +1,6 @@
-"""Planted faults: each wait and each notice of the package, left out in turn, must show.
+"""Planted faults: leaving out any wait or notice of the package must be detected.
 
-By files that are asking for it, the innermost first.
+A fault is identified by the files that ask for the action, the innermost first.
 """
 
 import functools
@@ -64,7 +64,7 @@ CASES = {
     ),
     "a sum waited for elsewhere": (cases.summed_elsewhere, 1 << 17),
     "a short sum waited for elsewhere": (cases.summed_elsewhere, 64),
-    "a sum that nobody waits for": (cases.summed_in_vain, 1 << 17),
+    "a sum without a wait": (cases.summed_in_vain, 1 << 17),
     "a buffer lent again": (cases.lent_again, "folder"),
     "fetched for another stream": (cases.fetched_elsewhere, None),
     "read for another stream": (cases.fetched_elsewhere, "folder"),
@@ -80,12 +80,12 @@ ALONE = (
 
 
 def often(kind, places, case):
-    """A fault that `make test` plants: one of each kind and more."""
+    """A fault that `make test` plants; there is at least one of each kind."""
     return pytest.param(kind, places, case, id=_name(kind, places, case))
 
 
 def rarely(kind, places, case):
-    """One that `make test-all` plants."""
+    """A fault that `make test-all` plants."""
     return pytest.param(kind, places, case, marks=pytest.mark.full, id=_name(kind, places, case))
 
 
@@ -116,7 +116,7 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("comm/nccl.py",), "exact"),
     often(RECORD, ("comm/nccl.py",), "a sum waited for elsewhere"),
     rarely(RECORD, ("comm/nccl.py",), "a short sum waited for elsewhere"),
-    rarely(RECORD, ("comm/nccl.py",), "a sum that nobody waits for"),
+    rarely(RECORD, ("comm/nccl.py",), "a sum without a wait"),
     rarely(COLLECTIVE, ("parallel/tensor/region_collectives.py",), "tensor"),
     rarely(COLLECTIVE, ("parallel/tensor/split_model.py",), "tensor"),
     rarely(
@@ -158,7 +158,7 @@ LEFT_OUT = [
     ),
     often(SYNCHRONIZE, ("tiers/pieces.py", "tiers/host_window.py"), "saved"),
     rarely(EVENT, (BESIDE, "tiers/pieces.py", "tiers/host_window.py"), "saved"),
-    rarely(EVENT, (BESIDE, "tiers/host_window.py", "engine/load_tensors.py"), "saved"),
+    rarely(EVENT, (BESIDE, "tiers/host_window.py", "checkpoint/load_tensors.py"), "saved"),
     rarely(EVENT, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),
     rarely(RECORD, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),
     rarely(RECORD, (BESIDE, "model/offloaded_tensor.py"), "fetched for another stream"),
@@ -167,19 +167,19 @@ LEFT_OUT = [
 
 
 UNSEEN = [
-    # Parameters in the host's memory are written by the host alone: two copies that read them
-    # need no order, and the host has waited for both before it writes.
+    # Only the host writes parameters in host memory. Two copies that read them need no order, and
+    # the host waits for both before it writes.
     (EVENT, (BESIDE, "states/parameters/sharded_bucket.py"), "states on the host"),
-    # What comes down is a part of a bucket that lives as long as the engine.
+    # The copied gradient is a part of a bucket that lives as long as the engine.
     (RECORD, (BESIDE, "states/storage/host_storage.py"), "gradients on the host"),
-    # Nothing is on its way any more when state is given back: the update has waited for it.
+    # No copy is pending when state is returned to the user: the update has waited for all.
     (
         SYNCHRONIZE,
         ("states/storage/host_storage.py", "states/optimizer/interval_gather.py"),
         "states on the host",
     ),
 ]
-"""Left out, they are not found, for the reason that stands above each."""
+"""Actions whose absence is not detected, for the reason in the comment above each."""
 
 
 def left_out(world, kind, places, function, *args):
@@ -188,7 +188,7 @@ def left_out(world, kind, places, function, *args):
 
 
 def named(case):
-    """A case as arguments; what rests on a disk does so in this run's own folder."""
+    """Return a case as arguments; state on a disk is stored in this run's own folder."""
     function, *args = CASES[case]
     return function, *(
         {k: f"nvme:{on_a_disk()}" if v == "nvme:" else v for k, v in arg.items()}
@@ -207,18 +207,18 @@ def found(phantom, kind, places, case):
 
 
 @pytest.mark.parametrize(("kind", "places", "case"), LEFT_OUT)
-def test_left_out(phantom, kind, places, case):
+def test_missing_wait_is_detected(phantom, kind, places, case):
     assert found(phantom, kind, places, case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "places", "case"), UNSEEN, ids=lambda p: str(p)[:40])
-def test_unseen(phantom, kind, places, case):
+def test_harmless_missing_wait_is_not_reported(phantom, kind, places, case):
     assert not found(phantom, kind, places, case)
 
 
 def rounded_early(world, folder):
-    """A sum over the ranks is rounded before it is there."""
+    """Round a sum over the ranks before it is complete."""
     real = nccl.Nccl._handle
 
     def handle(self, work, after=None):
@@ -234,7 +234,7 @@ def rounded_early(world, folder):
 
 
 def sent_before_it_came_down(world, folder):
-    """Through the host, and its memory is sent while the copy is on its way."""
+    """Send host memory while the copy into it is still running."""
     real = host_staged.HostStaged._down
     host_staged.HostStaged._down = lambda self, data: self._blank(data).copy_(
         data, non_blocking=True
@@ -247,7 +247,7 @@ def sent_before_it_came_down(world, folder):
 
 @contextmanager
 def replaced(owner, name, function):
-    """Inside the block, `owner` has another function."""
+    """Context manager that replaces a function of `owner`."""
     real = getattr(owner, name)
     setattr(owner, name, functools.partialmethod(function, real))
     try:
@@ -257,7 +257,7 @@ def replaced(owner, name, function):
 
 
 def unsettled(ring, real):
-    """The next block of a ring, whatever still reads it."""
+    """Return the next block of a ring without waiting for its readers."""
     del real
     block = ring._blocks[0]
     ring._blocks.rotate(-1)
@@ -265,20 +265,20 @@ def unsettled(ring, real):
 
 
 def written_while_it_goes_up(world, folder):
-    """A pinned block is filled anew from a disk before its copy to the device has ended."""
+    """Refill a pinned block from a disk before its copy to the device has ended."""
     with replaced(StagingRing, "next", unsettled):
         cases.small_blocks(world, cases.activations, {"offload_activations": f"nvme:{folder}"})
 
 
 def up_before_it_came_down(world, folder):
-    """The stream up does not wait for that down, whose sum it takes up again."""
+    """Start a copy to the device without waiting for the copy to the host that it reads."""
     del folder
     with replaced(CopyStream, "up", lambda copies, real, memory, after=(): real(copies, memory)):
         cases.added_twice(world)
 
 
 def narrowed_early(world, folder):
-    """Parameters that go up in 16 bits share one pinned block, and nobody waits for it."""
+    """Send 16-bit parameters through one pinned block without waiting for it."""
     del folder
     with replaced(StagingRing, "next", unsettled):
         named = {"optimizer": "cpu"}
@@ -286,7 +286,7 @@ def narrowed_early(world, folder):
 
 
 def forgotten(world, folder):
-    """What was brought back is freed unused, while it is on its way, without a notice."""
+    """Free loaded activations during their copy, without notice to the allocator."""
     with replaced(CopyStream, "hold", lambda *_: None):
         spool = DeviceSpool(Spool(folder, "activations", rank=0), CopyStream(world.device))
         record = spool.write(torch.ones(100, device=world.device).view(torch.uint8))
@@ -297,7 +297,7 @@ def forgotten(world, folder):
 
 
 def hurried(world, folder):
-    """A user's stream does not wait for the one on which the model was made."""
+    """Use a model on a stream without waiting for the stream that made it."""
     model, optimizer = cases.made(world)
     x, y = cases.batch(world, 0)
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -318,7 +318,7 @@ def hurried(world, folder):
         (forgotten, "auto"),
     ],
 )
-def test_out_of_order(phantom, function, transport):
+def test_wrong_order_is_detected(phantom, function, transport):
     settings = {} if transport == "auto" else {"transport": transport}
     reports = phantom.reports(2, function, on_a_disk(), **settings)
     assert any(report.races for report in reports)

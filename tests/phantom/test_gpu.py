@@ -1,6 +1,6 @@
-"""The functions of tests/gpu on the simulated device: equal to plain PyTorch there, and in order.
+"""The functions of tests/gpu on the simulated device: equal to plain PyTorch, and in order.
 
-tests/gpu/test_overlap.py is about time, of which there is none here.
+tests/gpu/test_overlap.py is about time, which does not pass here.
 """
 
 import pytest
@@ -11,11 +11,11 @@ from tests.gpu import test_activations, test_checkpoint, test_memory, test_preci
 from tests.gpu import training as gpu
 
 STEPS = 3
-"""Enough for every buffer to have been used, given back and used anew."""
+"""Enough steps for every buffer to be used, returned and used again."""
 
 
 def brief(world, function, *args):
-    """With fewer steps than a GPU runs, of which time is no matter."""
+    """Fewer steps than on a GPU, because time does not matter here."""
     before, gpu.STEPS = gpu.STEPS, STEPS
     try:
         return function(world, *args)
@@ -24,7 +24,7 @@ def brief(world, function, *args):
 
 
 def rest(cases, *chosen):
-    """`cases`, of which all but the `chosen` ones are for test-all."""
+    """Mark all of `cases` except the `chosen` ones for `make test-all`."""
     return [
         pytest.param(*case, marks=() if case in chosen else pytest.mark.full, id=str(case))
         for case in cases
@@ -42,7 +42,7 @@ OVER_NCCL = [
         for one, other in (("cpu", "nvme"), ("nvme", "cpu"))
     ),
 ]
-"""Each row, and each state on each tier; with two ranks more of them are in test_two_ranks.py."""
+"""Each row, and each state on each tier; test_two_ranks.py has more of them with two ranks."""
 
 
 @pytest.mark.parametrize(("row", "named"), rest(test_rows.CASES, *OVER_NCCL))
@@ -102,7 +102,7 @@ def test_presets(phantom, function, more, row, named):
         (0, "nvme"),
     ),
 )
-def test_activations_elsewhere(phantom, row, how):
+def test_offloaded_activations(phantom, row, how):
     settings = {"activations": "recomputed"} if "recomputed" in how else {}
     if how.endswith("cpu"):
         settings["offload_activations"] = "cpu"
@@ -112,7 +112,7 @@ def test_activations_elsewhere(phantom, row, how):
 
 
 def activations(world, row, settings):
-    """With smaller tensors, above the size from which they move."""
+    """Smaller tensors, still large enough to be offloaded."""
     test_activations.WIDE = {"width": 256, "rows": 256}
     test_activations.same_bits(world, row, settings)
 

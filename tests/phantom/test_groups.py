@@ -1,4 +1,4 @@
-"""How groups over NCCL are made."""
+"""Creation of groups over NCCL."""
 
 from datetime import timedelta
 
@@ -6,7 +6,7 @@ from tests.distributed.worker import SECONDS_A_COLLECTIVE_MAY_WAIT
 
 
 def split(world):
-    """The time limit that torch is given for a group, and its collectives until it is there."""
+    """Return the time limit of a group, and its collectives during creation."""
     from tests.phantom import collectives
 
     before = sum(collectives.calls.values())
@@ -15,7 +15,7 @@ def split(world):
     return collectives.made[-1]["timeout"], sum(collectives.calls.values()) - before
 
 
-def test_a_part_has_the_time_limit_of_the_whole_and_is_connected_at_once(phantom):
+def test_subgroup_has_the_time_limit_of_the_group_and_connects_at_once(phantom):
     for timeout, calls in phantom(2, split):
         assert timeout == timedelta(seconds=SECONDS_A_COLLECTIVE_MAY_WAIT)
         assert calls

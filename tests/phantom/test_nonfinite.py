@@ -1,4 +1,4 @@
-"""A gradient that is not finite on the device: who is named, and what a good step pays for it."""
+"""A non-finite gradient on the device: which rank is named, and the cost for a good step."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.phantom import cases
 
 
 def blamed(world, zero, by_loss):
-    """The synchronisations of a good step, and the message about a NaN in what rank 1 reads."""
+    """Return the synchronisations of a good step, and the message about a NaN in rank 1's input."""
     from tests.phantom.streams import Device
 
     x, y = (value.cpu() for value in cases.batch(world, 0))
@@ -42,14 +42,14 @@ def blamed(world, zero, by_loss):
 
 
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.full)])
-def test_the_rank_and_its_samples_are_named(phantom, zero):
+def test_names_rank_and_samples(phantom, zero):
     for waits, message in phantom(2, blamed, zero, True):
         assert waits <= 1
         assert "the gradient is not finite in blocks.0.down.bias" in message
-        assert "It comes from rank 1 (its loss; samples 12, 13, 14, 15)." in message
+        assert "The cause is rank 1 (its loss; samples 12, 13, 14, 15)." in message
 
 
-def test_the_parameter_and_the_rank_are_named_where_the_loss_is_finite(phantom):
+def test_names_parameter_and_rank_if_the_loss_is_finite(phantom):
     for waits, message in phantom(2, blamed, 0, False):
         assert waits <= 1
-        assert "the gradient is not finite in head.bias. It comes from rank 1 (its grad" in message
+        assert "the gradient is not finite in head.bias. The cause is rank 1 (its grad" in message

@@ -1,4 +1,4 @@
-"""The detector itself: what is in order, and what is not."""
+"""The detector itself: which sequences are in order, and which are not."""
 
 import pytest
 
@@ -68,7 +68,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_in_order(case):
+def test_sequences_in_order(case):
     steps, races = CASES[case]
     order = Order()
     order.allocated(1000, 100, "main")
@@ -77,7 +77,7 @@ def test_what_is_in_order(case):
     assert len(order.races) == races, order.races
 
 
-def test_the_allocator_of_pinned_memory_waits_by_itself():
+def test_allocator_of_pinned_memory_waits_itself():
     order = Order()
     order.allocated(1000, 100, HOST)
     order.kernel("side", "copy", [WHOLE])
@@ -85,7 +85,7 @@ def test_the_allocator_of_pinned_memory_waits_by_itself():
     assert order.races == []
 
 
-def test_a_block_that_another_stream_was_recorded_for_is_active_until_the_host_has_waited():
+def test_recorded_block_is_active_until_the_host_has_waited():
     order = Order()
     for step in (1, 2):
         order.allocated(1000, 100, "main")

@@ -1,4 +1,4 @@
-"""Statistics of SyncBatchNorm that ranks exchange in turns: what is refused, and when."""
+"""Exchange of SyncBatchNorm's statistics in turns: which errors are raised, and when."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from shardwise.errors import OrderError
 
 
 class Crossed(nn.Module):
-    """Two BatchNorms that come in any order."""
+    """Two BatchNorms that run in any order."""
 
     def __init__(self):
         super().__init__()
@@ -23,8 +23,8 @@ class Crossed(nn.Module):
 
 
 def refused(world, orders, losses):
-    """What a step is refused with whose forwards have these orders, a rank's; the loss is that of
-    one of them."""
+    """Return the error of a step whose forwards have these orders, one per rank. The loss is the
+    output of one of them."""
     world.engines = 0
     torch.manual_seed(0)
     model = Crossed().to(world.device)
@@ -62,13 +62,13 @@ def _values(engine, model):
     ],
     ids=["other orders", "once and twice", "backwards of other forwards", "seen by a third"],
 )
-def test_uses_that_are_not_those_of_the_other_ranks_are_refused(phantom, orders, losses):
+def test_different_uses_on_different_ranks_are_refused(phantom, orders, losses):
     found = phantom(len(orders), refused, orders, losses)
-    assert all("one order" in said for said in found), found
+    assert all("in the same order" in said for said in found), found
 
 
 def refused_without_step(world, how, folder):
-    """What `how` says of forwards in other orders, which no step has followed."""
+    """Return the error of `how` after forwards in different orders, without a step in between."""
     world.engines = 0
     torch.manual_seed(0)
     model = Crossed().to(world.device)
@@ -89,10 +89,10 @@ def refused_without_step(world, how, folder):
 @pytest.mark.parametrize("how", ["save", "export"])
 def test_forwards_in_disorder_are_refused_before_their_statistics_are_kept(phantom, how, tmp_path):
     found = phantom(2, refused_without_step, how, tmp_path)
-    assert all("one order" in said for said in found), found
+    assert all("in the same order" in said for said in found), found
     assert not list(tmp_path.glob("*.safetensors")) + list(tmp_path.glob("step-*"))
 
 
-def test_uses_that_are_alike_are_not(phantom):
+def test_equal_uses_are_accepted(phantom):
     orders = [[(0, 1, 0), (1,)]] * 2
     assert phantom(2, refused, orders, (0, 0)) == ["", ""]

@@ -1,4 +1,4 @@
-"""Sums that a rank makes of what the others send: what travels, and what waits for it."""
+"""Sums that a rank computes from the parts that others send: bytes sent, and waits."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ LONG = 1 << 17
 
 
 def rows_of(world, numel, dtype):
-    """What each rank gives, by rank."""
+    """By rank, the values that it contributes."""
     draw = torch.Generator().manual_seed(3)
     return list(torch.randn(world.size, numel, generator=draw).to(dtype))
 
 
 def narrow(world, verb, numel, dtype):
-    """A sum in 16 bits: bytes that were sent, by dtype; asserts that it is rounded once."""
+    """Return the bytes sent in a 16-bit sum, by dtype; assert that the sum is rounded once."""
     from tests.phantom import collectives
 
     rows = rows_of(world, numel, dtype)
@@ -38,8 +38,8 @@ def narrow(world, verb, numel, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [LONG, LONG + 1])
-def test_numbers_of_16_bits_travel_in_16_bits(phantom, numel, dtype):
-    """An all-reduce sends them once, and then this rank's interval of the sum."""
+def test_16_bit_sums_send_16_bits(phantom, numel, dtype):
+    """An all-reduce sends the parts once, and then the sum of each rank's interval."""
     for rank, sent in enumerate(phantom(2, narrow, "scatter", numel, dtype)):
         assert sent == {dtype: 2 * numel}, rank
     for rank, sent in enumerate(phantom(2, narrow, "all", numel, dtype)):
@@ -53,7 +53,7 @@ def test_a_short_sum_takes_one_message(phantom):
 
 
 def unheld(world, how):
-    """Whether the present stream waits for NCCL before a sum is asked for, and then."""
+    """Return whether the current stream waits for NCCL before the sum is used, and after."""
     from tests.phantom.streams import Device
 
     def waits():
@@ -73,20 +73,19 @@ def unheld(world, how):
 
 
 @pytest.mark.parametrize("how", [Sum(), Sum(in_tree=True)], ids=["as they come", "in the tree"])
-def test_the_work_goes_on_until_a_sum_is_asked_for(phantom, how):
+def test_stream_waits_only_when_the_sum_is_used(phantom, how):
     for before, advanced, done in phantom(2, unheld, how):
         assert advanced == before
         assert done > before
 
 
 def of_nccl(seen):
-    """How many collectives are among what happened before."""
+    """Count the collectives among the work that happened before."""
     return sum(count for name, count in seen.items() if name.startswith("NCCL"))
 
 
 def waits_of_backward(world, zero):
-    """By bucket of a step: the collectives that the stream of backward waits for when the bucket is
-    launched, and those that had been asked for when the launch was over."""
+    """Return by bucket the collectives that its launch waits for, and those started by its end."""
     from tests.phantom.streams import Device
 
     order, real, found = Device.order, GradientBucket.launch, []
@@ -123,17 +122,17 @@ def test_backward_waits_for_the_bucket_whose_buffer_it_borrows_and_no_later_one(
 
 
 @pytest.mark.parametrize("numel", [LONG, 64])
-def test_a_sum_may_be_waited_for_on_another_stream(phantom, numel):
+def test_waits_for_a_sum_on_another_stream(phantom, numel):
     for total in phantom(2, cases.summed_elsewhere, numel):
         assert total == 3.0 * numel
 
 
-def test_a_sum_that_nobody_waits_for_is_in_order(phantom):
+def test_sum_without_a_wait_is_in_order(phantom):
     phantom(2, cases.summed_in_vain, LONG)
 
 
 def ahead(world, sums):
-    """The most bytes that sums take whose host never waits for the device."""
+    """Return the peak bytes of sums whose host never waits for the device."""
     from tests.phantom.streams import Device
 
     buffer = torch.ones(LONG, dtype=torch.bfloat16, device=world.device)
@@ -146,5 +145,5 @@ def ahead(world, sums):
 
 
 def test_memory_does_not_grow_with_how_far_the_host_runs_ahead(phantom):
-    """The rows of each sum are used anew by the next one."""
+    """Each sum reuses the memory of the previous one."""
     assert phantom(2, ahead, 8) == phantom(2, ahead, 1)

@@ -1,5 +1,4 @@
-"""States, activations and checkpoints that rest elsewhere: who waits for their copies, how much
-pinned memory they take, and which stream they run on."""
+"""Offloaded states, activations and checkpoints: waits for copies, pinned memory, streams."""
 
 import pytest
 import torch
@@ -12,18 +11,18 @@ from tests.phantom import cases
 from tests.phantom.order import ASIDE
 
 A_ROW = 4096
-"""Pinned bytes of a step's figures, and more than those take."""
+"""An upper limit of the pinned bytes for a step's figures."""
 
 
 def of_training(waits):
-    """The synchronisations of the thread that trains."""
+    """Return the synchronisations of the training thread."""
     return {cause: n for cause, n in waits.items() if not cause.startswith(ASIDE)}
 
 
 ON_DISK = [
-    # The sums are on the device and the update is made on the CPU: each bucket's comes down.
+    # The sums are on the device and the update runs on the CPU: each bucket's sum is copied down.
     ({"zero": 1}, {"optimizer": "nvme"}, {"states/storage/host_storage.py"}),
-    # The sums are on the disk, too, and a thread brought them there.
+    # The sums are on the disk, and a thread has written them there.
     ({"zero": 2}, {"optimizer": "nvme"}, set()),
     ({"zero": 2}, {"optimizer": "device", "gradients": "nvme"}, set()),
     ({"zero": 3, "precision": "bf16"}, {"optimizer": "nvme", "params": "nvme"}, set()),
@@ -38,8 +37,8 @@ OFTEN = {1, 3}
         for n, case in enumerate(ON_DISK)
     ],
 )
-def test_with_states_on_a_disk_training_waits_for_its_reads_alone(phantom, settings, named, places):
-    """Beside the one row of each step, and the sums that an update on the CPU is made from."""
+def test_states_on_a_disk_make_training_wait_for_reads_only(phantom, settings, named, places):
+    """Except for the one row of each step, and sums that an update on the CPU needs."""
     for waits, _, buckets in phantom(2, cases.one_step, settings | tiers(named)):
         found = of_training(waits)
         others = {k: n for k, n in found.items() if not any(place in k for place in places)}
@@ -52,7 +51,7 @@ def tiers(named):
     return {f"offload_{k}": f"nvme:{on_a_disk()}" if v == "nvme" else v for k, v in named.items()}
 
 
-def test_activations_on_a_disk_stop_nobody_and_take_a_few_blocks(phantom):
+def test_activations_on_a_disk_block_no_stream_and_use_few_blocks(phantom):
     settings = {"offload_activations": f"nvme:{on_a_disk()}"}
     [report] = phantom.reports(1, cases.small_blocks, cases.activations, settings)
     assert report.races == []
@@ -65,8 +64,7 @@ def test_activations_on_a_disk_stop_nobody_and_take_a_few_blocks(phantom):
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("row", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_a_checkpoint_passes_through_two_blocks(phantom, tmp_path, row, background):
-    """Of its tensors nothing is copied but through them; what ranks tell each other, and numbers
-    beside the tensors, is."""
+    """Tensors are copied only through them; messages between ranks and plain numbers are not."""
     args = cases.saved_and_loaded, tmp_path, {"zero": row}, background
     for found in phantom(2, cases.small_blocks, *args):
         for waits, pinned in found:
@@ -74,12 +72,12 @@ def test_a_checkpoint_passes_through_two_blocks(phantom, tmp_path, row, backgrou
             stopped = [cause for cause in waits if "blocking in engine/" in cause]
             assert not stopped, waits
             assert sum(n for cause, n in waits.items() if "tiers/pieces.py" in cause) > BLOCKS
-        (saved, _), _ = found  # the counts of steps come down together
+        (saved, _), _ = found  # all step counts are copied together
         assert sum(n for cause, n in saved.items() if "tiers/copy_stream.py" in cause) == 1, saved
 
 
 def ways(world):
-    """Whether a copy up waits for one down that was asked for before, and what it was given."""
+    """Return whether a copy up waits for an earlier copy down, and the values that it read."""
     from tests.phantom.streams import Device, name_of
 
     copies = CopyStream(world.device)
@@ -95,17 +93,17 @@ def ways(world):
     return up != here, apart, behind, bool((back == 1).all())
 
 
-def test_each_way_has_a_stream_of_its_own(phantom):
+def test_each_direction_has_its_own_stream(phantom):
     assert phantom(1, ways) == [(True, True, True, True)]
 
 
 @pytest.mark.parametrize("rests", ["host", "disk"])
-def test_what_was_saved_may_come_back_for_another_stream(phantom, rests):
+def test_saved_activation_may_be_used_on_another_stream(phantom, rests):
     phantom(1, cases.fetched_elsewhere, on_a_disk() if rests == "disk" else None)
 
 
 def interrupted(world, verb):
-    """A checkpoint's piece fails in the reader's hands, and the memory is freed."""
+    """Raise in the reader of a checkpoint's piece, and free the memory."""
     window = HostWindow()
     flat = torch.ones(8 * cases.SMALL, dtype=torch.uint8, device=world.device)
     pieces = window.read(flat) if verb == "read" else window.write(flat, fresh=True)
@@ -116,12 +114,12 @@ def interrupted(world, verb):
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_window_that_is_left_early_is_in_order(phantom, verb):
+def test_window_left_early_is_in_order(phantom, verb):
     phantom(1, cases.small_blocks, interrupted, verb)
 
 
 def windows(world):
-    """How many streams some checkpoints make."""
+    """Return the number of streams that some checkpoints use."""
     flat = torch.ones(10, device=world.device)
     first = torch.cuda.Stream(world.device).cuda_stream
     for _ in range(3):

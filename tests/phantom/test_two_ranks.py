@@ -1,4 +1,4 @@
-"""Two ranks over NCCL, as it orders things: what CPU ranks come to over Gloo, and in order."""
+"""Two ranks over NCCL on the simulated device: results equal CPU ranks', and are in order."""
 
 import itertools
 import threading
@@ -12,7 +12,7 @@ CLOSE = {"rtol": 1e-8, "atol": 1e-10}
 
 
 def same(phantom, group, function, *args, **tolerance):
-    """The simulated ranks against those of the CPU."""
+    """Compare the simulated ranks with CPU ranks."""
     found = phantom(2, function, *args)
     wanted = group(2, transport="gloo")(function, *args)
     for one, two in zip(found, wanted, strict=True):
@@ -23,7 +23,7 @@ def same(phantom, group, function, *args, **tolerance):
 TIERS = ("device", "cpu", "nvme")
 PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed")
 STATES = ("optimizer", "gradients", "params")
-"""Of which those that a row shards, and the optimizer's in any, may rest elsewhere."""
+"""The states that can be on another tier: those that a row shards, and the optimizer's always."""
 
 SHARDED = {0: 1, 1: 1, 2: 2, 3: 3}
 PRODUCT = [
@@ -32,7 +32,7 @@ PRODUCT = [
     for tiers in itertools.product(TIERS, repeat=count)
     for precision in PRECISIONS
 ]
-"""By row, where the states rest: the optimizer's, gradients, parameters; and the precision."""
+"""By row, the tiers of optimizer state, gradients and parameters, and the precision."""
 
 OFTEN = [
     (0, ("device",), "fp32"),
@@ -45,7 +45,7 @@ OFTEN = [
 ]
 
 
-def test_the_product_is_all_that_is_legal():
+def test_product_has_all_legal_combinations():
     assert len(PRODUCT) == 4 * (3 + 3 + 9 + 27)
     assert set(OFTEN) <= set(PRODUCT)
 
@@ -99,7 +99,7 @@ def test_batches_from_pinned_memory(phantom, group, row):
     ],
     ids=str,
 )
-def test_a_stream_of_the_users_own(phantom, group, settings):
+def test_user_stream(phantom, group, settings):
     same(phantom, group, cases.on_a_stream_of_its_own, settings)
 
 
@@ -112,7 +112,7 @@ def test_layers_split_over_the_ranks(phantom, group, row):
     "schedule",
     ["1f1b", *(pytest.param(s, marks=pytest.mark.full) for s in ("gpipe", "interleaved"))],
 )
-def test_layers_shared_out(phantom, group, schedule):
+def test_layers_distributed_over_ranks(phantom, group, schedule):
     settings = {"schedule": schedule, "microbatches": 4}
     same(phantom, group, cases.split, settings, {"pipeline": 2})
 
@@ -121,12 +121,12 @@ def test_horovod(phantom, group):
     same(phantom, group, cases.horovod)
 
 
-def test_horovod_on_a_stream_of_the_users_own(phantom, group):
+def test_horovod_on_user_stream(phantom, group):
     same(phantom, group, cases.horovod_on_a_stream_of_its_own)
 
 
 def threads_at_a_device(world):
-    """Which threads were put at the device of this rank."""
+    """Return the threads that have selected the device of this rank."""
     real, seen = torch.accelerator.set_device_index, []
 
     def noted(index):
@@ -141,7 +141,7 @@ def threads_at_a_device(world):
     return seen
 
 
-def test_the_thread_of_horovod_is_at_the_device_of_its_rank(phantom):
-    """Else a rank of another GPU would have a context on the first one too."""
+def test_horovod_thread_uses_the_device_of_its_rank(phantom):
+    """Otherwise a rank of another GPU would have a context on the first one, too."""
     for seen in phantom(2, threads_at_a_device):
         assert seen == [("shardwise-horovod", 0)]

@@ -1,4 +1,4 @@
-"""Writes that would be lost: into parameters that are sharded, at rest or in a forward."""
+"""Writes into sharded parameters that would be lost, at rest or in a forward."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ TRIED = {
 
 
 def at_rest(world):
-    """The names of writes that were refused: at once, or by the engine's next call."""
+    """Return the names of writes that were refused, at once or by the engine's next call."""
     refused, engine = set(), None
     for name, write in TRIED.items():
         if engine is None:
@@ -56,7 +56,7 @@ def test_writes_at_rest_are_refused_on_a_device(phantom):
 
 
 class Halving(cases.Model):
-    """From some step on its forward writes where it should not."""
+    """A model whose forward writes into a parameter from some step on."""
 
     writes = False
 
@@ -67,7 +67,7 @@ class Halving(cases.Model):
 
 
 def begun_late(world):
-    """In which step after it has begun a write is found, and who has waited until then."""
+    """Return the step that finds a write, and the waits before it."""
     from tests.phantom.streams import Device
 
     model, engine = started(world, Halving)
@@ -84,7 +84,7 @@ def begun_late(world):
 
 
 class Late:
-    """An event that nobody has seen happen until they wait for it."""
+    """An event that happens only when the host waits for it."""
 
     def __init__(self, event):
         self.synchronize = event.synchronize
@@ -94,7 +94,7 @@ class Late:
 
 
 def written_last(world, how):
-    """What `how` says of writes in forwards whose comparison has not come to the host."""
+    """Return the error of `how` about writes whose comparison is not on the host yet."""
     plain = lost_writes.start_to_host
 
     def start_late(tensor):
@@ -103,7 +103,7 @@ def written_last(world, how):
 
     lost_writes.start_to_host = start_late
     model, engine = started(world, Halving)
-    coming = engine._states.shown.residency._whole._writes._coming
+    coming = engine._states.shown.residency._whole._writes._pending
     for step in range(lost_writes.INTERVAL + 2):
         model.writes = step >= lost_writes.FIRST
         trained(world, model, engine, step)
@@ -129,12 +129,12 @@ def written_last(world, how):
         ),
     ],
 )
-def test_a_write_in_the_last_forward_is_told_before_the_states_are_read(phantom, how):
+def test_reports_write_in_the_last_forward_before_states_are_read(phantom, how):
     for said in phantom(2, written_last, how):
         assert "head.weight was written while sharded" in said
 
 
-def test_a_write_in_forward_that_begins_late_is_found_and_nobody_waits_for_that(phantom):
+def test_finds_late_write_in_forward_without_waiting(phantom):
     for step, said, waits in phantom(2, begun_late):
         assert "head.weight was written while sharded" in said
         assert step > 0

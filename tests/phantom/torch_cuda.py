@@ -1,4 +1,4 @@
-"""What of torch.cuda a torch without CUDA cannot do, done for the simulated device."""
+"""The functions of torch.cuda that a torch without CUDA lacks, for the simulated device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.phantom.streams import Device, Stream
 
 
 class _OneDevice(nullcontext[None]):
-    """torch.cuda.device: there is one."""
+    """Replaces torch.cuda.device; there is only one."""
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ def _record_stream(tensor: Tensor, stream: Stream) -> None:
 
 
 def install() -> None:
-    """Take the place of the functions that Shardwise, its tests and torch itself call."""
+    """Replace the functions that Shardwise, its tests and torch itself call."""
     generator = torch.Generator()
     functions = {
         "_get_device_index": lambda *_, **__: 0,

@@ -1,4 +1,4 @@
-"""Gives the process that imports it a simulated device: one that programs are forked from."""
+"""Gives the process that imports it a simulated device; programs are forked from that process."""
 
 from tests.phantom import rank
 

@@ -1,4 +1,4 @@
-"""Which lines asked for something: the innermost of the package, or of the tests."""
+"""Finds the lines that asked for something: the innermost of the package, or of the tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGE, _TESTS, _OWN = "/shardwise/", "/tests/", "/tests/phantom/"
 LINES = 4
 
 _known: dict[CodeType, str] = {}
-"""By code, the part of its file's name that is shown; "" where it is torch's or Python's."""
+"""By code object, the part of its file's name to show; "" for code of torch or Python."""
 
 
 class Lines(tuple[tuple[str, int], ...]):
@@ -25,14 +25,14 @@ class Lines(tuple[tuple[str, int], ...]):
 
 
 def where() -> Lines:
-    """The lines that this thread is at."""
+    """Return the lines that this thread is executing."""
     return Lines(islice(_lines(sys._getframe(1)), LINES))
 
 
 def asking_files() -> set[str]:
-    """The files that this thread is at, LINES of them from the innermost one on.
+    """Return the files that this thread is executing, at most LINES from the innermost on.
 
-    Calls inside one file count once: a function that is cut in two must not hide who asked.
+    Calls inside one file count once: splitting a function in two must not hide the caller.
     """
     names = (name for name, _ in _lines(sys._getframe(1)))
     return {name for name, _ in islice(groupby(names), LINES)}

@@ -1,7 +1,7 @@
-"""Ranks that are killed, stopped or fail at random places of a run, and what is said of it.
+"""Faults of ranks at random places of a run, and checks of the launcher's report.
 
-- drawing.py: a seed becomes a fault
-- faulty.py: the script that has it
-- judging.py: what came of it, and whether that is what is promised
+- drawing.py: draws a fault from a seed
+- faulty.py: the script with the fault
+- judging.py: runs a fault, and compares the report with the promised one
 - __main__.py: python -m tests.random_faults --faults 200 --seed 1
 """

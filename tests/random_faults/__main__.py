@@ -1,7 +1,7 @@
-"""Faults at random places of a run, and what is said of them.
+"""Tries faults of ranks at random places of a run, and checks the launcher's report.
 
 python -m tests.random_faults --faults 200 --seed 1     seeds 1 to 200
-python -m tests.random_faults --fault 17                that one, and all about it
+python -m tests.random_faults --fault 17                only seed 17, with its whole output
 """
 
 import tempfile
@@ -14,7 +14,7 @@ from tests.random_faults.judging import COMMAND, Runner
 
 @contextmanager
 def prepared() -> Iterator[Runner]:
-    """What tries a fault."""
+    """Yield the runner of faults."""
     with tempfile.TemporaryDirectory(prefix="fault") as folder:
         yield Runner(Path(folder))
 

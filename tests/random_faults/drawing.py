@@ -1,4 +1,4 @@
-"""A seed becomes a fault: of which rank, of which kind, where."""
+"""Draws a fault from a seed: its rank, its kind and its place."""
 
 from dataclasses import dataclass
 from random import Random
@@ -12,8 +12,10 @@ STEPS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """The rank `victim` of `size` has the fault `kind` at `place`, in `step` (from 1); at a moment,
-    `delay` seconds later. The others wait `timeout` seconds."""
+    """A fault of the rank `victim` of `size`: `kind` at `place` in `step`, counted from 1.
+
+    At a place of MOMENTS it strikes `delay` seconds later. The other ranks wait `timeout` seconds.
+    """
 
     size: int
     victim: int
@@ -34,7 +36,7 @@ class Fault:
 
 
 def draw(seed: int) -> Fault:
-    """The fault of `seed`."""
+    """Draw the fault of `seed`."""
     rng = Random(seed)
     size = rng.choice([2, 2, 3])
     place = rng.choice(PLACES)

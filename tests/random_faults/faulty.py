@@ -1,4 +1,7 @@
-"""Trains and saves, with a fault: python faulty.py FAULT.json MOMENT, where it writes when."""
+"""Trains and saves, with a fault: python faulty.py FAULT.json MOMENT
+
+It writes the time of the fault to the file MOMENT.
+"""
 
 import json
 import os
@@ -15,16 +18,16 @@ IS_VICTIM = int(os.environ["SHARDWISE_LAUNCH_RANK"]) == FAULT["victim"]
 
 
 def strike() -> None:
-    """Have the fault, now."""
+    """Have the fault now."""
     Path(sys.argv[2]).write_text(repr(time.time()))
     kind = FAULT["kind"]
     if kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[kind])
-        time.sleep(0.05)  # a stop takes a moment
+        time.sleep(0.05)  # SIGSTOP takes effect with a delay
     elif kind == "exit at once":
         os._exit(0)
     elif kind == "exception":
-        raise ValueError("the fault that was asked for")
+        raise ValueError("the requested fault")
     elif kind == "memory":
         import torch
 
@@ -39,13 +42,13 @@ def strike() -> None:
 
 
 def at(place: str, step: int = 0) -> None:
-    """Have the fault here, if that is where."""
+    """Have the fault now, if this is its place and step."""
     if IS_VICTIM and place == FAULT["place"] and step in (0, FAULT["step"]):
         strike()
 
 
 def soon(place: str, step: int) -> None:
-    """Have the fault in a moment, if that is when."""
+    """Have the fault after its delay, if this is its place and step."""
     if IS_VICTIM and place == FAULT["place"] and step == FAULT["step"]:
         threading.Timer(FAULT["delay"], strike).start()
 
@@ -60,17 +63,15 @@ import shardwise as sw  # noqa: E402
 
 
 class Faulty(torch.autograd.Function):
-    """What backward comes through."""
+    """An identity function that may have the fault in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-        """As it is."""
         ctx.step = step
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """As they are, after the fault."""
         at("backward", ctx.step)
         return grads[0], None
 
@@ -93,7 +94,7 @@ for number in range(1, FAULT["steps"] + 1):
     soon("any moment of a save", number)
     engine.save("checkpoints/", keep=2)
 if IS_VICTIM and "moment" in FAULT["place"]:
-    while True:  # it comes in the middle of what the others wait for
+    while True:  # the fault strikes while the other ranks wait for these collectives
         engine.backward(model(torch.ones(8, 64)).mean())
         engine.step()
 world.barrier()

@@ -1,4 +1,4 @@
-"""One fault: who is named, how soon, what is left behind."""
+"""Runs one fault, and judges which rank the report names, how soon, and any leftovers."""
 
 import json
 import re
@@ -13,12 +13,12 @@ from tests.system.launcher import Launcher, Ran
 
 FAULTY = Path(__file__).with_name("faulty.py")
 SLOW = 60.0
-"""Seconds from a fault until the run has ended, on a machine that is busy, beside the time-out
-where a rank is only silent."""
+"""Longest time in seconds from a fault to the end of the run, on a busy machine. For a rank that is
+only stopped, the timeout is added."""
 
 COMMAND = Command(
     name="random_faults",
-    about="Faults at random places of a run, and what is said of them.",
+    about="Try faults at random places of a run, and check the launcher's report.",
     thing="fault",
     things="faults",
     fine=("named",),
@@ -34,7 +34,7 @@ class Runner:
         self._folder = folder
 
     def __call__(self, seed: int) -> Result:
-        """Try the one of `seed`."""
+        """Try the fault of `seed`."""
         fault = draw(seed)
         folder = self._folder / f"fault-{seed}"
         folder.mkdir()
@@ -45,7 +45,7 @@ class Runner:
             left = [str(pid) for pid in alive]
             written = (each.name for each in (folder / "temporary").iterdir())
             left += [name for name in written if not name.startswith("torchinductor_")]
-            kind, words = judged(fault, ran, seconds, left)
+            kind, words = judge(fault, ran, seconds, left)
             story = f"exit code {ran.code}\n{ran.out[-3000:]}{ran.err[-6000:]}"
         except AssertionError as error:  # it did not end
             kind, words, story, seconds = "hang", "", str(error), 0.0
@@ -63,7 +63,7 @@ class Runner:
 
 
 def run(fault: Fault, launcher: Launcher, folder: Path) -> tuple[Ran, float]:
-    """A run that has the fault; seconds from it to the end."""
+    """Run the script with the fault. Return the run, and the seconds from the fault to its end."""
     told, moment = folder / "fault.json", folder / "moment"
     told.write_text(json.dumps({**asdict(fault), "signals": SIGNALS, "steps": STEPS}))
     flags = ["-n", str(fault.size), "--zero", str(fault.zero), "--transport", fault.transport]
@@ -73,8 +73,8 @@ def run(fault: Fault, launcher: Launcher, folder: Path) -> tuple[Ran, float]:
     return ran, time.time() - float(moment.read_text()) if moment.exists() else 0.0
 
 
-def judged(fault: Fault, ran: Ran, seconds: float, left: list[str]) -> tuple[str, str]:
-    """The kind of result, and a few words."""
+def judge(fault: Fault, ran: Ran, seconds: float, left: list[str]) -> tuple[str, str]:
+    """Return the kind of result, and a few words about it."""
     named = _CLOSING.findall(ran.err)
     last = ran.err.strip().splitlines()[-1][:200] if ran.err.strip() else ""
     if ran.code == 0:
@@ -85,6 +85,7 @@ def judged(fault: Fault, ran: Ran, seconds: float, left: list[str]) -> tuple[str
         return "wrong rank", f"rank {named[-1]}: {last}"
     if left:
         return "left behind", ", ".join(left)
-    if seconds > SLOW + (fault.timeout if fault.kind == "stop" else 0.0):  # it is waited for
+    # The other ranks wait for a stopped rank until their timeout.
+    if seconds > SLOW + (fault.timeout if fault.kind == "stop" else 0.0):
         return "slow", f"{seconds:.1f} s"
     return "named", f"{seconds:.1f} s"

@@ -1,5 +1,5 @@
-"""Ranks that are killed while they save, and what is left to go on from.
+"""Kills of ranks during a save, and checks of the next run.
 
-- trying.py: a seed becomes a kill; the run that has it, and that which goes on
+- trying.py: turns a seed into a kill; runs the training with the kill, and the next run
 - __main__.py: python -m tests.save_kills --kills 200 --seed 1
 """

@@ -1,7 +1,7 @@
-"""Kills at any moment around a save, and what is left to go on from.
+"""Kill ranks at random moments around a save, and check the next run.
 
 python -m tests.save_kills --kills 200 --seed 1     seeds 1 to 200
-python -m tests.save_kills --kill 17                that one, and all about it
+python -m tests.save_kills --kill 17                only seed 17, with all details
 """
 
 import tempfile
@@ -15,7 +15,7 @@ from tests.save_kills.trying import COMMAND, SIZE, Runner
 
 @contextmanager
 def prepared() -> Iterator[Runner]:
-    """What tries a kill."""
+    """Return the runner that tries one kill."""
     with closing(Groups()) as groups, tempfile.TemporaryDirectory(prefix="kill") as folder:
         yield Runner(groups(SIZE), Path(folder))
 

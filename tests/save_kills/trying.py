@@ -1,4 +1,4 @@
-"""A rank, or all, are killed at a random moment around a save; what the next run makes of it."""
+"""Kills of one or all ranks at a random moment around a save, and the result of the next run."""
 
 import re
 import shutil
@@ -15,17 +15,17 @@ from tests.seeded import Command, Result
 
 STEPS = 4
 LIMIT = 60.0
-"""Seconds that a run may take."""
+"""Maximum seconds of a run."""
 
 MOST = 0.02
-"""Seconds after the begin of a save in which a kill comes: most take less."""
+"""Maximum seconds between the start of a save and a kill. Most saves take less."""
 
 SIZE = 2
 _WHOLE = re.compile(r"step-\d+")
 
 COMMAND = Command(
     name="save_kills",
-    about="Kills at any moment around a save, and what is left to go on from.",
+    about="Kill ranks at random moments around a save, and check the next run.",
     thing="kill",
     things="kills",
     fine=("same bits", "same bits, too late to kill"),
@@ -35,7 +35,7 @@ COMMAND = Command(
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """`victims` die `delay` seconds after they began to save `step`."""
+    """The ranks in `victims` die `delay` seconds after they started to save `step`."""
 
     victims: tuple[int, ...]
     step: int
@@ -53,7 +53,7 @@ class Kill:
 
 
 def draw(seed: int) -> Kill:
-    """The kill of `seed`."""
+    """Return the kill of `seed`."""
     rng = Random(seed)
     return Kill(
         victims=rng.choice([(0,), (1,), (0, 1)]),
@@ -66,7 +66,8 @@ def draw(seed: int) -> Kill:
 
 
 def goes(world: Any, folder: Path, kill: Kill, *, lives: bool) -> tuple[int, str]:
-    """Train to the end from what `folder` has; where it began, and the digest of the end."""
+    """Train to the end from the checkpoints in `folder`; return the first step and the final
+    digest."""
     made = built(world, kill.row, 5)
     made.engine.resume(folder)
     began = made.engine.steps
@@ -93,7 +94,7 @@ class Runner:
         self._wanted: dict[int, str] = {}
 
     def __call__(self, seed: int) -> Result:
-        """Try the one of `seed`."""
+        """Try the kill of `seed`."""
         kill, folder = draw(seed), self._folder / f"kill-{seed}"
         began = time.monotonic()
         try:
@@ -124,7 +125,7 @@ class Runner:
         return kind, words, f"after the kill: {seen}"
 
     def _undisturbed(self, kill: Kill) -> str:
-        """The digest of the end in this row, of a run that nobody disturbs."""
+        """Return the final digest in this row of a run without a kill."""
         if kill.row not in self._wanted:
             folder = self._folder / f"undisturbed-{kill.row}"
             self._wanted[kill.row] = self._group(_lives, folder, kill, limit=LIMIT)[0][1]
@@ -142,7 +143,7 @@ def _lives(world: Any, folder: Path, kill: Kill) -> tuple[int, str]:
 def judged(
     kill: Kill, went: list[tuple[int, str]], wanted: str, left: list[str], *, late: bool
 ) -> tuple[str, str]:
-    """The kind of result, and a few words, where the next run `went` from a step to an end."""
+    """Return kind and description of the result, if the next run `went` from a step to an end."""
     began = went[0][0]
     if any(digest != wanted or step != began for step, digest in went):
         return "other bits", f"from step {began}"

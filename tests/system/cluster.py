@@ -58,7 +58,7 @@ class Cluster(Hosts):
     """A running Slurm cluster."""
 
     def batch(self, *words: str, **options: Any) -> str:
-        """Submit a batch job and wait for its end; returns its state, COMPLETED if all is well.
+        """Submit a batch job and wait for its end; return its state, COMPLETED on success.
 
         sbatch can wait too, but looks only every ten seconds.
         """
@@ -77,7 +77,7 @@ class Cluster(Hosts):
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
-    """Start a cluster whose files are in `folder`; it is gone at the end."""
+    """Yield a cluster whose files are in `folder`, and end it."""
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(64))
@@ -93,5 +93,5 @@ def _is_ready(made: Cluster) -> bool:
 
 
 def missing() -> str | None:
-    """Why there can be no cluster here; None where there can be one."""
+    """Return why a cluster is impossible on this machine; None if it is possible."""
     return two_hosts.missing(*COMPONENTS)

@@ -1,4 +1,4 @@
-"""A control group with little memory, where the kernel's out-of-memory killer can be met."""
+"""A control group with little memory, for tests of the kernel's out-of-memory killer."""
 
 import os
 from collections.abc import Iterator
@@ -10,8 +10,10 @@ ROOT = Path("/sys/fs/cgroup")
 
 @contextmanager
 def little_memory(limit: int) -> Iterator[list[str]]:
-    """The words that start a command in a group of `limit` bytes. Raises OSError where this user
-    or this host can make none."""
+    """Yield the words that start a command in a group with `limit` bytes of memory.
+
+    Raises OSError if this user or this host cannot create such a group.
+    """
     old = (ROOT / "memory").is_dir()
     group = (ROOT / "memory" if old else ROOT) / f"shardwise-test-{os.getpid()}"
     group.mkdir()

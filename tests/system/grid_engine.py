@@ -16,7 +16,7 @@ from tests.system.two_hosts import Hosts
 
 COMPONENTS = ("sge_qmaster", "sge_execd", "qsub", "qconf", "qrsh")
 DAEMONS = ("sh", "sleep", "sge_qmaster", "sge_execd")
-"""The names of the processes on hosts that have no job."""
+"""Names of the processes on hosts without a job."""
 
 INSTALLED = Path("/var/lib/gridengine")
 PROGRAMS = Path("/usr/lib/gridengine")
@@ -43,10 +43,10 @@ CONFIGURATION = {
     "min_uid": "0",  # jobs of root are permitted
     "min_gid": "0",
     "load_report_time": "00:00:01",
-    # Jobs do not inherit the environment in which the test started the daemons.
+    # Jobs do not inherit the environment of the daemons.
     "execd_params": "INHERIT_ENV=false",
 }
-"""What differs from Debian's default configuration."""
+"""Differences from Debian's default configuration."""
 
 SCHEDULER = {
     "schedule_interval": "0:0:1",
@@ -55,7 +55,7 @@ SCHEDULER = {
     "job_load_adjustments": "NONE",
     "queue_sort_method": "seqno",
 }
-"""What differs from the scheduler's default configuration."""
+"""Differences from the scheduler's default configuration."""
 
 PARALLEL_ENVIRONMENT = """\
 pe_name            mpi
@@ -82,7 +82,7 @@ QUEUE = {
     # Grid Engine removes a job's folder there from each host, and these share /tmp.
     "tmpdir": "{folder}/tmp1,[n2={folder}/tmp2]",
 }
-"""What differs from the default queue."""
+"""Differences from the default queue."""
 
 START = """\
 export SGE_ND=1  # do not become daemons
@@ -110,7 +110,7 @@ class GridEngine(Hosts):
 
 @contextmanager
 def grid_engine(folder: Path) -> Iterator[GridEngine]:
-    """Start a cell whose files are in `folder`; it is gone at the end."""
+    """Yield a cell whose files are in `folder`, and end it."""
     root = folder / "sge"
     common = root / "default" / "common"
     for made in (common, *(folder / name for name in ("qmaster", "spool", "tmp1", "tmp2"))):
@@ -150,18 +150,18 @@ def grid_engine(folder: Path) -> Iterator[GridEngine]:
 
 
 def _sed(changes: dict[str, str], folder: Path) -> str:
-    """A sed script that sets lines `name value`."""
+    """Return a sed script that sets lines `name value`."""
     return "".join(
         f"s|^{name} .*|{name} {value.format(folder=folder)}|\n" for name, value in changes.items()
     )
 
 
 def _is_ready(made: GridEngine) -> bool:
-    """Whether both hosts report their load, and so take jobs."""
+    """Return whether both hosts report their load, so that they accept jobs."""
     shown = made.run("qstat", "-f").stdout
     return len(re.findall(r"^all\.q@n[12] .* lx-\S+ *$", shown, flags=re.MULTILINE)) == 2
 
 
 def missing() -> str | None:
-    """Why there can be no cell here; None if there can be one."""
+    """Return why a cell is impossible on this machine; None if it is possible."""
     return two_hosts.missing(*COMPONENTS)

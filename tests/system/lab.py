@@ -1,11 +1,11 @@
-"""Hosts for tests: network namespaces of this machine, joined by cables, with a real sshd each.
+"""Hosts for tests: network namespaces of this machine, each with a real sshd.
 
     node1 --- switch --- node2          node1 is 10.77.0.1 and fd00:77::1, ...
                 |
               node3
 
-Each has a network, a name and mounts of its own: what is mounted there is not seen elsewhere.
-Everything ends with the processes that hold the namespaces.
+Each host has its own network, name and mounts. Everything ends with the processes that hold the
+namespaces.
 """
 
 import os
@@ -62,21 +62,21 @@ exec "$(command -v sshd)" -D -E "$folder/$name.log" -f "$folder/sshd_config"
 
 @dataclass
 class Node:
-    """One host; `pid` is the process that holds its namespaces."""
+    """A host. `pid` is the process that holds its namespaces."""
 
     name: str
     pid: int
 
     def enter(self, folder: Path, *words: str) -> list[str]:
-        """The words that run `words` on this host, in `folder`."""
+        """Return the command that runs `words` on this host, in `folder`."""
         namespaces = ("--net", "--uts", "--mount", "--target", str(self.pid))
         return ["nsenter", *namespaces, "env", f"--chdir={folder}", *words]
 
 
 class Lab:
-    """The hosts `nodes`, and the words by which ssh knows its way among them.
+    """The hosts `nodes`, with an `ssh` command that reaches them.
 
-    Who logs in finds `temporary` for temporary files.
+    A login uses the folder `temporary` for temporary files.
     """
 
     def __init__(self, folder: Path, nodes: list[Node], switch: int) -> None:
@@ -86,16 +86,16 @@ class Lab:
         self._switch = switch
 
     def cut(self, number: int) -> None:
-        """Pull the cable of node `number`."""
+        """Unplug the cable of node `number`."""
         self._cable(number, "down")
 
     def mend(self, number: int) -> None:
-        """Put it back."""
+        """Plug in the cable of node `number` again."""
         self._cable(number, "up")
 
     @contextmanager
     def without_way(self, number: int, other: int) -> Iterator[None]:
-        """Let node `number` find no way to node `other`, as behind a firewall."""
+        """Block the route from node `number` to node `other`, like a firewall."""
         place = f"10.77.0.{other}/32"
         inside = ["nsenter", "--net", "--target", str(self.nodes[number - 1].pid), "ip", "route"]
         subprocess.run([*inside, "add", "prohibit", place], check=True)
@@ -105,7 +105,7 @@ class Lab:
             subprocess.run([*inside, "del", "prohibit", place], check=True)
 
     def processes(self) -> set[int]:
-        """All processes on these hosts that are alive, but for the first of each."""
+        """Return the living processes on these hosts, except the first one of each."""
         networks = {os.readlink(f"/proc/{node.pid}/ns/net") for node in self.nodes}
         found = set()
         for folder in Path("/proc").glob("[0-9]*"):
@@ -113,12 +113,12 @@ class Lab:
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
                 if state != "Z" and os.readlink(folder / "ns" / "net") in networks:
                     found.add(int(folder.name))
-            except OSError:  # it ended meanwhile
+            except OSError:  # it has ended meanwhile
                 continue
         return found - {node.pid for node in self.nodes}
 
     def running(self, number: int, words: str) -> list[int]:
-        """Processes on node `number` whose command line contains `words`."""
+        """Return the processes on node `number` whose command line contains `words`."""
         network = os.readlink(f"/proc/{self.nodes[number - 1].pid}/ns/net")
         found = []
         for pid in self.processes():
@@ -131,7 +131,7 @@ class Lab:
         return found
 
     def left(self, limit: float = 8.0) -> list[str]:
-        """What a run has left on these hosts after `limit` seconds: processes but sshd's, files."""
+        """Return the processes (except sshd) and files that a run leaves after `limit` seconds."""
         until = time.monotonic() + limit
         while True:
             alive = [_name(pid) for pid in self.processes()]
@@ -147,7 +147,7 @@ class Lab:
 
 
 def _name(pid: int) -> str:
-    """The name of a process; empty when it is gone."""
+    """Return the name of a process; "" if it is gone."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -155,7 +155,7 @@ def _name(pid: int) -> str:
 
 
 def missing() -> str | None:
-    """Why there can be no lab here; None where there can."""
+    """Return why a lab is impossible on this machine; None if it is possible."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     absent = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if absent:
@@ -170,7 +170,7 @@ def missing() -> str | None:
 
 @contextmanager
 def lab(folder: Path, count: int, hidden: Path) -> Iterator[Lab]:
-    """`count` hosts; the last of them has an empty folder at `hidden`."""
+    """Yield `count` hosts. On the last one the folder `hidden` is empty."""
     need("ssh", missing())
     _write_files(folder, count)
     with ExitStack() as stack:
@@ -209,13 +209,13 @@ def _write_files(folder: Path, count: int) -> None:
 
 @contextmanager
 def _held(words: list[str]) -> "Iterator[subprocess.Popen[bytes]]":
-    """A process that has entered namespaces of its own, killed at the end."""
+    """Yield a process that has entered its own namespaces, and kill it at the end."""
     environ = os.environ | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
     process = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL)
     try:
         ours, until = os.readlink("/proc/self/ns/net"), time.monotonic() + START_LIMIT
         while os.readlink(f"/proc/{process.pid}/ns/net") == ours:
-            assert time.monotonic() < until, f"{words} has no network of its own"
+            assert time.monotonic() < until, f"{words} has not entered its own network"
             time.sleep(0.005)
         yield process
     finally:
@@ -229,7 +229,7 @@ def _inside(pid: int, line: str) -> None:
 
 
 def _join(switch: int, number: int, pid: int) -> None:
-    """A cable from the switch to the host that `pid` holds."""
+    """Connect the host that `pid` holds to the switch."""
     port = f"port{number}"
     _inside(
         switch,

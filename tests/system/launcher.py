@@ -1,4 +1,4 @@
-"""Starts `shardwise` as a user types it, and finds every process that it leaves behind."""
+"""Starts `shardwise` as a user does, and finds every process that it leaves behind."""
 
 import os
 import signal
@@ -12,27 +12,27 @@ from typing import Any
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIMIT = 120.0
-"""Seconds that a run may take, on a machine that does other things too."""
+"""Seconds that a run may take on a busy machine."""
 
 
 @dataclass
 class Ran:
-    """How a run ended and what it wrote."""
+    """The exit code and the output of a run."""
 
     code: int
     out: str
     err: str
 
     def lines(self) -> list[str]:
-        """The lines of its standard output, sorted: ranks race."""
+        """Return the lines of its standard output, sorted because ranks race."""
         return sorted(self.out.splitlines())
 
 
 @dataclass
 class Launcher:
-    """Runs of one test; its processes carry a mark in their environment.
+    """The runs of one test. Their processes have a mark in their environment.
 
-    `enter` are the words that bring a command to another place, such as a namespace.
+    `enter` is the beginning of a command that enters another place, such as a namespace.
     """
 
     folder: Path
@@ -49,7 +49,7 @@ class Launcher:
         return subprocess.Popen(command, **settings)
 
     def environ(self) -> dict[str, str]:
-        """Our environment with the mark, and a place for temporary files of its own."""
+        """Return our environment with the mark, and a separate folder for temporary files."""
         known = {name: value for name, value in os.environ.items() if "SHARDWISE" not in name}
         temporary = self.folder / "temporary"
         temporary.mkdir(exist_ok=True)
@@ -60,7 +60,7 @@ class Launcher:
         return self.finish(self.start(*words, **options))
 
     def finish(self, process: "subprocess.Popen[str]", limit: float = LIMIT) -> Ran:
-        """Wait for the end of a run; kill it and fail when it does not come."""
+        """Wait for a run to end; kill it and fail after `limit` seconds."""
         try:
             out, err = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -70,7 +70,7 @@ class Launcher:
         return Ran(process.returncode, out, err)
 
     def left(self) -> list[int]:
-        """Processes with our mark that are alive."""
+        """Return the living processes with our mark."""
         mark = f"TEST_MARK={self.mark}".encode()
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -78,19 +78,19 @@ class Launcher:
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
                 if state != "Z" and mark in (folder / "environ").read_bytes().split(b"\0"):
                     found.append(int(folder.name))
-            except OSError:  # it ended meanwhile, or is not ours to read
+            except OSError:  # it has ended meanwhile, or belongs to another user
                 continue
         return found
 
     def wait_until_gone(self, limit: float = 8.0) -> list[int]:
-        """Processes that are still alive after `limit` seconds."""
+        """Return the processes that are still alive after `limit` seconds."""
         until = time.monotonic() + limit
         while (alive := self.left()) and time.monotonic() < until:
             time.sleep(0.05)
         return alive
 
     def kill_all(self) -> None:
-        """Kill what is left, so that no test harms the next."""
+        """Kill the remaining processes, so that no test disturbs the next."""
         for pid in self.left():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -98,10 +98,10 @@ class Launcher:
                 continue
 
     def folders_left(self) -> list[Path]:
-        """Temporary folders of the launcher that still exist."""
+        """Return temporary folders of the launcher that still exist."""
         return list((self.folder / "temporary").glob("shardwise-*"))
 
 
 def script(name: str) -> str:
-    """The path of a script of these tests."""
+    """Return the path of a script of these tests."""
     return str(SCRIPTS / f"{name}.py")

@@ -15,7 +15,7 @@ LINK = "veth0"
 
 
 class TwoHosts:
-    """Two network namespaces with an address each. Skips the test where that is not permitted."""
+    """Two network namespaces with an address each. Skips the test if they are not permitted."""
 
     addresses = ("10.231.7.1", "10.231.7.2")
 
@@ -51,7 +51,7 @@ class TwoHosts:
             "LOCAL_RANK": rank % (size // 2),
             "LOCAL_WORLD_SIZE": size // 2,
             "MASTER_ADDR": self.addresses[0],
-            "MASTER_PORT": 29500,  # in a namespace of our own every port is free
+            "MASTER_PORT": 29500,  # every port is free in a new namespace
             "GLOO_SOCKET_IFNAME": LINK,
             "LINK": LINK,
             "OMP_NUM_THREADS": 1,
@@ -68,7 +68,7 @@ class TwoHosts:
         return process
 
     def close(self) -> None:
-        """End what runs there, and the hosts."""
+        """End the processes on the hosts, and remove the hosts."""
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)

@@ -1,13 +1,13 @@
-"""Some bad inputs are each refused by a sentence, before any work is lost.
+"""A few invalid inputs: each is refused in one sentence, before any work is lost.
 
-More of them: `python -m tests.bad_input --inputs 1000 --seed 1`; all about one that fails here:
-`--input SEED`.
+To try more: `python -m tests.bad_input --inputs 1000 --seed 1`. For the output of one that fails
+here: `--input SEED`.
 """
 
 import pytest
 
 from tests.bad_input.drawing import KINDS, Input, draw
-from tests.bad_input.judging import COMMAND, Runner, judged
+from tests.bad_input.judging import COMMAND, Runner, judge
 from tests.bad_input.trying import Seen
 
 OFTEN = range(1, 9)
@@ -15,11 +15,11 @@ FURTHER = range(9, 31)
 
 
 @pytest.mark.parametrize("seeds", [OFTEN, pytest.param(FURTHER, marks=pytest.mark.full)], ids=str)
-def test_every_bad_input_is_a_sentence(tmp_path, seeds):
+def test_bad_input_is_refused_in_one_sentence(tmp_path, seeds):
     assert not (told := COMMAND.failures(Runner(tmp_path), seeds)), told
 
 
-def test_a_seed_is_one_input():
+def test_seed_determines_input():
     several = [draw(seed) for seed in range(300)]
     assert several == [draw(seed) for seed in range(300)]
     assert {each.kind for each in several} == KINDS.keys()
@@ -34,7 +34,7 @@ TRACE = "Traceback (most recent call last):\n  ...\nValueError: x\n"
     [
         (2, SAID, (), "sentence"),
         (0, "", (), "silently taken"),
-        (0, "shardwise: --microbatches 4 does nothing, since ...\n", (), "a line says so"),
+        (0, "shardwise: --microbatches 4 has no effect, because ...\n", (), "a line says so"),
         (1, TRACE, (), "traceback"),
         (1, "", (), "no word"),
         (1, "Segmentation fault\n", (), "no word"),
@@ -44,6 +44,6 @@ TRACE = "Traceback (most recent call last):\n  ...\nValueError: x\n"
         (None, "", (), "hang"),
     ],
 )
-def test_what_is_not_promised_is_seen(code, err, left, kind):
+def test_detects_wrong_results(code, err, left, kind):
     seen = Seen(code=code, out="", err=err, seconds=0.1, left=left)
-    assert judged(Input(kind="setting"), seen)[0] == kind
+    assert judge(Input(kind="setting"), seen)[0] == kind

@@ -66,7 +66,7 @@ def test_accelerates_own_launcher(shardwise: Launcher, kind: str) -> None:
     assert losses(ran) == stock(shardwise)
     started = 1 if kind == "--cpu" else 2
     assert f"by shardwise.accelerate.accelerator {started}" in ran.out
-    said = "accelerate launch has started one process, whatever --num_processes says"
+    said = "accelerate launch has started one process: on the CPU without MPI it ignores"
     assert (said in ran.err) == (started == 1)
 
 
@@ -108,10 +108,10 @@ def test_what_cannot_be_adopted(shardwise: Launcher) -> None:
     for words, said in (
         (
             ["--adopt", "keras", ADOPTED],
-            "--adopt takes names out of accelerate, deepspeed",
+            "--adopt takes one or more of accelerate, deepspeed",
         ),
         (["--adopt", "accelerate", "absent.py"], "There is no script absent.py"),
-        (["--adopt", "accelerate", "sh"], "--adopt runs scripts of Python, and sh is none."),
+        (["--adopt", "accelerate", "sh"], "--adopt needs a Python script, and sh is not one."),
     ):
         ran = run(shardwise, *WORDS, "-n", "2", *words)
         assert (ran.code, said in ran.err) == (2, True), ran.err

@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs, as a user starts them."""
+"""Checkpoints of whole runs, started as a user does."""
 
 from pathlib import Path
 
@@ -24,4 +24,4 @@ def test_a_save_in_the_background_outlasts_the_script(
     assert ran.code == 0, ran.err
     with OpenedCheckpoint(folder) as opened:
         assert opened.fields["step"] == 1
-        assert all(good for _, good in opened.checked())
+        assert all(good for _, good in opened.verify_tensors())

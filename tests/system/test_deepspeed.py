@@ -48,8 +48,8 @@ def test_a_json_as_settings_is_shown_and_refused_before_any_rank_starts(
     assert ran.code == 0, ran.err
     for line in (
         "--zero 2  (zero_optimization.stage)",
-        "a step: 8 samples = 2 x 2 backward(s) x 2 worker(s)",
-        "ignored as tuning: zero_optimization.contiguous_gradients",
+        "samples per step: 8 = 2 x 2 backward(s) x 2 worker(s)",
+        "ignored, because they only tune DeepSpeed: zero_optimization.contiguous_gradients",
         "scheduler.type (a scheduler)",
     ):
         assert line in ran.out

@@ -102,4 +102,4 @@ def test_the_doctor_says_which_torch(installed: Path, tmp_path: Path) -> None:
     rows = {" ".join(line.split()[1:]) for line in out.splitlines()}
     assert f"torch {torch.__version__}" in rows
     assert any(row.startswith("tested torch ") for row in rows)
-    assert "Nothing here would make a run fail." in rows
+    assert "Found nothing that would make a run fail." in rows

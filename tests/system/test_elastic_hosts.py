@@ -1,4 +1,4 @@
-"""Islands over several hosts, by real ssh: one that ends, or whose host is lost, comes back."""
+"""Islands on several hosts, over real ssh: a failed or lost island returns."""
 
 import os
 import random
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture
 def shardwise(hosts: Lab, tmp_path: Path) -> Iterator[Launcher]:
-    """A launcher on node1; nothing may be left of its runs on any host."""
+    """A launcher on node1. Nothing may be left of its runs on any host."""
     launcher = Launcher(tmp_path, hosts.nodes[0].enter(tmp_path))
     (tmp_path / "ck").mkdir()
     yield launcher
@@ -41,14 +41,14 @@ def shardwise(hosts: Lab, tmp_path: Path) -> Iterator[Launcher]:
 
 
 def on(hosts: Lab, where: str, *more: str, islands: int = 2, every: int = 4) -> list[str]:
-    """The words of a run of elastic islands on these hosts."""
+    """Return the command line of a run of elastic islands on these hosts."""
     shape = ["--equal-every", str(every), "--elastic-islands"]
     shape += [] if "--islands" in more else ["--islands", str(islands)]
     return [*over(hosts, "-H", where), "-x", "TEST_MARK", *shape, *more]
 
 
 WIDE = 1500
-"""A hidden layer of which what islands exchange is fetched from host to host."""
+"""Width of a hidden layer that makes islands fetch contributions from host to host."""
 
 
 @pytest.mark.full
@@ -64,16 +64,16 @@ WIDE = 1500
 def test_a_rank_is_killed(
     shardwise: Launcher, hosts: Lab, where: str, rank: int, row: str, width: int
 ) -> None:
-    """The others go on, the island comes back, and all is as in the plain loop without it; also
-    where an island is on two hosts."""
+    """The others continue, the island returns, and all is as in the plain loop without it. One
+    island may be on two hosts."""
     island = rank // 2
     more = ["--restarts", "1", "--zero", row, script("island_dies"), "ck", "--width", str(width)]
     ran = shardwise.run(*on(hosts, where, *more, "--die", f"{rank}:6", "--hold", "14"))
     assert ran.code == 0, ran.err
     assert (
         f"shardwise: island {island} has ended at step 6 (rank {rank} of 4 was ended: SIGKILL). "
-        f"Island {1 - island} goes on without it, from the next boundary on. Starting it again, 1 "
-        "of 1.\n"
+        f"Island {1 - island} continues without it from the next boundary on. Restarting it (1 "
+        "of 1).\n"
     ) in ran.err
     back = back_at(ran, island)
     assert back in (16, 20)
@@ -101,8 +101,8 @@ def kill_agent(shardwise: Launcher, hosts: Lab, number: int) -> None:
         pytest.param("its cable is cut", 40, marks=pytest.mark.full),
     ],
 )
-def test_a_host_is_lost_and_found(shardwise: Launcher, hosts: Lab, how: str, width: int) -> None:
-    """Its island is left out as soon as nothing is heard of it, and comes back with it."""
+def test_lost_host_returns(shardwise: Launcher, hosts: Lab, how: str, width: int) -> None:
+    """Its island is removed when the host stops answering, and returns with the host."""
     cut, epochs = how == "its cable is cut", 60 if how == "its cable is cut" else 16
     flags = ["--host-timeout", "3" if cut else "2", "--restarts", "1", "--islands", "host"]
     more = [script("island_dies"), "ck", "--epochs", str(epochs), "--pause", "0.05"]
@@ -112,7 +112,7 @@ def test_a_host_is_lost_and_found(shardwise: Launcher, hosts: Lab, how: str, wid
         hosts.cut(2)
         try:
             assert run.says("island 1 has ended (node2 (rank 1) is lost: ")
-            assert run.says("shardwise: node2 cannot be reached yet, and is asked again every")
+            assert run.says("shardwise: node2 cannot be reached yet. Trying again every")
         finally:
             hosts.mend(2)
     else:
@@ -120,28 +120,28 @@ def test_a_host_is_lost_and_found(shardwise: Launcher, hosts: Lab, how: str, wid
     ran = run.finish()
     assert ran.code == 0, ran.err
     assert "island 1 has ended (node2 (rank 1) is lost" in ran.err
-    assert "Island 0 goes on without it, from the next boundary on. Starting it again, 1" in ran.err
+    assert "Island 0 continues without it from the next boundary on. Restarting it (1" in ran.err
     back, steps = back_at(ran, 1), 8 * epochs
     gone = next(step for step in range(4, steps, 4) if f"[1] step {step + 4} " not in ran.out)
     found = ends(shardwise.folder / "ck", range(2))
-    # Which boundary was the last with it, its own output does not tell for sure.
+    # The island's output does not show for certain which boundary was its last.
     near = [plain(steps, at, back, 1, width) for at in (gone, gone - 4, gone + 4)]
     assert any(torch.allclose(found, each, rtol=1e-8, atol=1e-8) for each in near)
 
 
 @pytest.mark.full
-def test_a_host_that_others_cannot_fetch_from(shardwise: Launcher, hosts: Lab) -> None:
-    """That is refused before any work is lost."""
+def test_refuses_hosts_that_cannot_reach_each_other(shardwise: Launcher, hosts: Lab) -> None:
+    """The run is refused before any work is lost."""
     with hosts.without_way(2, 3):
         ran = shardwise.run(*on(hosts, "node1:1,node2:1,node3:2", script("island_dies"), "ck"))
     assert (ran.code, ran.out) == (2, "")
     assert "node2 cannot fetch from node3, at port " in ran.err
-    assert "let hosts connect to each other" in ran.err
+    assert "Allow connections between them" in ran.err
 
 
 @pytest.mark.full
-def test_a_way_that_is_lost_between_hosts(shardwise: Launcher, hosts: Lab) -> None:
-    """The launcher hears of all of them: the island that cannot fetch is left out."""
+def test_lost_connection_between_hosts(shardwise: Launcher, hosts: Lab) -> None:
+    """The launcher still reaches all hosts. It removes the island that cannot fetch."""
     flags = ["--host-timeout", "2"]
     more = [script("island_dies"), "ck", "--epochs", "10", "--pause", "0.1", "--width", str(WIDE)]
     words = on(hosts, "node1:1,node2:1,node3:1", *flags, *more, islands=3)
@@ -152,7 +152,7 @@ def test_a_way_that_is_lost_between_hosts(shardwise: Launcher, hosts: Lab) -> No
     ran = run.finish()
     assert ran.code == 0, ran.err
     assert "island 1 has ended (node2 cannot fetch from node3, at port " in ran.err
-    assert "Islands 0, 2 go on without it" in ran.err
+    assert "Islands 0, 2 continue without it" in ran.err
     ends(shardwise.folder / "ck", (0, 2))
 
 
@@ -182,7 +182,7 @@ def test_a_run_that_is_asked_to_end_while_a_host_is_away(
 
 @pytest.mark.full
 def test_a_run_that_ends_while_a_host_is_away(shardwise: Launcher, hosts: Lab) -> None:
-    """It does not wait for what cannot come back."""
+    """The run does not wait for an island that cannot return."""
     flags = ["--host-timeout", "2", "--restarts", "1"]
     more = [script("island_dies"), "ck", "--epochs", "10", "--pause", "0.1"]
     run = Watched(shardwise, *on(hosts, "node1:1,node2:1", *flags, *more))
@@ -199,7 +199,7 @@ def test_a_run_that_ends_while_a_host_is_away(shardwise: Launcher, hosts: Lab) -
 
 @pytest.mark.full
 def test_the_host_of_the_last_island_is_lost(shardwise: Launcher, hosts: Lab) -> None:
-    """That ends the run with the report, and all hosts are asked before it starts again."""
+    """The run ends with the report, and all hosts must answer before it restarts."""
     shardwise.enter = hosts.nodes[0].enter(shardwise.folder)
     flags = ["--host-timeout", "2"]
     more = [script("island_dies"), "ck", "--epochs", "60", "--pause", "0.1"]
@@ -222,7 +222,7 @@ def test_the_host_of_the_last_island_is_lost(shardwise: Launcher, hosts: Lab) ->
 def test_a_random_rank_is_killed_at_a_random_moment(
     shardwise: Launcher, hosts: Lab, seed: int
 ) -> None:
-    """Once or twice, in a random row and on random hosts: in the end all have the same."""
+    """Once or twice, in a random row and on random hosts. In the end all ranks agree."""
     draw = random.Random(seed)
     where = draw.choice(["node1:2,node2:2", "node2:1,node3:3", "node3:1,node1:2,node2:1"])
     islands, every = draw.choice([2, 2, 4]), draw.choice([1, 2, 4])
@@ -245,14 +245,14 @@ def test_a_random_rank_is_killed_at_a_random_moment(
     assert ran.code == 0, ran.err
     size = 4 // islands
     assert f"shardwise: island {first // size} has ended at step " in ran.err
-    assert f"shardwise: island {first // size} is back, from step " in ran.err
+    assert f"shardwise: island {first // size} has returned, from step " in ran.err
     away = {island for island in range(islands) if is_away(ran, island)}
     assert len(away) <= 1
     ends(shardwise.folder / "ck", [rank for rank in range(4) if rank // size not in away])
 
 
 def agent_of(hosts: Lab, node: int) -> int:
-    """The number of the process that is the agent on a node."""
+    """Return the process number of the agent on a node."""
     space = os.readlink(f"/proc/{hosts.nodes[node - 1].pid}/ns/net")
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -264,15 +264,16 @@ def agent_of(hosts: Lab, node: int) -> int:
 
 
 @pytest.mark.full
-def test_a_way_that_is_lost_and_found(shardwise: Launcher, hosts: Lab) -> None:
-    """The host that was given up still lives, and tells of ends: they are not a second failure."""
+def test_lost_connection_between_hosts_returns(shardwise: Launcher, hosts: Lab) -> None:
+    """The host that was given up is still alive and reports ends, which are not a second
+    failure."""
     flags = ["--host-timeout", "2", "--restarts", "1"]
     more = [script("island_dies"), "ck", "--epochs", "40", "--pause", "0.1", "--width", str(WIDE)]
     run = Watched(shardwise, *on(hosts, "node1:1,node2:1,node3:1", *flags, *more, islands=3))
     assert run.reach(6)
     with hosts.without_way(2, 3):
         assert run.says("shardwise: island 1 has ended")
-        assert run.says("is asked again every 2 s: node2 cannot fetch from node3")
+        assert run.says("Trying again every 2 s: node2 cannot fetch from node3")
     ran = run.finish()
     assert ran.code == 0, ran.err
     assert back_at(ran, 1) > 6
@@ -282,7 +283,7 @@ def test_a_way_that_is_lost_and_found(shardwise: Launcher, hosts: Lab) -> None:
 
 @pytest.mark.full
 def test_an_agent_is_killed(shardwise: Launcher, hosts: Lab) -> None:
-    """Its ranks end with it, and its island comes back by another one."""
+    """Its ranks end with it, and its island returns through a new agent."""
     flags = ["--host-timeout", "3", "--restarts", "1"]
     more = [script("island_dies"), "ck", "--epochs", "40", "--pause", "0.1"]
     run = Watched(shardwise, *on(hosts, "node1:1,node2:1", *flags, *more))
@@ -297,8 +298,8 @@ def test_an_agent_is_killed(shardwise: Launcher, hosts: Lab) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("what", ["agent", "cable"])
-def test_a_host_is_silent_for_a_while(shardwise: Launcher, hosts: Lab, what: str) -> None:
-    """An agent that stands still, and a cable that is back in time, are waited for."""
+def test_host_does_not_answer_for_a_while(shardwise: Launcher, hosts: Lab, what: str) -> None:
+    """The launcher waits for a stopped agent, and for a cable that is reconnected in time."""
     flags = ["--host-timeout", "4", "--restarts", "1"]
     more = [script("island_dies"), "ck", "--pause", "0.1"]
     run = Watched(shardwise, *on(hosts, "node1:1,node2:1", *flags, *more))
@@ -319,7 +320,7 @@ def test_a_host_is_silent_for_a_while(shardwise: Launcher, hosts: Lab, what: str
 
 @pytest.mark.full
 def test_two_of_three_hosts_are_lost_at_once(shardwise: Launcher, hosts: Lab) -> None:
-    """Both come back to the one that went on."""
+    """Both return to the remaining one."""
     flags = ["--host-timeout", "3", "--restarts", "4"]
     more = [script("island_dies"), "ck", "--epochs", "80", "--pause", "0.1", "--width", str(WIDE)]
     run = Watched(shardwise, *on(hosts, "node1:1,node2:1,node3:1", *flags, *more, islands=3))
@@ -340,8 +341,8 @@ def test_two_of_three_hosts_are_lost_at_once(shardwise: Launcher, hosts: Lab) ->
 
 
 @pytest.mark.full
-def test_a_host_is_lost_while_its_island_is_let_in(shardwise: Launcher, hosts: Lab) -> None:
-    """The others go on, and let it in again."""
+def test_host_is_lost_while_its_island_is_admitted(shardwise: Launcher, hosts: Lab) -> None:
+    """The others continue, and admit it again."""
     flags = ["--host-timeout", "2", "--restarts", "2"]
     more = [script("island_dies"), "ck", "--epochs", "80", "--pause", "0.1", "--slow-load", "4"]
     words = on(hosts, "node1:1,node2:1", *flags, *more, "--die", "1:6")

@@ -1,4 +1,4 @@
-"""An island that dies leaves the others running, and comes back from the anchor."""
+"""A failed island leaves the others running, and returns from the anchor."""
 
 import os
 import random
@@ -44,21 +44,23 @@ def put(model: nn.Module, values: torch.Tensor) -> None:
 
 
 def ends(folder: Path, ranks: Iterable[int] = range(4)) -> torch.Tensor:
-    """What these ranks have come to, which must be the same to the bit."""
+    """Return the final state of these ranks, which must be bit-equal."""
     found = [torch.load(folder / f"end-{rank}.pt") for rank in ranks]
     assert all(torch.equal(each, found[0]) for each in found)
     return found[0]
 
 
 def is_away(ran: Ran, island: int) -> bool:
-    """Whether the run has ended before an island could come back."""
+    """Return whether the run has ended before an island could return."""
     lines = [line for line in ran.err.splitlines() if f"shardwise: island {island} " in line]
     return bool(lines) and re.search(r"has ended( at step \d+)? \(", lines[-1]) is not None
 
 
 def back_at(ran: Ran, island: int) -> int:
-    """From which step on an island is back."""
-    return int(re.findall(rf"shardwise: island {island} is back, from step (\d+) on", ran.err)[-1])
+    """Return the step after which an island takes part again."""
+    return int(
+        re.findall(rf"shardwise: island {island} has returned, from step (\d+) on", ran.err)[-1]
+    )
 
 
 class Plain:
@@ -78,8 +80,11 @@ class Plain:
 
 
 def plain(steps: int, gone: int, back: int, absent: int, width: int = 40) -> torch.Tensor:
-    """Local SGD of two islands, of which `absent` is missing from the boundaries after step `gone`
-    on, and goes on from the anchor of step `back`, with the other's optimizer state."""
+    """Run local SGD with two islands.
+
+    `absent` misses the boundaries after step `gone`, and continues from the anchor of step `back`,
+    with the other's optimizer state.
+    """
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(64, 6, generator=generator, dtype=torch.float64)
     islands = [Plain(width), Plain(width)]
@@ -113,8 +118,8 @@ def plain(steps: int, gone: int, back: int, absent: int, width: int = 40) -> tor
     ],
 )
 def test_a_rank_is_killed(shardwise: Launcher, rank: int, row: str, also: list[str]) -> None:
-    """The others go on, the island comes back, and all is as in the plain loop without it; also
-    where all draw alike in each step, and have what rank 0 broadcasts."""
+    """The others continue, the island returns, and all is as in the plain loop without it. In one
+    case all ranks draw the same numbers in each step, and use a value that rank 0 broadcasts."""
     folder, island = shardwise.folder / "ck", rank // 2
     folder.mkdir()
     more = ["--restarts", "1", "--zero", row, script("island_dies"), "ck", *also]
@@ -122,8 +127,8 @@ def test_a_rank_is_killed(shardwise: Launcher, rank: int, row: str, also: list[s
     assert ran.code == 0, ran.err
     assert (
         f"shardwise: island {island} has ended at step 6 (rank {rank} of 4 was ended: SIGKILL). "
-        f"Island {1 - island} goes on without it, from the next boundary on. Starting it again, 1 "
-        "of 1.\n"
+        f"Island {1 - island} continues without it from the next boundary on. Restarting it (1 "
+        "of 1).\n"
     ) in ran.err
     back = back_at(ran, island)
     assert back in (16, 20)
@@ -137,14 +142,14 @@ def test_a_rank_is_killed(shardwise: Launcher, rank: int, row: str, also: list[s
 
 @pytest.mark.full
 def test_a_rank_is_killed_in_a_save(shardwise: Launcher) -> None:
-    """The others begin it anew, and any number of islands goes on from it."""
+    """The others repeat the save, and any number of islands resumes from it."""
     folder = shardwise.folder / "ck"
     folder.mkdir()
     more = [script("island_dies"), "ck", "--die", "2:6", "--in-save", "--save", "6", "--epochs"]
     ran = shardwise.run(*words(*more, "1"))
     assert ran.code == 0, ran.err
     assert "island 1 has ended at step 6 (rank 2 of 4 was ended: SIGKILL)" in ran.err
-    assert "does not come back: --restarts 0 allows no more." in ran.err
+    assert "does not return, because --restarts 0 allows no more restarts." in ran.err
     assert [found.step for found in complete(folder)] == [6]
     ran = shardwise.run(*words(*more, "1"))
     assert ran.code == 0, ran.err
@@ -153,22 +158,22 @@ def test_a_rank_is_killed_in_a_save(shardwise: Launcher) -> None:
 
 
 @pytest.mark.full
-def test_an_island_that_hangs(shardwise: Launcher) -> None:
-    """Its own watch ends it; the others go on, and wait for it until then."""
+def test_hanging_island(shardwise: Launcher) -> None:
+    """Its own watchdog ends it. The others wait for that, and continue."""
     (shardwise.folder / "ck").mkdir()
     more = ["--restarts", "1", "--timeout", "5", script("island_dies"), "ck", "--hold", "14"]
     stop = ["--die", "3:6", "--signal", str(int(signal.SIGSTOP))]
     ran = shardwise.run(*words(*more, *stop))
     assert ran.code == 0, ran.err
-    assert "island 1 has ended at step 6 (rank 3 of 4 did not come: " in ran.err
+    assert "island 1 has ended at step 6 (rank 3 of 4 did not arrive: " in ran.err
     assert back_at(ran, 1) in (16, 20)
     ends(shardwise.folder / "ck")
     assert shardwise.wait_until_gone() == []
 
 
 @pytest.mark.full
-def test_an_island_of_one_that_hangs(shardwise: Launcher) -> None:
-    """Nobody beside it ends it: the run ends with the report, as without the flag."""
+def test_hanging_island_of_one_rank(shardwise: Launcher) -> None:
+    """No rank next to it can end it, so the run ends with the report, as without the flag."""
     (shardwise.folder / "ck").mkdir()
     stop = ["--die", "1:6", "--signal", str(int(signal.SIGSTOP))]
     more = ["--timeout", "3", script("island_dies"), "ck", *stop]
@@ -178,21 +183,22 @@ def test_an_island_of_one_that_hangs(shardwise: Launcher) -> None:
     assert (
         "Rank 0 has waited 6 s in the boundary after step 8 for rank 1 of another island" in ran.err
     )
-    assert "rank 1 of 2 did not come" in ran.err
+    assert "rank 1 of 2 did not arrive" in ran.err
     assert shardwise.wait_until_gone() == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("moment", ["2:0", "all"])
-def test_what_is_not_of_one_island_ends_the_run(shardwise: Launcher, moment: str) -> None:
-    """Before all have begun, or when the last one fails: the usual report, and --restarts."""
+def test_other_failures_end_the_run(shardwise: Launcher, moment: str) -> None:
+    """Failures before all islands have begun, or of the last island, cause the usual report and
+    --restarts."""
     folder = shardwise.folder / "ck"
     folder.mkdir()
     if moment == "2:0":
         ran = shardwise.run(*words("--restarts", "1", script("island_dies"), "ck", "--die", moment))
         assert ran.code == 0, ran.err
         assert ran.out.count("start 0") == 8
-        assert "rank 2 of 4 was ended before the first step (SIGKILL). Starting again" in ran.err
+        assert "rank 2 of 4 was ended before the first step (SIGKILL). Restart " in ran.err
         ends(folder)
         return
     more = [script("island_dies"), "ck", "--die", "2:6", "--pause", "0.2"]
@@ -206,7 +212,7 @@ def test_what_is_not_of_one_island_ends_the_run(shardwise: Launcher, moment: str
 
 
 @pytest.mark.full
-def test_a_run_that_is_asked_to_end_while_an_island_is_away(shardwise: Launcher) -> None:
+def test_ends_on_request_while_an_island_is_away(shardwise: Launcher) -> None:
     (shardwise.folder / "ck").mkdir()
     more = ["--restarts", "1", script("island_dies"), "ck", "--epochs", "9", "--pause", "0.2"]
     run = Watched(shardwise, *words(*more, "--die", "2:6"))
@@ -220,8 +226,8 @@ def test_a_run_that_is_asked_to_end_while_an_island_is_away(shardwise: Launcher)
 
 
 @pytest.mark.full
-def test_a_run_that_is_asked_to_end_while_an_island_loads(shardwise: Launcher) -> None:
-    """It was let in, and takes part in nothing yet: the others save without it."""
+def test_ends_on_request_while_an_island_loads(shardwise: Launcher) -> None:
+    """It was admitted but has not taken part yet. The others save without it."""
     (shardwise.folder / "ck").mkdir()
     more = ["--restarts", "1", script("island_dies"), "ck", "--epochs", "9", "--pause", "0.2"]
     run = Watched(shardwise, *words(*more, "--die", "2:6", "--slow-load", "4"))
@@ -235,8 +241,8 @@ def test_a_run_that_is_asked_to_end_while_an_island_loads(shardwise: Launcher) -
 
 
 @pytest.mark.full
-def test_one_count_of_starts(shardwise: Launcher) -> None:
-    """An island that was started again counts among --restarts, which the whole run has too."""
+def test_restarts_counts_islands_and_runs_together(shardwise: Launcher) -> None:
+    """A restarted island counts in --restarts, together with restarts of the whole run."""
     folder = shardwise.folder / "ck"
     folder.mkdir()
     more = ["--restarts", "1", script("island_dies"), "ck", "--epochs", "8", "--pause", "0.1"]
@@ -246,7 +252,7 @@ def test_one_count_of_starts(shardwise: Launcher) -> None:
         os.kill(rank_of(shardwise, rank), signal.SIGKILL)
     ran = run.finish()
     assert ran.code == 137, ran.err
-    assert "Starting it again, 1 of 1." in ran.err
+    assert "Restarting it (1 of 1)." in ran.err
     assert "it was started again once, and no more." in ran.err
     assert shardwise.wait_until_gone() == []
 
@@ -267,12 +273,12 @@ def start(*given):
 IslandWorkers._start = start
 sys.exit(cli.main())
 """
-"""The launcher, where the sixth rank that it starts cannot be started."""
+"""A launcher that cannot start its sixth rank."""
 
 
 @pytest.mark.full
-def test_an_island_that_cannot_be_started(shardwise: Launcher) -> None:
-    """That is a failure of it as any other: it is tried again, and the others go on."""
+def test_island_cannot_be_started(shardwise: Launcher) -> None:
+    """This counts as a failure of the island: it is tried again, and the others continue."""
     (shardwise.folder / "ck").mkdir()
     more = ["--restarts", "2", script("island_dies"), "ck", "--die", "2:6", "--hold", "14"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -282,7 +288,7 @@ def test_an_island_that_cannot_be_started(shardwise: Launcher) -> None:
     ran = shardwise.finish(process)
     assert ran.code == 0, ran.err
     assert (
-        "island 1 could not start: [Errno 24] Too many open files. Starting it again, 2 of 2."
+        "island 1 could not start: [Errno 24] Too many open files. Restarting it (2 of 2)."
     ) in ran.err
     assert back_at(ran, 1) in (16, 20)
     ends(shardwise.folder / "ck")
@@ -290,7 +296,7 @@ def test_an_island_that_cannot_be_started(shardwise: Launcher) -> None:
 
 
 class Watched:
-    """A run whose output is read as it comes, so that something can be done at a step."""
+    """A run whose output is read while it runs, so that a test can act at a certain step."""
 
     def __init__(self, shardwise: Launcher, *given: str) -> None:
         self.process = shardwise.start(*given)
@@ -312,15 +318,15 @@ class Watched:
             self._errors.append(line)
 
     def reach(self, step: int) -> bool:
-        """Return when a rank has made so many steps; False where the run has ended before."""
+        """Return when a rank has made this number of steps; False if the run has ended before."""
         return self.read(f"] step {step} ")
 
     def read(self, words: str) -> bool:
-        """Return when a rank has printed `words`; False where the run has ended before."""
+        """Return when a rank has printed `words`; False if the run has ended before."""
         return self._wait_for(words, self._lines)
 
     def says(self, words: str) -> bool:
-        """The same of what is said on stderr."""
+        """Return when stderr has these words; False if the run has ended before."""
         return self._wait_for(words, self._errors)
 
     def _wait_for(self, words: str, lines: list[str]) -> bool:
@@ -342,7 +348,7 @@ class Watched:
 
 
 def killed(shardwise: Launcher, draw: random.Random, size: int) -> int | None:
-    """Kill a rank that is drawn, at once; None where it does not run now."""
+    """Kill a random rank; return None if it does not run now."""
     rank = draw.randrange(size)
     try:
         os.kill(rank_of(shardwise, rank), draw.choice([signal.SIGKILL, signal.SIGSEGV]))
@@ -354,7 +360,7 @@ def killed(shardwise: Launcher, draw: random.Random, size: int) -> int | None:
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(40))
 def test_a_random_rank_is_killed_at_a_random_moment(shardwise: Launcher, seed: int) -> None:
-    """Once or twice, in a random row: in the end all have the same."""
+    """Once or twice, in a random row. In the end all ranks agree."""
     draw, folder = random.Random(seed), shardwise.folder / "ck"
     folder.mkdir()
     islands, every = draw.choice([2, 2, 4]), draw.choice([1, 2, 4])
@@ -375,7 +381,7 @@ def test_a_random_rank_is_killed_at_a_random_moment(shardwise: Launcher, seed: i
     assert first is not None
     size = 4 // islands
     assert f"shardwise: island {first // size} has ended at step " in ran.err
-    assert f"shardwise: island {first // size} is back, from step " in ran.err
+    assert f"shardwise: island {first // size} has returned, from step " in ran.err
     away = {island for island in range(islands) if is_away(ran, island)}
     assert len(away) <= 1
     ends(folder, [rank for rank in range(4) if rank // size not in away])

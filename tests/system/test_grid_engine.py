@@ -36,8 +36,7 @@ def cell() -> Iterator[GridEngine]:
 
 @pytest.fixture(scope="module")
 def warm_on_hosts(cell: GridEngine) -> Iterator[dict[str, str]]:
-    """The variables of warm programs. The hosts are in another PID namespace, so the warm process
-    runs there too."""
+    """Yield the variables of warm programs, whose process is in the PID namespace of the hosts."""
     warm = WarmPython(processes=1, enter=cell.enter())
     try:
         yield dict(warm.environ())
@@ -47,14 +46,14 @@ def warm_on_hosts(cell: GridEngine) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def expected(cell: GridEngine, warm_on_hosts: dict[str, str]) -> list[str]:
-    """The losses of one plain process."""
+    """Return the losses of one plain process."""
     ran = cell.run(sys.executable, LOSSES, env=SETTINGS | warm_on_hosts)
     assert ran.stdout.startswith("1 worker(s)"), ran.stderr
     return steps(ran.stdout)
 
 
 def steps(text: str) -> list[str]:
-    """The lines with the loss of a step, without the rank in front."""
+    """Return the lines with the loss of a step, without the prefix of the rank."""
     found = [f"step {line.partition('step ')[2]}" for line in text.splitlines() if "step" in line]
     assert len(found) == 5, text
     return found
@@ -80,7 +79,7 @@ def job(
 
 
 def left(cell: GridEngine, limit: float = 8.0) -> list[str]:
-    """The processes that jobs have left on the hosts after `limit` seconds."""
+    """Return the processes that jobs leave on the hosts after `limit` seconds."""
     until = time.monotonic() + limit
     while True:
         shown = cell.run("ps", "-A", "-o", "comm=,args=").stdout.splitlines()
@@ -97,7 +96,7 @@ def job_script(folder: Path, *lines: str) -> str:
     return str(made)
 
 
-def test_the_example_trains_over_two_hosts_with_equal_losses(
+def test_example_trains_on_two_hosts_with_equal_losses(
     job: Callable[..., str], expected: list[str]
 ) -> None:
     """`shardwise run` finds the hosts in PE_HOSTFILE, and reaches them by `qrsh -inherit`."""
@@ -111,11 +110,11 @@ def test_the_example_trains_over_two_hosts_with_equal_losses(
 @pytest.mark.parametrize(
     ("component", "name"), [OPEN_MPI, pytest.param(*MPICH, marks=pytest.mark.full)]
 )
-def test_mpirun_trains_over_two_hosts_with_equal_losses(
+def test_mpirun_trains_on_two_hosts_with_equal_losses(
     job: Callable[..., str], expected: list[str], tmp_path: Path, component: str, name: str
 ) -> None:
     """mpirun reads PE_HOSTFILE itself, and starts its daemon on the other host by qrsh."""
-    # MPICH's ranks meet by the process that has started them, which is not that of a warm program.
+    # MPICH's ranks meet by the process that has started them. A warm program has another parent.
     cold = "env -u TESTS_WARM" if component == "mpich" else ""
     words = f"{mpirun(component)} -n 4 {cold} python {LOSSES}"
     out = job(*FOUR, job_script(tmp_path, words))
@@ -135,7 +134,7 @@ def test_tasks_of_an_array_job_train_alone(
         assert steps(out) == expected
 
 
-def test_a_script_that_qrsh_starts_on_each_host_refuses_to_train_alone(
+def test_script_started_by_qrsh_on_each_host_is_refused(
     job: Callable[..., str], tmp_path: Path
 ) -> None:
     """Grid Engine gives tasks of `qrsh -inherit` no rank, so each would train the whole model."""
@@ -148,7 +147,7 @@ def test_a_script_that_qrsh_starts_on_each_host_refuses_to_train_alone(
     assert "step 0" not in out
 
 
-def test_deleting_the_job_ends_the_ranks_on_both_hosts(cell: GridEngine, tmp_path: Path) -> None:
+def test_deleting_job_ends_ranks_on_both_hosts(cell: GridEngine, tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(
         "import os, pathlib, time\n"
         "rank = os.environ['RANK']\n"

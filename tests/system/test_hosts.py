@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux
 
 WARM = pytest.mark.usefixtures("warm_programs")
 PASSED_ON = ("PYTHONPATH", "TESTS_WARM")
-"""Variables for ranks on other hosts: where sources are, and programs that are forked."""
+"""Variables for ranks on other hosts: the place of the sources, and the warm programs."""
 
 MEETING = """
 import shardwise as sw
@@ -39,7 +39,7 @@ UP = "import time; print('up'); time.sleep(100)"
 
 @pytest.fixture
 def shardwise(hosts: Lab, tmp_path: Path) -> Iterator[Launcher]:
-    """A launcher on node1; nothing may be left of its runs on any host."""
+    """Yield a launcher on node1, and check that its runs leave nothing on any host."""
     launcher = Launcher(tmp_path, hosts.nodes[0].enter(tmp_path))
     yield launcher
     left = launcher.wait_until_gone()
@@ -50,14 +50,14 @@ def shardwise(hosts: Lab, tmp_path: Path) -> Iterator[Launcher]:
 
 
 def over(hosts: Lab, *flags: str) -> list[str]:
-    """The words of a run over ssh among `hosts`."""
+    """Return the arguments of a run over ssh between `hosts`."""
     passed = [word for name in PASSED_ON if name in os.environ for word in ("-x", name)]
     return ["run", "--ssh", hosts.ssh, "--ssh-port", str(PORT), *passed, *flags]
 
 
 @pytest.fixture(scope="module")
 def alone(warm: WarmPython) -> str:
-    """The hash that one process reaches."""
+    """Return the hash of parameters after training in one process."""
     said = printed_alone(warm, "parity")
     found = re.search(r"parity (\w+) by", said)
     assert found, said
@@ -66,12 +66,12 @@ def alone(warm: WarmPython) -> str:
 
 @pytest.fixture(scope="module")
 def whole(warm: WarmPython) -> tuple[float, float]:
-    """What one process trains a model to that others have in parts."""
+    """Return the result of one process for the model that other tests split."""
     return trained_to(printed_alone(warm, "parts"))
 
 
 def printed_alone(warm: WarmPython, name: str) -> str:
-    """What a script prints in one process, without a launcher."""
+    """Return the output of a script in one process, without a launcher."""
     words, environ = [sys.executable, script(name)], os.environ | warm.environ()
     done = subprocess.run(
         words, env=environ, capture_output=True, text=True, check=True, timeout=100
@@ -80,7 +80,7 @@ def printed_alone(warm: WarmPython, name: str) -> str:
 
 
 def trained_to(out: str) -> tuple[float, float]:
-    """The loss and the sum of parameters that a run printed."""
+    """Return the loss and the sum of parameters in the output of a run."""
     found = re.search(r"loss (\S+) sum (\S+) on", out)
     assert found, out
     return float(found[1]), float(found[2])
@@ -88,7 +88,7 @@ def trained_to(out: str) -> tuple[float, float]:
 
 @WARM
 class TestTheSameResult:
-    def test_two_hosts_by_a_hostfile_of_open_mpi(
+    def test_two_hosts_from_hostfile_of_open_mpi(
         self, shardwise: Launcher, hosts: Lab, alone: str
     ) -> None:
         (shardwise.folder / "file").write_text("node1 slots=1 # here\n\nnode2 slots=1\n")
@@ -96,7 +96,7 @@ class TestTheSameResult:
         assert ran.code == 0, ran.err
         assert f"[0] parity {alone} by shardwise run of 2" in ran.lines()
 
-    def test_two_hosts_by_a_hostfile_of_mpich_from_a_third(
+    def test_two_hosts_from_hostfile_of_mpich_on_third_host(
         self, shardwise: Launcher, hosts: Lab, alone: str
     ) -> None:
         shardwise.enter = hosts.nodes[2].enter(shardwise.folder)
@@ -105,8 +105,8 @@ class TestTheSameResult:
         assert ran.code == 0, ran.err
         assert f"[0] parity {alone} by shardwise run of 2" in ran.lines()
 
-    def test_the_hosts_of_a_job(self, shardwise: Launcher, hosts: Lab, alone: str) -> None:
-        """As PBS lists them, a line per slot."""
+    def test_hosts_of_batch_job(self, shardwise: Launcher, hosts: Lab, alone: str) -> None:
+        """PBS lists them with one line per slot."""
         (shardwise.folder / "nodes").write_text("node1\nnode2\nnode2\n")
         environ = {"PBS_NODEFILE": str(shardwise.folder / "nodes")}
         ran = shardwise.run(*over(hosts), script("parity"), env=environ)
@@ -127,7 +127,7 @@ class TestTheSameResult:
 @WARM
 class TestARankThatNeverJoins:
     @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
-    def test_it_is_named_on_the_other_host(
+    def test_rank_that_never_joins_is_named_on_other_host(
         self, shardwise: Launcher, hosts: Lab, rank: int
     ) -> None:
         began = time.monotonic()
@@ -140,7 +140,7 @@ class TestARankThatNeverJoins:
 
 @WARM
 class TestPartsOfAModel:
-    """Layers split and shared out over hosts, from the command line."""
+    """Layers split over hosts by tensor and pipeline parallelism."""
 
     @pytest.mark.parametrize(
         ("spread", "flags"),
@@ -153,7 +153,7 @@ class TestPartsOfAModel:
             pytest.param("node1:2,node2", "--pipeline 3 --transport gloo", marks=pytest.mark.full),
         ],
     )
-    def test_they_train_to_the_same(
+    def test_split_model_trains_to_same_loss(
         self,
         shardwise: Launcher,
         hosts: Lab,
@@ -167,10 +167,10 @@ class TestPartsOfAModel:
 
 
 class TestVerify:
-    """`shardwise verify` whose placement is of several hosts, and its reference of this one."""
+    """`shardwise verify` with a placement on several hosts and the reference on this one."""
 
     @pytest.mark.full
-    def test_the_exact_mode_has_the_same_bits(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_exact_mode_has_same_bits(self, shardwise: Launcher, hosts: Lab) -> None:
         flags = (
             *("-H", "node1:1,node2:1", "--zero", "3", "--exact", "2"),
             *("--no-quiet", "--steps", "3"),
@@ -183,7 +183,7 @@ class TestVerify:
         assert "2 workers, 1 of them on node1" in log
 
     @pytest.mark.full
-    def test_a_host_that_does_not_see_the_records_is_named(
+    def test_names_host_that_does_not_see_records(
         self, shardwise: Launcher, hosts: Lab, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         out = tmp_path_factory.getbasetemp() / HIDDEN / "runs"
@@ -192,11 +192,11 @@ class TestVerify:
         ran = shardwise.finish(shardwise.start(*words, env={"OMP_NUM_THREADS": "1"}), 300)
         assert ran.code == 1, ran.out + ran.err
         assert f"host node3 does not see {out}" in ran.out
-        assert "a folder that all of them share: --out DIR" in ran.out
+        assert "a folder that all hosts share: --out DIR" in ran.out
 
 
 class TestWhatRanksAreTold:
-    def test_who_they_are_and_what_was_passed_on(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_ranks_get_identity_and_passed_variables(self, shardwise: Launcher, hosts: Lab) -> None:
         show = (
             "echo $SHARDWISE_LAUNCH_RANK $SHARDWISE_LAUNCH_LOCAL_RANK $SHARDWISE_LAUNCH_ADDRESS "
             "$GLOO_SOCKET_IFNAME $(hostname) $PWD $SHARDWISE_SEED $GIVEN $TOKEN $UNASKED"
@@ -214,13 +214,13 @@ class TestWhatRanksAreTold:
             f"[2] 2 0 10.77.0.2 eth0 node1 {rest} no",
         ]
 
-    def test_a_named_interface(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_ranks_use_named_interface(self, shardwise: Launcher, hosts: Lab) -> None:
         words = over(hosts, "-H", "node1,node2", "--interface", "eth0")
         ran = shardwise.run(*words, "sh", "-c", "echo $SHARDWISE_LAUNCH_ADDRESS")
         assert ran.lines() == ["[0] 10.77.0.1", "[1] 10.77.0.1"]
 
 
-def test_a_command_on_each_host_as_with_torchrun(shardwise: Launcher, hosts: Lab) -> None:
+def test_command_on_each_host_like_torchrun(shardwise: Launcher, hosts: Lab) -> None:
     show = "echo $RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $GLOO_SOCKET_IFNAME $SHARDWISE_FLAGS"
     meeting = ("--nnodes", "2", "--node_rank={}", "--rdzv-endpoint", "node1:29500")
     words = ("run", "--nproc-per-node=2", "--zero", "2", *meeting, "sh", "-c", show)
@@ -237,7 +237,7 @@ def test_a_command_on_each_host_as_with_torchrun(shardwise: Launcher, hosts: Lab
 
 
 class TestRefusing:
-    def test_hosts_without_what_is_needed_are_named(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_names_hosts_that_lack_something(self, shardwise: Launcher, hosts: Lab) -> None:
         bare = over(hosts, "-H", "node1,node2", "--python", "/usr/bin/env")
         ran = shardwise.run(*bare, "true")
         assert (ran.code, ran.out) == (2, "")
@@ -275,7 +275,7 @@ class TestRefusing:
         shardwise.enter = hosts.nodes[0].enter(hidden / "sub")
         ran = shardwise.run(*over(hosts, "-H", "node1,node3"), "true")
         assert (ran.code, ran.out) == (2, "")
-        assert f"shardwise: node3 has no folder {hidden}/sub, where this run starts" in ran.err
+        assert f"shardwise: node3 has no folder {hidden}/sub, where this run was started" in ran.err
 
     def test_one_host_by_two_names(self, shardwise: Launcher, hosts: Lab) -> None:
         ran = shardwise.run(*over(hosts, "-H", "node2:2,node1,10.77.0.2"), "true")
@@ -294,16 +294,14 @@ class TestRefusing:
 
 @WARM
 class TestDoctor:
-    def test_hosts_that_reach_each_other(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_doctor_accepts_connected_hosts(self, shardwise: Launcher, hosts: Lab) -> None:
         ran = shardwise.run("doctor", *over(hosts, "-H", "node1,node2")[1:])
         assert ran.code == 0, ran.out + ran.err
         row = next(line for line in ran.out.splitlines() if "open ports" in line)
         assert row.count("others connect to 10.77.0.") == 2
-        assert "Nothing here would make a run fail." in ran.out
+        assert "Found nothing that would make a run fail." in ran.out
 
-    def test_two_hosts_of_which_one_cannot_connect_to_the_other(
-        self, shardwise: Launcher, hosts: Lab
-    ) -> None:
+    def test_doctor_reports_missing_route(self, shardwise: Launcher, hosts: Lab) -> None:
         began = time.monotonic()
         with hosts.without_way(2, 3):
             ran = shardwise.run("doctor", *over(hosts, "-H", "node1,node2,node3")[1:])
@@ -316,14 +314,14 @@ class TestDoctor:
 
 class TestEnding:
     def sleeping(self, shardwise: Launcher, *words: str) -> "subprocess.Popen[str]":
-        """A run of two ranks on two hosts, once both are up."""
+        """Start a run of two ranks on two hosts, and return it once both are up."""
         process = shardwise.start(*words, "-H", "node1,node2", sys.executable, "-c", UP)
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
         return process
 
     @WARM
-    def test_the_third_step_of_a_remote_rank(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_failure_of_remote_rank_shows_traceback(self, shardwise: Launcher, hosts: Lab) -> None:
         ran = shardwise.run(*over(hosts, "-H", "node1,node2"), script("third_step"))
         assert ran.code == 1
         head = "\nshardwise: rank 1 of 2 on node2 failed (exit code 1)."
@@ -331,20 +329,22 @@ class TestEnding:
         assert "[1] ValueError: no such token in step 3" in live
         assert closing.endswith("\nValueError: no such token in step 3\n")
 
-    def test_ctrl_c(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_ctrl_c_ends_all_hosts(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts))
         process.send_signal(signal.SIGINT)
         ran = shardwise.finish(process, 30)
         assert ran.code == 130
-        assert ran.err == "shardwise: Ctrl-C: stopping 2 ranks. Once more kills them at once.\n"
+        assert (
+            ran.err == "shardwise: Ctrl-C: stopping 2 ranks. A second one kills them immediately.\n"
+        )
 
-    def test_kill_9_of_the_launcher(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_kill_9_of_launcher_ends_all_hosts(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts))
         process.kill()
         assert shardwise.finish(process).code == -signal.SIGKILL
         assert hosts.left() == []
 
-    def test_a_cut_cable(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_cut_cable_loses_host(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts, "--host-timeout", "3"))
         began = time.monotonic()
         hosts.cut(2)
@@ -356,17 +356,15 @@ class TestEnding:
             hosts.mend(2)
         assert ran.code == 1
         assert took < 20
-        assert "shardwise: node2 (rank 1) is lost: nothing was heard of it for 3 s" in ran.err
+        assert "shardwise: node2 (rank 1) is lost: no sign of life for 3 s" in ran.err
 
     def stopped_agent(self, hosts: Lab) -> int:
-        """Stop the agent of node2 (SIGSTOP); its process."""
+        """Stop the agent of node2 (SIGSTOP), and return its process."""
         (agent,) = hosts.running(2, "-m shardwise.launch.ssh.agent")
         os.kill(agent, signal.SIGSTOP)
         return agent
 
-    def test_names_the_host_of_a_stopped_agent_whose_rank_died(
-        self, shardwise: Launcher, hosts: Lab
-    ) -> None:
+    def test_names_host_of_stopped_agent(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts, "--host-timeout", "3"))
         agent = self.stopped_agent(hosts)
         for rank in hosts.running(2, UP):
@@ -374,23 +372,21 @@ class TestEnding:
         ran = shardwise.finish(process, 30)
         assert ran.code == 1
         assert (
-            "shardwise: node2 (rank 1) is lost: nothing was heard of it for 3 s, although the "
-            f"connection stands. Is its agent (process {agent}) stopped, or the host too busy?"
+            "shardwise: node2 (rank 1) is lost: no sign of life for 3 s, although the "
+            f"connection works. Its agent (process {agent}) may be stopped, or the host overloaded."
         ) in ran.err
         assert hosts.left() == []
 
-    def test_ctrl_c_ends_a_run_whose_agent_is_stopped(
-        self, shardwise: Launcher, hosts: Lab
-    ) -> None:
+    def test_ctrl_c_ends_run_with_stopped_agent(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts, "--host-timeout", "3"))
         self.stopped_agent(hosts)
         process.send_signal(signal.SIGINT)
         ran = shardwise.finish(process, 30)
         assert ran.code == 130
-        assert "shardwise: node2 (rank 1) is lost: nothing was heard of it for 3 s" in ran.err
+        assert "shardwise: node2 (rank 1) is lost: no sign of life for 3 s" in ran.err
         assert hosts.left() == []
 
-    def test_says_that_an_agent_was_killed(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_reports_killed_agent(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts))
         (agent,) = hosts.running(2, "-m shardwise.launch.ssh.agent")
         os.kill(agent, signal.SIGKILL)
@@ -401,18 +397,16 @@ class TestEnding:
             ran.err,
         )
 
-    def test_a_stopped_heartbeat_is_told_by_the_hosts(
-        self, shardwise: Launcher, hosts: Lab
-    ) -> None:
+    def test_hosts_report_stopped_heartbeat(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts, "--host-timeout", "3"))
         (beats,) = hosts.running(1, "heartbeat.py")
         os.kill(beats, signal.SIGSTOP)
         ran = shardwise.finish(process, 30)
         assert ran.code == 1
-        assert re.search(r"On node[12]: nothing has come from the launcher for 3 s", ran.err)
+        assert re.search(r"On node[12]: the agent received nothing from the launcher", ran.err)
 
     @pytest.mark.full
-    def test_a_cut_cable_is_told_of_while_ranks_wait(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_warns_of_cut_cable_while_ranks_wait(self, shardwise: Launcher, hosts: Lab) -> None:
         words = over(hosts, "--host-timeout", "60", "--warn-after", "2", "-H", "node1,node2")
         process = shardwise.start(*words, sys.executable, "-c", MEETING)
         assert process.stdout is not None
@@ -429,9 +423,7 @@ class TestEnding:
         assert re.search(r"shardwise: rank 0 has waited \d+ s for rank 1\.", said[0])
         assert said[2] == "[0]   rank 1 does not answer: is its host cut off?\n"
 
-    def test_a_pager_that_does_not_read_on_is_no_cut_cable(
-        self, shardwise: Launcher, hosts: Lab
-    ) -> None:
+    def test_paused_pager_does_not_lose_hosts(self, shardwise: Launcher, hosts: Lab) -> None:
         words = over(hosts, "--host-timeout", "3", "-H", "node1,node2")
         process = shardwise.start(*words, "sh", "-c", "seq 200000; echo end")
         time.sleep(4.5)
@@ -443,20 +435,18 @@ class TestEnding:
 
 @WARM
 class TestFaults:
-    def test_a_rank_elsewhere_fails_and_all_start_again(
-        self, shardwise: Launcher, hosts: Lab
-    ) -> None:
+    def test_failure_of_remote_rank_restarts_all(self, shardwise: Launcher, hosts: Lab) -> None:
         words = over(hosts, "-H", "node1,node2", "--restarts", "2")
         ran = shardwise.run(*words, script("tells"), "fails", "1")
         assert ran.code == 0, ran.err
         assert ran.out.count("[1] started") == 2
         assert ran.err.endswith(
-            "shardwise: rank 1 of 2 failed at step 7 (ValueError: bad sample). Starting again, 1 "
-            "of 2, from the beginning, for the script calls no engine.resume(folder): 7 steps are "
-            "lost.\n"
+            "shardwise: rank 1 of 2 failed at step 7 (ValueError: bad sample). Restart 1 of 2, "
+            "from the beginning, because the script does not call engine.resume(folder): 7 steps "
+            "are lost.\n"
         )
 
-    def test_asked_to_end_ranks_elsewhere_save_first(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_remote_ranks_save_when_asked_to_end(self, shardwise: Launcher, hosts: Lab) -> None:
         process = shardwise.start(*over(hosts, "-H", "node1,node2"), script("tells"), "waits")
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
@@ -465,13 +455,14 @@ class TestFaults:
         assert ran.code == SAVED
         assert ran.err == (
             "shardwise: SIGTERM: stopping 2 ranks.\n"
-            "shardwise: SIGTERM: ranks save after this step first. Once more kills them at once.\n"
+            "shardwise: SIGTERM: the ranks save after this step. "
+            "A second one kills them immediately.\n"
         )
 
 
 @WARM
-def test_a_timeline_of_two_hosts(shardwise: Launcher, hosts: Lab) -> None:
-    """A file for each, in one time; read together, and merged."""
+def test_timeline_of_two_hosts(shardwise: Launcher, hosts: Lab) -> None:
+    """One file per host, with synchronised clocks; they can be read together, and merged."""
     words = over(hosts, "-H", "node1,node2")
     path = shardwise.folder / "t.json"
     asked = {"HOROVOD_TIMELINE": "t.json"}

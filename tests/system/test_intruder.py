@@ -1,4 +1,4 @@
-"""Another user of the host can neither join a run nor keep it from its end."""
+"""Another user of the host can neither join a run nor block it."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ LIMIT = 90.0
 
 @pytest.fixture
 def meeting_place(tmp_path: Path) -> Path:
-    """A folder in which everybody may leave something."""
+    """Return a folder that everybody may write to."""
     folder = tmp_path / "for_all"
     folder.mkdir()
     folder.chmod(0o777)
@@ -30,7 +30,7 @@ def meeting_place(tmp_path: Path) -> Path:
 
 
 def listeners(pids: list[int]) -> set[str]:
-    """Where these processes listen, in the words that the intruder takes."""
+    """Return the sockets that these processes listen on, in the form that the intruder reads."""
     inodes = set()
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").glob("*"):
@@ -81,7 +81,7 @@ def _tell(
     port: int,
     folder: Path,
 ) -> None:
-    """Tell the intruder of sockets as they come, until it has disturbed enough of them."""
+    """Send new sockets to the intruder until it has disturbed enough of them."""
     assert intruder.stdin is not None
     told = {f"tcp {port}"}
     until = time.monotonic() + LIMIT

@@ -38,7 +38,7 @@ FLUX = """\
     ],
     ids=["pbs", "lsf", "grid_engine", "flux"],
 )
-def test_a_job_script_starts_the_ranks_of_the_job_on_its_hosts(
+def test_job_script_starts_ranks_on_hosts_of_job(
     tmp_path: Path,
     name: str,
     hosts: tuple[str, str] | None,

@@ -40,6 +40,6 @@ def test_a_disk_holds_what_memory_does_not() -> None:
     away = run("--activations", "recomputed", "--offload-params", disk, "--offload-optimizer", disk)
     assert losses(here) == losses(away)
     assert len(losses(here)) == 2
-    assert f"of it on {disk}: parameters" in away
+    assert f"of which on {disk}: parameters" in away
     assert away.count("sharded, nvme") + away.count(" nvme ") >= 3, "the table says it by state"
     assert peak(away) < peak(here)

@@ -159,7 +159,7 @@ def test_ranks_save_when_the_caller_is_asked_to_end(here: Launcher) -> None:
 def test_script_without_a_guard_says_what_to_write(here: Launcher) -> None:
     ran = ended(here, start(here, UNGUARDED))
     assert ran.code == 1
-    assert 'Put the call below `if __name__ == "__main__":`.' in ran.err.splitlines()[-1]
+    assert 'Put the call under `if __name__ == "__main__":`.' in ran.err.splitlines()[-1]
 
 
 def test_function_of_a_prompt_is_forked(here: Launcher) -> None:

@@ -36,14 +36,14 @@ SETTINGS = {
     "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
 WARM = pytest.mark.usefixtures("warm_programs")
-"""For tests of what ranks come to; those that find the process of their launcher do without."""
+"""For tests of training results. Tests of how a rank finds its launcher's process do not use it."""
 
 MPI = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
 
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Launcher]:
-    """Runs programs on this host; they leave neither processes nor notes."""
+    """Yield a launcher on this host, and check that it leaves no processes and files."""
     launcher = Launcher(tmp_path)
     yield launcher
     left = launcher.wait_until_gone()
@@ -54,7 +54,7 @@ def here(tmp_path: Path) -> Iterator[Launcher]:
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
-    """A Slurm cluster of two hosts; nothing of it is left, and ranks leave no notes."""
+    """Yield a Slurm cluster of two hosts, and check that ranks leave no rendezvous files."""
     need("slurm", clusters.missing())
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         with clusters.cluster(Path(folder)) as made:
@@ -64,8 +64,8 @@ def slurm() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def warm_on_hosts(slurm: Cluster) -> Iterator[dict[str, str]]:
-    """The variables of warm programs; the hosts have process numbers of their own, so the warm
-    process lives there."""
+    """Yield the variables of warm programs. The hosts are in another PID namespace, so the warm
+    process runs there."""
     warm = WarmPython(processes=1, enter=slurm.enter())
     try:
         yield dict(warm.environ())
@@ -74,7 +74,7 @@ def warm_on_hosts(slurm: Cluster) -> Iterator[dict[str, str]]:
 
 
 def notes(*folders: Path) -> list[Path]:
-    """The notes of ranks 0 in `folders`."""
+    """Return the rendezvous files in `folders`."""
     return [note for folder in folders if folder.exists() for note in folder.glob(".shardwise-*")]
 
 
@@ -88,7 +88,7 @@ def run(launcher: Launcher, *words: str, **variables: str) -> Ran:
 
 @pytest.fixture(scope="module")
 def expected(warm: WarmPython) -> str:
-    """What one plain process reaches."""
+    """Return the result of one plain process."""
     with tempfile.TemporaryDirectory() as folder:
         words = (sys.executable, script("parity"))
         ran = run(Launcher(Path(folder)), *words, **warm.environ())
@@ -112,7 +112,7 @@ OFTEN_ONE = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 @BOTH
-def test_mpirun(
+def test_ranks_of_mpirun_train(
     here: Launcher,
     expected: str,
     component: str,
@@ -127,8 +127,8 @@ def test_mpirun(
 
 
 @OFTEN_ONE
-def test_the_mpirun_example(here: Launcher, expected: str, component: str, name: str) -> None:
-    """With a script around each rank as well, so that ranks have no parent in common."""
+def test_example_for_mpirun(here: Launcher, expected: str, component: str, name: str) -> None:
+    """Also with a wrapper script around each rank, so that ranks have no common parent."""
     (here.folder / "bin").mkdir()
     for command, words in (("mpirun", f"exec {mpirun(component)}"), ("python", sys.executable)):
         (here.folder / "bin" / command).write_text(f'#!/bin/sh\n{words} "$@"\nexit $?\n')
@@ -139,13 +139,13 @@ def test_the_mpirun_example(here: Launcher, expected: str, component: str, name:
 
 
 @pytest.mark.parametrize("component", [pytest.param("openmpi", marks=pytest.mark.full), "mpich"])
-def test_a_rank_that_fails_before_it_joins_ends_mpirun(here: Launcher, component: str) -> None:
+def test_mpirun_ends_after_early_failure(here: Launcher, component: str) -> None:
     ran = run(here, mpirun(component), "-n", "2", sys.executable, script("never_joins"))
     assert ran.code != 0
     assert "rank 1 has no data" in ran.err
     if component == "mpich":  # Open MPI ends the others itself
-        assert "Rank 1 of the 2 that MPICH started did not come to rank 0" in ran.err
-        assert "has ended: look for what it said" in ran.err
+        assert "Rank 1 of the 2 that MPICH started did not reach rank 0" in ran.err
+        assert "has ended: look for its output" in ran.err
 
 
 @WARM
@@ -160,23 +160,23 @@ def test_shardwise_run_and_torchrun(here: Launcher, expected: str) -> None:
 
 
 @WARM
-def test_ranks_that_are_told_by_hand(here: Launcher, expected: str) -> None:
-    """Their hosts are not told, so that local ranks are found when they meet."""
+def test_ranks_with_variables_of_user_train(here: Launcher, expected: str) -> None:
+    """No variable names their hosts, so the ranks find their local ranks when they meet."""
     each = "SHARDWISE_RANK=$r SHARDWISE_SIZE=2 SHARDWISE_RENDEZVOUS=$PWD/"
     line = f"for r in 0 1; do {each} {sys.executable} {script('parity')} & done; wait"
     ran = run(here, "sh", "-c", line)
     assert ran.out == f"{expected} by the user of 2\n", ran.err
 
 
-def test_two_processes_of_one_rank_do_not_train(here: Launcher) -> None:
+def test_refuses_two_processes_of_one_rank(here: Launcher) -> None:
     each = "SHARDWISE_RANK=$r SHARDWISE_SIZE=3 SHARDWISE_RENDEZVOUS=$PWD/"
     line = f"for r in 0 1 1; do {each} {sys.executable} {script('parity')} & done; wait"
     ran = run(here, "sh", "-c", line, SHARDWISE_TIMEOUT="20")
-    assert "Two processes say that they are rank 1 of 3" in ran.err
+    assert "Two processes claim to be rank 1 of 3" in ran.err
     assert ran.out == ""
 
 
-def test_a_rank_that_lacks_its_device_is_named_by_the_others(here: Launcher) -> None:
+def test_names_rank_without_device(here: Launcher) -> None:
     """Ranks that do not know their local rank meet before they choose a device."""
     each = "SHARDWISE_RANK=$r SHARDWISE_SIZE=2 SHARDWISE_RENDEZVOUS=$PWD/"
     device = "CUDA_VISIBLE_DEVICES= SHARDWISE_DEVICE=$([ $r = 1 ] && echo cuda || echo cpu)"
@@ -187,23 +187,23 @@ def test_a_rank_that_lacks_its_device_is_named_by_the_others(here: Launcher) -> 
     assert ran.out == ""
 
 
-def test_ranks_of_a_hydra_that_tells_no_local_rank(here: Launcher, expected: str) -> None:
-    """As old versions do: ranks find each other by the address of mpiexec."""
+def test_hydra_without_local_ranks(here: Launcher, expected: str) -> None:
+    """As in old versions. Ranks find each other by the address of mpiexec."""
     line = f"unset MPI_LOCALRANKID MPI_LOCALNRANKS; exec {sys.executable} {script('parity')}"
     ran = run(here, mpirun("mpich"), "-n", "2", "sh", "-c", line)
     assert (ran.code, ran.lines()) == (0, [f"{expected} by PMI of 2"]), ran.err
 
 
 def test_prterun(here: Launcher, expected: str) -> None:
-    """PRRTE tells ranks their number only, so they ask its PMIx server for the rest."""
+    """PRRTE gives ranks only their number, so they ask its PMIx server for the rest."""
     need("prrte", None if shutil.which("prterun") else "prterun is not installed")
     words = ("prterun", "--map-by", ":OVERSUBSCRIBE", "-n", "2", sys.executable, script("parity"))
     ran = run(here, *words)
     assert (ran.code, ran.lines()) == (0, [f"{expected} by PMIx of 2"]), ran.err
 
 
-def test_ranks_that_must_ask_a_pmix_server(here: Launcher, expected: str) -> None:
-    """As those of prterun, which has no variables of Open MPI."""
+def test_ranks_ask_pmix_server(here: Launcher, expected: str) -> None:
+    """As under prterun, which sets no variables of Open MPI."""
     own = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     unset = [word for name in own for word in ("-u", name)]
     words = ("env", *unset, sys.executable, script("parity"))
@@ -221,7 +221,7 @@ def test_ranks_that_must_ask_a_pmix_server(here: Launcher, expected: str) -> Non
         ),
     ],
 )
-def test_nobody_trains_alone_beside_others(
+def test_refuses_rank_of_unknown_launcher(
     here: Launcher, words: tuple[str, ...], said: str
 ) -> None:
     ran = run(here, mpirun("mpich"), "-n", "2", *words)
@@ -237,7 +237,7 @@ OTHERS = pytest.mark.parametrize(
 
 
 def started_by(other: str) -> list[str]:
-    """The words with which another launcher starts three ranks of a script."""
+    """Return the command of another launcher for three ranks of a script."""
     if other == "torchrun":
         return [TORCHRUN, "--standalone", "--nproc-per-node=3"]
     return [mpirun(other), "-n", "3", sys.executable]
@@ -245,40 +245,40 @@ def started_by(other: str) -> list[str]:
 
 @WARM
 @OTHERS
-def test_a_rank_that_does_not_come_is_told_of(here: Launcher, other: str) -> None:
+def test_reports_rank_that_does_not_arrive(here: Launcher, other: str) -> None:
     ran = run(here, "env", *FAULTS, *started_by(other), script("watched"), "loop")
     assert ran.code != 0
     assert re.search(r"ranks 0, 2 have waited \d+ s in step 3 for rank 1\.", ran.err), ran.err
     assert re.search(r"rank 1 is in no collective, at .*watched\.py:(19|20)\n", ran.err), ran.err
-    assert re.search(r"for rank 1, which did not come\. Rank 1 is in no collective, at", ran.err)
+    assert re.search(r"for rank 1, which did not join\. Rank 1 is in no collective, at", ran.err)
 
 
 @WARM
 @pytest.mark.parametrize(
     "other", ["openmpi", pytest.param("mpich", marks=pytest.mark.full), "torchrun"]
 )
-def test_a_killed_rank_ends_all(here: Launcher, other: str) -> None:
+def test_killed_rank_ends_all(here: Launcher, other: str) -> None:
     ran = run(here, *started_by(other), script("watched"), "kill")
     assert ran.code != 0
     assert "signal 9" in ran.err or "SIGKILL" in ran.err or "EXIT CODE: 9" in ran.out, ran
 
 
 @WARM
-def test_the_doctor_of_one_host(here: Launcher) -> None:
+def test_doctor_on_one_host(here: Launcher) -> None:
     words = ("-m", "shardwise", "doctor", "-n", "2", "--offload-optimizer", "nvme:/no/where")
     ran = run(here, sys.executable, *words)
     assert ran.code == 1
     assert "[0] 2 ranks on 1 host(s), started by shardwise run" in ran.lines()
     assert "all-reduce of 2 ranks over shared memory: " in ran.out
-    assert "/no/where: there is no folder /no/where to offload to: make it." in ran.out
+    assert "/no/where: no such folder to offload to: /no/where. Create it." in ran.out
 
 
 @WARM
-def test_the_doctor_says_which_settings_cannot_be(here: Launcher) -> None:
+def test_doctor_reports_impossible_settings(here: Launcher) -> None:
     words = (sys.executable, "-m", "shardwise", "doctor", "-n", "2", "--exact", "2")
     ran = run(here, *words, "--tensor", "2", "--schedule", "gpipe")
     assert ran.code == 1
-    assert ran.out.startswith("[0] wrong: --exact 2 and --tensor 2 cannot be had together")
+    assert ran.out.startswith("[0] wrong: --exact 2 cannot be combined with --tensor 2")
     assert ran.out.count("wrong:") == 1
     assert "Traceback" not in ran.out + ran.err
 
@@ -288,7 +288,8 @@ class TestSlurm:
     def on(
         self, slurm: Cluster, tmp_path: Path, warm_on_hosts: dict[str, str]
     ) -> Callable[..., str]:
-        """Runs a command on the first host, in a folder of its own; what it wrote."""
+        """Return a function that runs a command on the first host in a new folder, and returns its
+        output."""
 
         def submit(*words: str, **environ: str) -> str:
             ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS | warm_on_hosts | environ)
@@ -304,7 +305,7 @@ class TestSlurm:
         assert out == f"{expected} by Slurm of 3\n"
 
     @pytest.mark.full
-    def test_a_rank_that_does_not_come_is_told_of(self, slurm: Cluster, tmp_path: Path) -> None:
+    def test_reports_rank_that_does_not_arrive(self, slurm: Cluster, tmp_path: Path) -> None:
         short = {"SHARDWISE_WARN_AFTER": "1", "SHARDWISE_TIMEOUT": "4"}
         words = ("srun", "-N2", "-n2", sys.executable, script("watched"), "loop")
         ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS | short)
@@ -313,7 +314,7 @@ class TestSlurm:
         assert re.search(r"rank 0 has waited \d+ s in step 3 for rank 1\.", said), said
         assert re.search(r"rank 1 is in no collective, at .*watched\.py:(19|20)\n", said), said
 
-    def test_a_killed_rank_ends_all(self, slurm: Cluster, tmp_path: Path) -> None:
+    def test_killed_rank_ends_all(self, slurm: Cluster, tmp_path: Path) -> None:
         words = ("srun", "-N2", "-n2", sys.executable, script("watched"), "kill")
         ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS)
         assert ran.returncode != 0
@@ -323,7 +324,7 @@ class TestSlurm:
     def batch(
         self, slurm: Cluster, tmp_path: Path, warm_on_hosts: dict[str, str]
     ) -> Callable[..., list[str]]:
-        """Runs a batch job in a folder of its own; the lines that it wrote, sorted."""
+        """Return a function that runs a batch job in a new folder, and returns its sorted lines."""
 
         def submit(*words: str) -> list[str]:
             environ = SETTINGS | warm_on_hosts
@@ -335,21 +336,19 @@ class TestSlurm:
 
         return submit
 
-    def test_the_sbatch_example(self, batch: Callable[..., list[str]], expected: str) -> None:
+    def test_example_for_sbatch(self, batch: Callable[..., list[str]], expected: str) -> None:
         example = str(EXAMPLES / "slurm.sbatch")
         lines = batch("--nodes=2", "--ntasks-per-node=1", example, script("parity"))
         assert lines == [f"0: {expected} by Slurm of 2"]
 
-    def test_shardwise_run_leaves_two_hosts_to_srun(
+    def test_shardwise_run_uses_srun_on_two_hosts(
         self, batch: Callable[..., list[str]], expected: str
     ) -> None:
         command = f"{sys.executable} -m shardwise run --zero 2 {script('parity')}"
         lines = batch("--nodes=2", "--ntasks=2", f"--wrap={command}")
         assert lines == [f"0: {expected} by Slurm of 2"]
 
-    def test_shardwise_run_starts_the_tasks_of_one_host_itself(
-        self, batch: Callable[..., list[str]]
-    ) -> None:
+    def test_shardwise_run_starts_tasks_of_one_host(self, batch: Callable[..., list[str]]) -> None:
         command = f"{sys.executable} -m shardwise run echo here"
         lines = batch("--nodes=1", "--ntasks=2", f"--wrap={command}")
         assert lines == ["[0] here", "[1] here"]
@@ -362,7 +361,7 @@ class TestSlurm:
         assert out == f"{expected} by torchrun of 2\n"
 
     @OFTEN_ONE
-    def test_mpirun_over_two_hosts(
+    def test_mpirun_on_two_hosts(
         self, on: Callable[..., str], expected: str, component: str, name: str
     ) -> None:
         inside = ("salloc", "-Q", "-N2", "-n2")
@@ -370,7 +369,7 @@ class TestSlurm:
         assert out == f"{expected} by {name} of 2\n"
 
     @pytest.mark.full  # that of two hosts is in test_hosts.py
-    def test_the_doctor_of_two_hosts(self, on: Callable[..., str]) -> None:
+    def test_doctor_on_two_hosts(self, on: Callable[..., str]) -> None:
         out = on("srun", "-N2", "-n2", sys.executable, "-m", "shardwise", "doctor")
         rows = [line.split() for line in out.splitlines()]
         assert ["n1", "n2"] in rows

@@ -1,4 +1,4 @@
-"""`shardwise pipeline-plan`, and a pipeline-parallel run as it advises, as a user types them."""
+"""`shardwise pipeline-plan`, and a pipeline-parallel run with the flags that it recommends."""
 
 import json
 import re
@@ -25,8 +25,8 @@ MODEL = [
 ]
 
 
-def test_the_cut_is_shown_and_what_is_advised_runs(shardwise: Launcher) -> None:
-    """The losses are those of one worker."""
+def test_shows_stages_and_the_recommended_command_runs(shardwise: Launcher) -> None:
+    """The losses equal one worker's."""
     example = str(EXAMPLES / "language_model.py")
     shown = shardwise.run("pipeline-plan", "--pipeline", "2", example, *MODEL, env=QUICK)
     assert shown.code == 0, shown.out + shown.err
@@ -45,7 +45,7 @@ def test_the_cut_is_shown_and_what_is_advised_runs(shardwise: Launcher) -> None:
     assert len(losses["one"]) >= 6
 
 
-def test_names_of_layers_are_whole_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shows_whole_layer_names_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     name = "model.language_model.layers."
     layers = [
         command.TimedLayer(f"{name}{n}", 1_234_567, 0.01, 0.02, 1e6, adds_parameters=True)
@@ -65,7 +65,7 @@ def test_names_of_layers_are_whole_at_80_columns(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.full
-def test_checkpoints_of_the_script_are_left_alone(shardwise: Launcher) -> None:
+def test_leaves_the_scripts_checkpoints_alone(shardwise: Launcher) -> None:
     words = (script("resumes"), "checkpoints", "--every")
     assert shardwise.run("run", "-n", "1", *words, "4", "--epochs", "1", env=QUICK).code == 0
     saved = sorted((shardwise.folder / "checkpoints").rglob("*"))
@@ -74,7 +74,7 @@ def test_checkpoints_of_the_script_are_left_alone(shardwise: Launcher) -> None:
     assert sorted((shardwise.folder / "checkpoints").rglob("*")) == saved
 
 
-def test_no_plan_without_steps_or_layers(shardwise: Launcher) -> None:
+def test_refuses_scripts_without_steps_or_layers(shardwise: Launcher) -> None:
     (shardwise.folder / "tests_bad.py").write_text("raise SystemExit(3)")
     ran = shardwise.run("pipeline-plan", "--pipeline", "2", "tests_bad.py", env=QUICK)
     assert ran.code != 0
@@ -85,11 +85,11 @@ def test_no_plan_without_steps_or_layers(shardwise: Launcher) -> None:
     assert "fewer than 9 stages" in ran.err
 
 
-def test_the_old_name_goes_on_and_says_the_new_one(shardwise: Launcher) -> None:
+def test_old_command_name_works_and_prints_the_new_one(shardwise: Launcher) -> None:
     ran = shardwise.run("split", "--pipeline", "2", env=QUICK)
     assert ran.code == 2
     assert "`shardwise split` is now called `shardwise pipeline-plan`." in ran.err
-    assert "Which model? For example: shardwise pipeline-plan" in ran.err
+    assert "No script given. Example: shardwise pipeline-plan" in ran.err
     shown = shardwise.run("--help", env=QUICK)
     assert "pipeline-plan" in shown.out
     assert "split" not in shown.out

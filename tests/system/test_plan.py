@@ -1,4 +1,4 @@
-"""`shardwise plan` as a user types it: placements, the line of the peak, and what it refuses."""
+"""`shardwise plan` as a user types it: placements, the line of the peak, and errors."""
 
 import json
 import subprocess
@@ -42,17 +42,17 @@ def plan(tmp_path: Path, line: str, *flags: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_a_plan_explains_its_peak(tmp_path):
+def test_explains_the_peak(tmp_path):
     file = tmp_path / "plan.json"
     done = plan(tmp_path, "loss.item()", "--on", "2xH100", "--explain", "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert "assumed: item() = 0.0 train.py:20" in done.stdout
-    # Each observation has a line before it starts, also in a log.
+    # Each observation prints a line before it starts, also into a log.
     told = [line for line in done.stderr.splitlines() if line.startswith("observing ")]
     assert "run 1: its own batch, activations kept" in told[0]
     assert "run 2: half of the batch, activations kept" in told[1]
     assert f"observing {tmp_path}/train.py, run {len(told)}: " in told[-1]
-    # The largest tensors are made by the line that widens: 128 x 25,600 floats.
+    # The line that widens makes the largest tensors: 128 x 25,600 floats.
     rows = [line for line in done.stdout.splitlines() if "of sin" in line]
     assert rows, done.stdout
     assert "train.py:11" in rows[0]
@@ -66,7 +66,7 @@ def test_a_plan_explains_its_peak(tmp_path):
     assert sharded["command"].startswith("shardwise run -n 2 --zero 1 ")
 
 
-def test_islands_are_refused_by_name():
+def test_refuses_islands():
     command = [
         sys.executable,
         "-m",
@@ -80,7 +80,7 @@ def test_islands_are_refused_by_name():
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "does not know --islands 2. Plan one island" in done.stderr
+    assert "does not support --islands 2. Plan one island" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_islands_are_refused_by_name():
     [
         ("loss.detach().numpy()", "train.py:20"),
         ("raise SystemExit(0)", "ended before its first step"),
-        ("import accelerate.nowhere", "A script of accelerate is observed with --adopt accelerate"),
+        ("import accelerate.nowhere", "Observe a script of accelerate with --adopt accelerate"),
     ],
 )
-def test_what_cannot_be_observed_is_named(tmp_path, line, words):
+def test_names_the_line_that_cannot_be_observed(tmp_path, line, words):
     done = plan(tmp_path, line, "--on", "2xH100")
     assert done.returncode == 2
     assert "could not be observed" in done.stderr

@@ -1,4 +1,4 @@
-"""The planned peak of tensors is the one that a process has."""
+"""The planned peak of tensors equals the measured one."""
 
 import os
 import re
@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
     not Path("/proc/self/smaps_rollup").exists(), reason="shared memory is of /proc"
 )
 @pytest.mark.parametrize("models", [("mlp",), pytest.param(("mlp", "gan"), marks=pytest.mark.full)])
-def test_planned_peak_is_the_measured_one(models):
+def test_planned_peak_equals_the_measured_peak(models):
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "plan.py"), *models],
         capture_output=True,

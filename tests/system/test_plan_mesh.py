@@ -61,7 +61,7 @@ def test_commands_of_meshes_run_as_printed(tmp_path):
         assert "trained" in done.stdout
 
 
-def test_what_a_script_excludes_is_said(tmp_path):
+def test_says_which_meshes_a_script_excludes(tmp_path):
     found = planned(tmp_path, BARE, "--on", "2xH100")
     assert not any("--pipeline" in each["command"] for each in found["placements"])
-    assert any("engine.forward_backward(...) in its place" in each for each in found["notes"])
+    assert any("(...) runs them in parallel" in each for each in found["notes"])

@@ -1,7 +1,7 @@
-"""A few random faults: the rank at fault is named, and nothing is left behind.
+"""A few random faults: the report names the rank at fault, and nothing is left behind.
 
-More of them: `python -m tests.random_faults --faults 200 --seed 1`; all about one that fails here:
-`--fault SEED`.
+To try more: `python -m tests.random_faults --faults 200 --seed 1`. For the output of one that fails
+here: `--fault SEED`.
 """
 
 import sys
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.random_faults.drawing import OWN, PLACES, SIGNALS, Fault, draw
-from tests.random_faults.judging import COMMAND, Runner, judged
+from tests.random_faults.judging import COMMAND, Runner, judge
 from tests.system.launcher import Ran
 
 FAULTS = (23, pytest.param(11, marks=pytest.mark.full))
@@ -22,11 +22,11 @@ FAULT = Fault(
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.usefixtures("warm_programs")
 @pytest.mark.parametrize("seed", FAULTS)
-def test_the_rank_at_fault_is_named(tmp_path, seed):
+def test_names_rank_at_fault(tmp_path, seed):
     assert not (told := COMMAND.failures(Runner(tmp_path), [seed])), told
 
 
-def test_a_seed_is_one_fault():
+def test_seed_determines_fault():
     several = [draw(seed) for seed in range(300)]
     assert several == [draw(seed) for seed in range(300)]
     assert {each.kind for each in several} == {*SIGNALS, *OWN}
@@ -47,5 +47,5 @@ NAMED = "\nshardwise: rank 1 of 3 was ended by SIGKILL.\n"
         (137, NAMED, 1.0, ["4711"], "left behind"),
     ],
 )
-def test_what_is_not_promised_is_seen(code, err, seconds, left, kind):
-    assert judged(FAULT, Ran(code, "", err), seconds, left)[0] == kind
+def test_detects_wrong_reports(code, err, seconds, left, kind):
+    assert judge(FAULT, Ran(code, "", err), seconds, left)[0] == kind

@@ -1,4 +1,4 @@
-"""Faults survived: restarts, saves when asked to end, and disks that take no more."""
+"""Survived faults: restarts, saves before a requested end, and full disks."""
 
 import os
 import re
@@ -24,7 +24,7 @@ WARM = pytest.mark.usefixtures("warm_programs")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython) -> str:
-    """What the run comes to that nobody disturbs."""
+    """Return the result of an undisturbed run."""
     words = ("run", "-n", "2", script("resumes"), "checkpoints")
     launcher = Launcher(tmp_path_factory.mktemp("undisturbed"))
     return hash_of(launcher.run(*words, env=dict(warm.environ())))
@@ -37,12 +37,12 @@ def hash_of(ran: Ran) -> str:
 
 
 def started_at(ran: Ran) -> list[int]:
-    """The steps at which it was started, in order."""
+    """Return the first step of each start, in order."""
     return [int(step) for step in re.findall(r"\[0\] start (\d+)", ran.out)]
 
 
 def reach(process: "subprocess.Popen[str]", line: str) -> None:
-    """Return when rank 0 has printed `line`."""
+    """Wait until rank 0 has printed `line`."""
     assert process.stdout is not None
     while (printed := process.stdout.readline()) and printed != f"[0] {line}\n":
         pass
@@ -50,7 +50,7 @@ def reach(process: "subprocess.Popen[str]", line: str) -> None:
 
 
 def rank_of(shardwise: Launcher, rank: int) -> int:
-    """The process of a rank."""
+    """Return the process of a rank."""
     mark = f"SHARDWISE_LAUNCH_RANK={rank}".encode()
     return next(
         pid
@@ -62,43 +62,45 @@ def rank_of(shardwise: Launcher, rank: int) -> int:
 class TestRestarts:
     @WARM
     @pytest.mark.parametrize("row", [pytest.param("0", marks=pytest.mark.full), "3"])
-    def test_a_rank_is_killed(self, shardwise: Launcher, undisturbed: str, row: str) -> None:
+    def test_restart_after_kill_has_same_bits(
+        self, shardwise: Launcher, undisturbed: str, row: str
+    ) -> None:
         words = [script("resumes"), "checkpoints", "--die", "7"]
         ran = shardwise.run("run", "-n", "2", "--restarts", "2", "--zero", row, *words)
         assert hash_of(ran) == undisturbed
         assert started_at(ran) == [0, 4]
         lines = [line for line in ran.err.splitlines() if line.startswith("shardwise: ")]
         assert lines == [
-            "shardwise: rank 1 of 2 was ended at step 7 (SIGKILL). Starting again, 1 of 2, from "
+            "shardwise: rank 1 of 2 was ended at step 7 (SIGKILL). Restart 1 of 2, from "
             "the checkpoint of step 4: 3 steps are lost."
         ]
 
     @WARM
-    def test_what_fails_always_at_one_step_is_given_up(self, shardwise: Launcher) -> None:
+    def test_gives_up_after_failures_at_same_step(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", "--max-restarts", "9", script("tells"), "fails", "9")
         assert ran.code == 1
         assert ran.out.count("[1] started") == 3
-        line = "shardwise: rank 1 of 2 failed at step 7 (ValueError: bad sample). Starting again, "
+        line = "shardwise: rank 1 of 2 failed at step 7 (ValueError: bad sample). Restart "
         assert ran.err.count(f"\n{line}") == 2
         assert ran.err.endswith(
-            "ValueError: bad sample\n\nshardwise: 3 failures in a row at step 7, and no newer "
-            "checkpoint in between: not starting again.\n"
+            "ValueError: bad sample\n\nshardwise: 3 failures in a row at step 7, without a newer "
+            "checkpoint in between: not restarting.\n"
         )
 
     @WARM
     def test_names_an_error_whose_text_is_not_utf8(self, shardwise: Launcher) -> None:
-        """As that of a file whose name is Latin-1: os.listdir gives it with a surrogate."""
+        """Such as a file name in Latin-1, which os.listdir returns with a surrogate."""
         name = os.fsdecode(b"caf\xe9.jpg")
         words = ("run", "-n", "2", "--restarts", "1", "--log-dir", "logs", script("tells"))
         ran = shardwise.run(*words, "fails", "2", name)
         assert ran.code == 1
-        said = "rank 1 of 2 failed at step 7 (ValueError: caf\\udce9.jpg). Starting again, 1 of 1"
+        said = "rank 1 of 2 failed at step 7 (ValueError: caf\\udce9.jpg). Restart 1 of 1"
         assert said in ran.err
         assert "shardwise: rank 1 of 2 failed (exit code 1)." in ran.err
         log = (shardwise.folder / "logs" / "rank1.log").read_text()
         assert log.count("tells.py fails 2 caf\\udce9.jpg\n") == 2
 
-    def test_what_the_user_ends_stays_ended(self, shardwise: Launcher) -> None:
+    def test_run_ended_by_user_does_not_restart(self, shardwise: Launcher) -> None:
         words = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
         process = shardwise.start("run", "--restarts", "3", *words)
         assert process.stdout is not None
@@ -110,7 +112,7 @@ class TestRestarts:
 
 class TestAskedToEnd:
     @WARM
-    def test_ctrl_c_says_what_a_new_start_continues_from(self, shardwise: Launcher) -> None:
+    def test_ctrl_c_reports_resume_point(self, shardwise: Launcher) -> None:
         process = shardwise.start("run", "-n", "2", script("tells"), "waits")
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
@@ -119,25 +121,25 @@ class TestAskedToEnd:
         assert ran.code == 130
         assert ran.err.endswith(
             "shardwise: Ctrl-C ended the run at step 7 without a save. A new start continues from "
-            "the beginning, for the script calls no engine.resume(folder): 7 steps are lost. To "
-            "save before the end, send SIGTERM instead.\n"
+            "the beginning, because the script does not call engine.resume(folder): 7 steps are "
+            "lost. To save before the end, send SIGTERM instead.\n"
         )
 
-    def test_the_launcher(self, shardwise: Launcher) -> None:
-        """All ranks save between two steps, whatever their DataLoader workers would do."""
+    def test_signal_to_launcher_saves(self, shardwise: Launcher) -> None:
+        """All ranks save between two steps, and their DataLoader workers do not interfere."""
         words = ["run", "-n", "2", "--restarts", "1", script("resumes"), "checkpoints"]
         process = shardwise.start(*words, "--workers", "1", "--pause", "0.1")
         reach(process, "step 5")
         process.send_signal(signal.SIGTERM)
         ran = shardwise.finish(process)
         assert ran.code == SAVED, ran.err
-        assert "shardwise: SIGTERM: ranks save after this step first. Once more kills" in ran.err
+        assert "shardwise: SIGTERM: the ranks save after this step. A second one kills" in ran.err
         (saved,) = re.findall(r"SIGTERM: saved checkpoints/step-(\d+), ending with", ran.err)
         assert complete(shardwise.folder / "checkpoints")[-1].step == int(saved) in range(6, 9)
 
     @WARM
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-    def test_who_saves_is_waited_for(self, shardwise: Launcher, number: signal.Signals) -> None:
+    def test_launcher_waits_for_save(self, shardwise: Launcher, number: signal.Signals) -> None:
         process = shardwise.start("run", "--grace", "0", "-n", "2", script("tells"), "waits")
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
@@ -145,8 +147,8 @@ class TestAskedToEnd:
         assert shardwise.finish(process).code == SAVED
 
     @WARM
-    def test_one_rank(self, shardwise: Launcher, undisturbed: str) -> None:
-        """The others learn of it with the next step, and what comes after has the same bits."""
+    def test_signal_to_one_rank_saves_all(self, shardwise: Launcher, undisturbed: str) -> None:
+        """The other ranks learn of it in the next step, and the resumed run has the same bits."""
         words = ["run", "-n", "2", "--zero", "2", "--restarts", "1", script("resumes")]
         ran = shardwise.run(*words, "checkpoints", "--die", "6", "--signal", str(signal.SIGTERM))
         assert (ran.code, started_at(ran)) == (SAVED, [0]), ran.err
@@ -154,9 +156,11 @@ class TestAskedToEnd:
         assert hash_of(shardwise.run(*words, "checkpoints")) == undisturbed
 
     @pytest.mark.full
-    def test_islands(self, shardwise: Launcher) -> None:
-        """All learn of it when they are equal next; what comes after has the same bits, as it has
-        after a rank was killed between two such steps."""
+    def test_signal_to_one_island_saves_all(self, shardwise: Launcher) -> None:
+        """Other islands learn of it at the next boundary, and the resumed run has the same bits.
+
+        So does a run after a kill between two boundaries.
+        """
         words = ["run", "-n", "2", "--islands", "2", "--equal-every", "3", "--wire", "int8"]
         undisturbed = shardwise.run(*words, script("resumes"), "first")
         words += ["--restarts", "1", script("resumes"), "checkpoints"]
@@ -168,29 +172,29 @@ class TestAskedToEnd:
         assert (hash_of(killed), started_at(killed)) == (hash_of(undisturbed), [6, 8])
 
     @WARM
-    def test_killed_before_it_has_saved_is_no_success(self, shardwise: Launcher) -> None:
+    def test_kill_before_save_is_no_success(self, shardwise: Launcher) -> None:
         words = ["run", "-n", "2", script("resumes"), "checkpoints", "--pause", "60"]
         process = shardwise.start(*words)
         reach(process, "step 1")
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
-        while "ranks save after this step first" not in process.stderr.readline():
+        while "the ranks save after this step" not in process.stderr.readline():
             pass
         process.send_signal(signal.SIGTERM)
         assert shardwise.finish(process).code == 128 + signal.SIGTERM
         assert complete(shardwise.folder / "checkpoints") == []
 
     @WARM
-    def test_the_code_of_a_saved_run_is_not_taken_from_a_script(self, shardwise: Launcher) -> None:
+    def test_exit_code_75_of_script_becomes_1(self, shardwise: Launcher) -> None:
         (shardwise.folder / "own.py").write_text("import sys\nsys.exit(75)\n")
         ran = shardwise.run("run", "-n", "2", "own.py")
         assert ran.code == 1
         assert "failed (exit code 75)" in ran.err
-        assert "exit code 75 is the script's own. This run ends with 1" in ran.err
+        assert "the script itself ended with exit code 75. The run ends with 1" in ran.err
 
     @pytest.mark.full
-    def test_alone_and_once_more(self, shardwise: Launcher) -> None:
-        """A process of nobody's launching; asked again, it ends at once."""
+    def test_second_signal_ends_single_process(self, shardwise: Launcher) -> None:
+        """A process without a launcher. A second signal ends it immediately."""
         command = [sys.executable, script("resumes"), "checkpoints", "--pause"]
         options = {"cwd": shardwise.folder, "text": True, "env": shardwise.environ()}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -216,7 +220,7 @@ ls -A small > left
 
 
 def on_a_small_disk(shardwise: Launcher, *words: str) -> Ran:
-    """Run `shardwise WORDS` where `small` is a disk of 80 KB, gone with the run."""
+    """Run `shardwise WORDS` with a disk of 80 KB at `small`, which is removed with the run."""
     need("unshare", None if shutil.which("unshare") else "unshare is not installed")
     (shardwise.folder / "small.sh").write_text(SMALL)
     able = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
@@ -227,12 +231,12 @@ def on_a_small_disk(shardwise: Launcher, *words: str) -> Ran:
 
 @WARM
 class TestAFullDisk:
-    """Two checkpoints of a model of width 64 have room, where the newest two stay not a third."""
+    """The disk has room for two checkpoints of a model of width 64, but not for a third one."""
 
     WORDS = (script("resumes"), "small", "--width", "64")
 
     @pytest.mark.parametrize("flags", [[], pytest.param(["--background"], marks=pytest.mark.full)])
-    def test_training_stops(self, shardwise: Launcher, flags: list[str]) -> None:
+    def test_full_disk_stops_training(self, shardwise: Launcher, flags: list[str]) -> None:
         ran = on_a_small_disk(shardwise, "run", "-n", "2", *self.WORDS, *flags)
         assert ran.code == 1
         assert "[0] hash" not in ran.out
@@ -242,10 +246,10 @@ class TestAFullDisk:
             ran.err,
         )
 
-    def test_training_goes_on(self, shardwise: Launcher, undisturbed: str) -> None:
+    def test_full_disk_continues_training(self, shardwise: Launcher, undisturbed: str) -> None:
         ran = on_a_small_disk(
             shardwise, "run", "-n", "2", "--save-failure", "continue", *self.WORDS
         )
         assert "after 15" in hash_of(ran)
-        assert "are whole. Training goes on." in ran.err
+        assert "are intact. Training continues." in ran.err
         assert (shardwise.folder / "left").read_text().split() == ["step-4", "step-8"]

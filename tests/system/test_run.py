@@ -1,4 +1,4 @@
-"""`shardwise run`, as a user types it: real processes, real signals, a real terminal."""
+"""`shardwise run` as a user calls it: real processes, real signals, a real terminal."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from tests.system.launcher import LIMIT, Launcher, Ran, script
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 WARM = pytest.mark.usefixtures("warm_programs")
-"""For tests of what is said of programs; those of how they start and are stopped do without."""
+"""For tests of reports about programs. Tests of how programs start and stop do not use it."""
 
 
 _OURS = """
@@ -52,22 +52,22 @@ class TestStarting:
         "count",
         [["-n", "2"], ["-n2"], ["-np", "2"], ["--nproc-per-node", "2"], ["--nproc_per_node=2"]],
     )
-    def test_every_rank_knows_who_it_is(self, shardwise: Launcher, count: list[str]) -> None:
+    def test_each_rank_gets_its_identity(self, shardwise: Launcher, count: list[str]) -> None:
         ran = shardwise.run("run", *count, script("identity"), "-n", "7", "--zero", "9", "--", "x")
         arguments = ["-n", "7", "--zero", "9", "--", "x"]
         assert self.identities(ran) == [(0, 2, 0, arguments), (1, 2, 1, arguments)]
 
-    def test_one_rank_when_there_is_no_gpu(self, shardwise: Launcher) -> None:
+    def test_one_rank_without_gpu(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", script("identity"), env={"CUDA_VISIBLE_DEVICES": ""})
         assert self.identities(ran) == [(0, 1, 0, [])]
 
-    def test_a_module_of_the_current_folder(self, shardwise: Launcher) -> None:
+    def test_runs_module_in_current_folder(self, shardwise: Launcher) -> None:
         (shardwise.folder / "pack").mkdir()
         (shardwise.folder / "pack" / "mod.py").write_text(Path(script("identity")).read_text())
         ran = shardwise.run("run", "-n", "2", "-m", "pack.mod", "--epochs", "3")
         assert self.identities(ran) == [(rank, 2, rank, ["--epochs", "3"]) for rank in (0, 1)]
 
-    def test_a_host_by_any_program_that_reaches_it_and_greets(self, shardwise: Launcher) -> None:
+    def test_ssh_program_may_print_greeting(self, shardwise: Launcher) -> None:
         way = shardwise.folder / "reach"
         way.write_text('#!/bin/sh\necho Welcome!\nfor last; do :; done\nexec sh -c "$last"\n')
         way.chmod(0o755)
@@ -92,10 +92,8 @@ class TestStarting:
         ],
         ids=lambda words: words[0],
     )
-    def test_modules_planted_in_the_working_directory_do_not_run(
-        self, shardwise: Launcher, words: list[str]
-    ) -> None:
-        """Somebody else may write to a shared directory. The script's own directory is searched."""
+    def test_planted_modules_do_not_run(self, shardwise: Launcher, words: list[str]) -> None:
+        """Somebody else may write to a shared directory. Only the script's own one is searched."""
         for name in ("shardwise", "torch", "numpy"):
             planted = f"open({str(shardwise.folder / 'ran')!r}, 'a').write({name!r})\n"
             (shardwise.folder / f"{name}.py").write_text(planted)
@@ -113,15 +111,15 @@ class TestStarting:
         if words[0] == "run":
             assert (ran.returncode, ran.stdout) == (0, "up 1\n")
 
-    def test_any_program(self, shardwise: Launcher) -> None:
+    def test_runs_any_program(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", "echo", "-n", "hi")
         assert (ran.lines(), ran.err) == (["[0] hi", "[1] hi"], "")
 
-    def test_flags_reach_the_ranks_and_outer_runs_do_not(self, shardwise: Launcher) -> None:
+    def test_ranks_get_flags_but_not_outer_run(self, shardwise: Launcher) -> None:
         ran = shardwise.run(
             *("run", "-n", "1", "--zero", "2", "--no-overlap", "--config", "c.toml", "env"),
             env={"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "x", "OMP_NUM_THREADS": "3"}
-            | {"MASTER_PORT": "1", "SHARDWISE_ALONE": "1"},  # a run by itself, in each outer rank
+            | {"MASTER_PORT": "1", "SHARDWISE_ALONE": "1"},  # a separate run in each outer rank
             **self.config(shardwise, "seed = 1"),
         )
         values = dict(line.split("=", 1) for line in ran.lines() if "=" in line)
@@ -136,7 +134,7 @@ class TestStarting:
         (shardwise.folder / "c.toml").write_text(text)
         return {}
 
-    def test_rank_0_reads_our_input_and_the_others_nothing(self, shardwise: Launcher) -> None:
+    def test_only_rank_0_reads_input(self, shardwise: Launcher) -> None:
         with (shardwise.folder / "input").open("w+") as given:
             given.write("to all")
             given.seek(0)
@@ -145,17 +143,15 @@ class TestStarting:
 
 
 class TestOutput:
-    def test_each_stream_stays_its_own_and_each_line_has_its_rank(
-        self, shardwise: Launcher
-    ) -> None:
+    def test_streams_stay_separate_and_lines_have_ranks(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("streams"))
         assert ran.lines() == ["[0] last 0", "[0] out 0", "[1] last 1", "[1] out 1"]
         assert ran.err.endswith(unjoined_copies(2))
         first, *said = sorted(ran.err.removesuffix(unjoined_copies(2)).splitlines(), reverse=True)
-        assert "streams.py names neither shardwise nor horovod: unless what it imports" in first
+        assert "streams.py imports neither shardwise nor horovod. Unless one of" in first
         assert said == ["[1] err 1", "[0] err 0"]
 
-    def test_closed_errors_are_lost_and_nothing_else(self, shardwise: Launcher) -> None:
+    def test_closed_stderr_loses_only_errors(self, shardwise: Launcher) -> None:
         command = [sys.executable, "-m", "shardwise", "run", "-n", "2", str(script("streams"))]
         closing = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
         done = subprocess.run(closing, capture_output=True, text=True, timeout=60, check=False)
@@ -166,12 +162,12 @@ class TestOutput:
         )
 
     @WARM
-    def test_ranks_that_never_joined_are_told_of(self, shardwise: Launcher) -> None:
+    def test_reports_ranks_that_never_joined(self, shardwise: Launcher) -> None:
         assert shardwise.run("run", "-n", "2", script("streams")).err.endswith(unjoined_copies(2))
         assert shardwise.run("run", "-n", "1", script("streams")).err == "err 0\n"
         assert unjoined_copies(2) not in shardwise.run("run", "-n", "2", script("parity")).err
 
-    def test_only_some_ranks_are_shown_and_all_are_kept(self, shardwise: Launcher) -> None:
+    def test_shows_some_ranks_and_logs_all(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "3", "--show", "1-2", "--log-dir", "l", script("streams"))
         assert ran.lines() == ["[1] last 1", "[1] out 1", "[2] last 2", "[2] out 2"]
         assert ran.err.endswith(unjoined_copies(3))
@@ -182,21 +178,19 @@ class TestOutput:
             assert head.endswith(f"rank {rank} of 3  {script('streams')}")
             assert sorted(kept) == [f"err {rank}", f"last {rank}", f"out {rank}"]
 
-    def test_a_rank_that_is_not_shown_still_has_its_last_words(self, shardwise: Launcher) -> None:
+    def test_hidden_rank_has_last_output_in_report(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", "--show", "0", script("third_step"))
         assert "\n[1] " not in f"\n{ran.out}\n{ran.err}"
         assert ran.err.endswith("\nValueError: no such token in step 3\n")
 
-    def test_one_rank_is_kept_without_a_prefix_and_reads_our_input(
-        self, shardwise: Launcher
-    ) -> None:
+    def test_logged_single_rank_has_no_prefix_and_reads_input(self, shardwise: Launcher) -> None:
         words = ("run", "-n", "1", "--log-dir", "deep/er", "sh", "-c", "cat; echo oh >&2")
         process = shardwise.start(*words, stdin=subprocess.PIPE)
         out, err = process.communicate("in", timeout=LIMIT)
         assert (process.returncode, out, err) == (0, "in\n", "oh\n")
         assert (shardwise.folder / "deep" / "er" / "rank0.log").read_text().count("\n") == 3
 
-    def test_a_dry_run_says_what_would_run_where(self, shardwise: Launcher) -> None:
+    def test_dry_run_prints_commands(self, shardwise: Launcher) -> None:
         words = ("-H", "localhost:2,192.0.2.1:2", "--zero", "2", "none.py", "-v")
         ran = shardwise.run("run", "--dry-run", *words)
         lines = ran.out.splitlines()
@@ -207,24 +201,24 @@ class TestOutput:
         assert lines[3] == f"each rank: {sys.executable} none.py -v"
         assert "settings: zero=2" in lines
 
-    def test_one_rank_has_no_prefix(self, shardwise: Launcher) -> None:
+    def test_single_rank_has_no_prefix(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "1", script("streams"))
         assert (ran.out, ran.err) == ("out 0\nlast 0", "err 0\n")
 
-    def test_much_output_comes_whole_and_in_order(self, shardwise: Launcher) -> None:
+    def test_large_output_is_complete_and_ordered(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", "seq", "100000")
         assert ran.out.count("\n") == 200_000
         for rank in (0, 1):
             mine = re.findall(rf"^\[{rank}\] (\d+)$", ran.out, re.MULTILINE)
             assert mine == [str(number) for number in range(1, 100_001)]
 
-    def test_a_process_left_behind_does_not_hold_us_up(self, shardwise: Launcher) -> None:
+    def test_leftover_process_does_not_block_end(self, shardwise: Launcher) -> None:
         began = time.monotonic()
         ran = shardwise.run("run", "-n", "2", script("orphan"))
         assert (ran.code, ran.lines()) == (0, ["[0] left", "[1] left"])
         assert time.monotonic() - began < 45
 
-    def test_the_run_ends_when_nobody_reads_it(self, shardwise: Launcher) -> None:
+    def test_run_ends_when_output_is_closed(self, shardwise: Launcher) -> None:
         process = shardwise.start("run", "-n", "2", "yes")
         assert process.stdout is not None
         process.stdout.read(100)
@@ -232,7 +226,7 @@ class TestOutput:
         process.stdout = None
         assert shardwise.finish(process).code == 128 + signal.SIGPIPE
 
-    def test_a_bar_lives_on_a_terminal_while_another_rank_speaks(self, shardwise: Launcher) -> None:
+    def test_progress_bar_survives_lines_of_other_ranks(self, shardwise: Launcher) -> None:
         code, seen = on_terminal(shardwise, "run", "-n", "2", script("bar"))
         zero, one = "\x1b[36m[0]\x1b[0m ", "\x1b[35m[1]\x1b[0m "
         assert code == 0
@@ -244,7 +238,7 @@ class TestOutput:
         assert re.search(made_room, seen), repr(seen)
         assert seen.replace("\r\n", "\n").endswith(f"{zero}bar 8\n{unjoined_copies(2)}")
 
-    def test_no_color(self, shardwise: Launcher) -> None:
+    def test_no_color_variable(self, shardwise: Launcher) -> None:
         code, seen = on_terminal(shardwise, "run", "-n", "2", script("bar"), env={"NO_COLOR": "1"})
         assert code == 0
         assert "[1] hello\r\n" in seen
@@ -254,7 +248,7 @@ class TestOutput:
 def on_terminal(
     shardwise: Launcher, *words: str, env: dict[str, str] | None = None
 ) -> tuple[int, str]:
-    """Run on a terminal of 80 columns; the exit code and all that was seen on it."""
+    """Run on a terminal of 80 columns; return the exit code and the output on the terminal."""
     ours, theirs = os.openpty()
     import termios
 
@@ -269,7 +263,7 @@ def on_terminal(
             continue
         try:
             seen += os.read(ours, 4096)
-        except OSError:  # closed at the other end
+        except OSError:  # the other end is closed
             break
     os.close(ours)
     return process.wait(timeout=LIMIT), seen.decode()
@@ -285,7 +279,7 @@ def _refused_in_one_line(shardwise: Launcher, line: str, said: str) -> None:
 
 
 class TestFailing:
-    def test_the_traceback_of_the_third_step_comes_last(self, shardwise: Launcher) -> None:
+    def test_report_ends_with_traceback(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("third_step"))
         assert ran.code == 1
         assert "[0] step 2" in ran.lines()
@@ -295,33 +289,33 @@ class TestFailing:
         assert closing.endswith("\nValueError: no such token in step 3\n")
 
     @WARM
-    def test_who_died_first_is_not_taken_for_ended_by_somebody(self, shardwise: Launcher) -> None:
-        """It was ended by the launcher, while it tidied up after an error of its own."""
+    def test_slow_cleanup_is_still_blamed(self, shardwise: Launcher) -> None:
+        """The launcher ended the rank during its cleanup after its own error."""
         ran = shardwise.run("run", "-n", "2", script("slow_to_leave"))
         assert ran.code == 1
-        assert "\nshardwise: rank 0 of 2 failed (exit code 1). Its last words:" in ran.err
+        assert "\nshardwise: rank 0 of 2 failed (exit code 1). Its last output:" in ran.err
         assert ran.err.endswith("\nValueError: no such token\n")
 
-    def test_a_script_that_shows_its_help(self, shardwise: Launcher) -> None:
+    def test_help_of_script_is_not_reported(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("identity"), "--help")
         assert (ran.code, ran.err) == (0, "")
 
     @WARM
-    def test_the_cause_and_not_the_consequence(self, shardwise: Launcher) -> None:
+    def test_blames_cause_not_consequence(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("init_third"))
         live, _, closing = ran.err.partition("\nshardwise: rank 1 of 2 failed (exit code 1).")
         assert "[0] PeerLost: " in live
-        assert "[rank" not in ran.err  # torch's prefix beside ours
+        assert "[rank" not in ran.err  # torch's prefix next to ours
         assert "PeerLost" not in closing
         assert closing.endswith("\nValueError: no such token in step 3\n")
         assert ran.code == 1
 
     @WARM
-    def test_what_all_ranks_are_refused_is_said_once(self, shardwise: Launcher) -> None:
+    def test_common_refusal_is_shown_once(self, shardwise: Launcher) -> None:
         flags = ("--tensor", "2", "--exact", "4", "--log-dir", "l")
         ran = shardwise.run("run", "-n", "2", *flags, script("exact"))
         assert (ran.code, ran.out) == (1, "")
-        said = ran.err.removeprefix("\nshardwise: --exact 4 and --tensor 2 cannot be had together")
+        said = ran.err.removeprefix("\nshardwise: --exact 4 cannot be combined with --tensor 2")
         assert said.endswith('device="cpu")]\n')
         assert said.count("\n") == 1
         for rank in range(2):
@@ -329,16 +323,16 @@ class TestFailing:
             assert log.count("Traceback (most recent call last):") == 1
 
     @WARM
-    def test_a_refusal_before_init_is_one_line(self, shardwise: Launcher) -> None:
+    def test_refusal_before_init_is_one_line(self, shardwise: Launcher) -> None:
         line = "import shardwise as sw; sw.Metrics()"
         _refused_in_one_line(shardwise, line, "Call world = shardwise.init() first")
 
-    def test_a_refusal_of_a_bridge_before_it_joins_is_one_line(self, shardwise: Launcher) -> None:
+    def test_refusal_of_bridge_before_init_is_one_line(self, shardwise: Launcher) -> None:
         line = "import shardwise.horovod as hvd; hvd.rank()"
         _refused_in_one_line(shardwise, line, "Horovod has not been initialized")
 
     @WARM
-    def test_what_one_rank_is_refused_has_its_traceback(self, shardwise: Launcher) -> None:
+    def test_refusal_of_one_rank_has_traceback(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("refused_second"))
         live, _, closing = ran.err.partition("\nshardwise: rank 1 of 2 failed (exit code 1).")
         assert ran.code == 1
@@ -348,7 +342,7 @@ class TestFailing:
         assert "errors.PlacementError: There is no row ZERO_9" in closing
 
     @WARM
-    def test_a_rank_that_leaves_in_peace_too_early(self, shardwise: Launcher) -> None:
+    def test_blames_rank_that_ends_early(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("early"))
         assert ran.code == 1
         assert (
@@ -358,7 +352,7 @@ class TestFailing:
 
     @WARM
     @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
-    def test_a_rank_that_leaves_before_it_joins(self, shardwise: Launcher, rank: int) -> None:
+    def test_blames_rank_that_ends_before_init(self, shardwise: Launcher, rank: int) -> None:
         began = time.monotonic()
         ran = shardwise.run("run", "-n", "2", script("leaves"), str(rank), "joins")
         assert time.monotonic() - began < 120  # and not the 300 s of --timeout
@@ -366,19 +360,17 @@ class TestFailing:
         assert f"LaunchError: Rank {rank} of 2 ended with exit code 0 before sw.init" in ran.err
         assert f"shardwise: rank {rank} of 2 ended (exit code 0)" in ran.err
 
-    def test_a_rank_may_leave_where_none_joins(self, shardwise: Launcher) -> None:
+    def test_rank_may_end_if_none_joins(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("leaves"), "1", "alone")
         assert (ran.code, ran.out) == (0, "[0] done\n")
 
-    def test_a_killed_rank_is_named_for_what_it_likely_was(self, shardwise: Launcher) -> None:
+    def test_killed_rank_gets_likely_cause(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("killed"))
         assert ran.code == 137
         assert "rank 1 of 2 was ended by SIGKILL, most likely by the out-of-memory" in ran.err
         assert "Its memory had reached 0.0 GB; the host has " in ran.err
 
-    def test_the_out_of_memory_killer_is_named_where_the_kernel_counts(
-        self, shardwise: Launcher
-    ) -> None:
+    def test_names_out_of_memory_killer(self, shardwise: Launcher) -> None:
         with contextlib.ExitStack() as stack:
             try:
                 shardwise.enter = stack.enter_context(little_memory(300 << 20))
@@ -387,17 +379,15 @@ class TestFailing:
             ran = shardwise.run("run", "-n", "2", script("grows"))
             assert not shardwise.wait_until_gone()
         assert ran.code == 137
-        assert (
-            "rank 1 of 2 was ended by SIGKILL, by the out-of-memory killer: the kernel" in ran.err
-        )
-        assert "Against a lack of memory: a smaller --micro-batch-size" in ran.err
+        assert "rank 1 of 2 was ended by SIGKILL, by the out-of-memory killer, according" in ran.err
+        assert "To use less memory: a smaller --micro-batch-size" in ran.err
 
-    def test_the_code_of_the_failing_rank_even_if_others_resist(self, shardwise: Launcher) -> None:
+    def test_exit_code_is_that_of_failed_rank(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", "--grace", "0.5", script("stubborn"))
         assert ran.code == 7
         assert "rank 0 of 2 failed (exit code 7)" in ran.err
 
-    def test_a_crash_in_native_code_shows_its_python_lines(self, shardwise: Launcher) -> None:
+    def test_crash_in_native_code_shows_python_lines(self, shardwise: Launcher) -> None:
         crash = "import faulthandler; faulthandler._sigsegv()"
         ran = shardwise.run("run", "-n", "2", sys.executable, "-c", crash)
         assert ran.code == 128 + signal.SIGSEGV
@@ -411,31 +401,29 @@ class TestFailing:
             pytest.param(True, id="under a shell"),
         ],
     )
-    def test_a_rank_that_the_watchdog_of_nccl_has_ended_is_explained(
-        self, shardwise: Launcher, shell: bool
-    ) -> None:
+    def test_explains_rank_aborted_by_nccl_watchdog(self, shardwise: Launcher, shell: bool) -> None:
         command = [sys.executable, script("nccl_aborted")]
         if shell:
             command = ["sh", "-c", f"{shlex.join(command)}; exit $?"]
         ran = shardwise.run("run", "-n", "2", *command)
         assert ran.code == 1
-        # The test's own script is the user's.
+        # The script of the test counts as user code.
         assert ran.err.endswith(
-            "shardwise: rank 1 of 2 did not come, nor say anything until it was ended. Rank 0 was "
-            "waiting for it:\n\nCollectiveError: Rank 0 of 2 waited 600 s in all-reduce number 7 "
-            "over NCCL for a rank that did not come. Every rank must make the same calls in the "
-            "same order; --timeout sets how long to wait, --warn-after when the ranks' lines are "
-            "shown. [" + script("nccl_aborted") + ":11: os.abort()]\n"
+            "shardwise: rank 1 of 2 did not arrive, and reported nothing until it was ended. "
+            "Rank 0 was waiting for it:\n\nCollectiveError: Rank 0 of 2 waited 600 s in "
+            "all-reduce number 7 over NCCL for a rank that did not arrive. Every rank must make "
+            "the same calls in the same order. --timeout sets how long to wait, --warn-after when "
+            "to show the ranks' lines. [" + script("nccl_aborted") + ":11: os.abort()]\n"
         )
 
-    def test_one_rank_has_said_all_itself(self, shardwise: Launcher) -> None:
+    def test_single_rank_gets_no_report(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "1", sys.executable, "-c", "raise SystemExit('no')")
         assert (ran.code, ran.err) == (1, "no\n")
 
 
 class TestStopping:
     def reading(self, shardwise: Launcher, *flags: str) -> "subprocess.Popen[str]":
-        """A run of two ranks with two DataLoader workers each, once all of them read."""
+        """Start two ranks with two DataLoader workers each, and return once all of them read."""
         process = shardwise.start("run", "-n", "2", *flags, script("workers"))
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[0] reading\n", "[1] reading\n"}
@@ -447,8 +435,8 @@ class TestStopping:
         process.send_signal(signal.SIGINT)
         ran = shardwise.finish(process)
         assert ran.code == 130
-        said = "shardwise: Ctrl-C: stopping 2 ranks. Once more kills them at once."
-        assert ran.err.splitlines()[1:] == [said]  # the first tells of two copies
+        said = "shardwise: Ctrl-C: stopping 2 ranks. A second one kills them immediately."
+        assert ran.err.splitlines()[1:] == [said]  # the first line warns of two copies
         assert shardwise.wait_until_gone(limit=1.0) == []
 
     def test_kill_9_of_the_launcher_leaves_nothing(self, shardwise: Launcher) -> None:
@@ -458,14 +446,14 @@ class TestStopping:
         assert shardwise.wait_until_gone() == []
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-    def test_asked_to_end(self, shardwise: Launcher, number: signal.Signals) -> None:
+    def test_signal_ends_ranks(self, shardwise: Launcher, number: signal.Signals) -> None:
         process = self.sleeping(shardwise)
         process.send_signal(number)
         ran = shardwise.finish(process)
         assert ran.code == 128 + number
         assert f"shardwise: {number.name}: stopping 2 ranks." in ran.err
 
-    def test_a_second_ctrl_c_kills_at_once(self, shardwise: Launcher) -> None:
+    def test_second_ctrl_c_kills_immediately(self, shardwise: Launcher) -> None:
         process = self.sleeping(shardwise, "--grace", "100")
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
@@ -476,7 +464,7 @@ class TestStopping:
         assert ran.err.endswith("shardwise: Ctrl-C again: killing 2 ranks.\n")
 
     def sleeping(self, shardwise: Launcher, *flags: str) -> "subprocess.Popen[str]":
-        """A run whose ranks do not heed Ctrl-C, once they are up."""
+        """Start ranks that ignore Ctrl-C, and return once they are up."""
         deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); print('up'); time.sleep(60)"
         process = shardwise.start("run", "-n", "2", *flags, sys.executable, "-c", deaf)
         assert process.stdout is not None
@@ -485,7 +473,7 @@ class TestStopping:
 
 
 class TestRefusing:
-    """What is wrong is said in one line, with exit code 2, before anything starts."""
+    """Errors before any rank starts: one line, and exit code 2."""
 
     @pytest.mark.parametrize(
         ("words", "message"),
@@ -497,7 +485,7 @@ class TestRefusing:
             (["run", "-H", "h1", "--hostfile", "f", "x.py"], "-H h1 and --hostfile f: give one"),
             (["run", "--hostfile", "bad.hosts", "x.py"], "bad.hosts:2: 'slot=2' is not underst"),
             (["run", "-n", "2", "--show", "2", "x.py"], "--show 2: the 2 ranks of this run are 0"),
-            (["run", "-x", "NO_SUCH", "x.py"], "-x NO_SUCH: there is no such variable here"),
+            (["run", "-x", "NO_SUCH", "x.py"], "-x NO_SUCH: this variable is not set here"),
             (["run", "--interface", "no0", "train.py"], "--interface no0: there is no such inter"),
             (["run", "--log-dir", "train.py", "train.py"], "--log-dir train.py cannot be written"),
             (["run", "--node-rank", "0", "train.py"], "--node-rank needs --nnodes, the number"),
@@ -505,13 +493,19 @@ class TestRefusing:
                 ["run", "--restarts", "-1", "train.py"],
                 "--restarts takes a whole number of 0 or more",
             ),
-            (["run", "--nnodes", "2", "-n", "4", "train.py"], "-n 4 counts all ranks, which"),
-            (["run", "--nnodes", "2", "-H", "h1", "train.py"], "--nnodes is for a command that"),
+            (
+                ["run", "--nnodes", "2", "-n", "4", "train.py"],
+                "-n 4 cannot be combined with",
+            ),
+            (
+                ["run", "--nnodes", "2", "-H", "h1", "train.py"],
+                "--nnodes cannot be combined with",
+            ),
             (["run", "trian.py"], "There is no script trian.py in .* Did you mean train.py?"),
             (["run", "-m", "no.such"], "There is no module 'no' for"),
             (["run", "temporary"], "temporary is a directory"),
             (["run", "nosuchprogram"], "There is no program nosuchprogram on PATH"),
-            (["run"], "What shall be run"),
+            (["run"], "No script given"),
             (["run", "--shard", "gradients", "train.py"], "sharded gradients need a sharded opt"),
             (["run", "--zero", "7", "train.py"], "There is no row ZERO_7"),
             (["run", "--zreo", "2", "train.py"], "no flag --zreo. Did you mean --zero?"),
@@ -524,11 +518,11 @@ class TestRefusing:
             (["env"], "no command 'env'. Did you mean: shardwise run env"),
             (
                 ["budget", "train.py"],
-                "no command 'budget'. There are: checkpoint, deepspeed, doctor",
+                "no command 'budget'. The commands are: checkpoint, deepspeed, doctor",
             ),
         ],
     )
-    def test_said_in_one_line(
+    def test_error_is_one_line(
         self,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
@@ -536,7 +530,7 @@ class TestRefusing:
         words: list[str],
         message: str,
     ) -> None:
-        """In this process: those below are processes of their own."""
+        """Runs in this process, unlike the tests below."""
         (tmp_path / "train.py").write_text("import shardwise\nprint('started')")
         (tmp_path / "bad.toml").write_text("zreo = 2")
         (tmp_path / "bad.hosts").write_text("h1 slots=2\nh2 slot=2\n")
@@ -548,19 +542,19 @@ class TestRefusing:
         assert err.count("\n") == 1
         assert re.match(f"shardwise: .*{message}", err), err
 
-    def test_a_variable_with_a_typo(self, shardwise: Launcher) -> None:
+    def test_refuses_misspelled_variable(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "true", env={"SHARDWISE_ZREO": "2"})
         assert ran.code == 2
         assert "variable SHARDWISE_ZREO: there is no setting 'zreo'. Did you mean zero?" in ran.err
 
-    def test_a_port_in_use(self, shardwise: Launcher) -> None:
+    def test_refuses_port_in_use(self, shardwise: Launcher) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             ran = shardwise.run("run", "--port", str(port), "true")
         assert ran.code == 2
         assert f"Port {port} on 127.0.0.1 is in use by another process" in ran.err
 
-    def test_a_free_port_is_used(self, shardwise: Launcher) -> None:
+    def test_uses_given_port(self, shardwise: Launcher) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         ran = shardwise.run("run", "--port", str(port), "env")
@@ -568,9 +562,7 @@ class TestRefusing:
 
 
 class TestHelp:
-    def test_it_fits_a_screen_with_an_example_on_top_and_flags_in_groups(
-        self, shardwise: Launcher
-    ) -> None:
+    def test_help_fits_one_screen(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "--help")
         lines = ran.out.splitlines()
         assert ran.code == 0
@@ -582,23 +574,23 @@ class TestHelp:
         ]
         assert places == sorted(places)
 
-    def test_all_flags_are_shown_on_demand(self, shardwise: Launcher) -> None:
+    def test_help_all_shows_all_flags(self, shardwise: Launcher) -> None:
         usual, all_flags = (shardwise.run("run", flag) for flag in ("--help", "--help-all"))
         assert usual.code == all_flags.code == 0
         assert "--bucket-mb" not in usual.out
         assert "shardwise run --help-all" in usual.out
         assert all(config.flag(name)[2:] in all_flags.out for name in config.FIELDS)
 
-    def test_the_version(self, shardwise: Launcher) -> None:
+    def test_prints_version(self, shardwise: Launcher) -> None:
         assert re.fullmatch(r"shardwise \d+\.\d+\.\d+\n", shardwise.run("--version").out)
 
-    def test_alone_it_lists_its_commands(self, shardwise: Launcher) -> None:
+    def test_no_arguments_list_commands(self, shardwise: Launcher) -> None:
         ran = shardwise.run()
         assert ran.code == 0
-        assert re.search(r"run +Train on N workers as on one\.", ran.out)
+        assert re.search(r"run +Train on N workers exactly as on one\.", ran.out)
 
 
-def test_our_flag_after_the_script_is_mentioned(tmp_path: Path) -> None:
+def test_warns_of_flag_after_script(tmp_path: Path) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("pass\n")
     done = subprocess.run(
@@ -608,12 +600,12 @@ def test_our_flag_after_the_script_is_mentioned(tmp_path: Path) -> None:
         timeout=60,
         check=True,
     )
-    assert "--zero=2 -n stands after the script" in done.stderr
+    assert "--zero=2 -n follows the script" in done.stderr
     assert "--epochs" not in done.stderr
 
 
-def test_an_option_of_the_script_is_its_own(shardwise: Launcher) -> None:
-    """No word of `--seed` where the script itself takes it."""
+def test_option_of_script_is_not_mentioned(shardwise: Launcher) -> None:
+    """No warning about `--seed` if the script itself has this option."""
     path = shardwise.folder / "takes.py"
     path.write_text(
         "import argparse\nparser = argparse.ArgumentParser()\n"
@@ -624,10 +616,10 @@ def test_an_option_of_the_script_is_its_own(shardwise: Launcher) -> None:
 
 
 @WARM
-def test_what_gives_a_setting_its_effect_may_be_a_keyword_of_the_engine(
+def test_keyword_of_engine_may_give_flag_its_effect(
     shardwise: Launcher,
 ) -> None:
-    """A flag without effect is refused when the engine is there; a shared setting has a line."""
+    """An idle flag raises an error once the engine exists; other sources only warn."""
     path = shardwise.folder / "gives.py"
     path.write_text(
         "import sys, torch, shardwise as sw\nworld = sw.init(device='cpu', quiet=True)\n"
@@ -640,7 +632,7 @@ def test_what_gives_a_setting_its_effect_may_be_a_keyword_of_the_engine(
     assert (taken.code, taken.out, taken.err) == (0, "[0] 2\n", "")
     refused = shardwise.run(*flag)
     assert refused.code == 1
-    assert "--shard-within host has no effect where nothing is sharded" in refused.err
+    assert "--shard-within host has no effect when nothing is sharded" in refused.err
     (shardwise.folder / "shared.toml").write_text('schedule = "gpipe"\n')
     shared = {"SHARDWISE_SHARD_WITHIN": "host", "SHARDWISE_CONFIG": "shared.toml"}
     told = shardwise.run("run", "-n", "2", str(path), env=shared)
@@ -652,8 +644,8 @@ def test_what_gives_a_setting_its_effect_may_be_a_keyword_of_the_engine(
 
 @WARM
 @pytest.mark.parametrize("backend", ["", "'gloo'"])
-def test_torchs_variables_and_its_own_group(shardwise: Launcher, backend: str) -> None:
-    """A script, or a library of it, that makes torch's group before sw.init keeps it."""
+def test_process_group_of_script_is_kept(shardwise: Launcher, backend: str) -> None:
+    """A process group that the script or a library creates before sw.init stays in use."""
     path = shardwise.folder / "first.py"
     path.write_text(
         "import os\nimport torch.distributed as dist\n"
@@ -669,8 +661,8 @@ def test_torchs_variables_and_its_own_group(shardwise: Launcher, backend: str) -
 
 
 @WARM
-def test_a_script_of_torchs_own_is_left_alone(shardwise: Launcher) -> None:
-    """No word of copies to ranks that join each other without us."""
+def test_plain_torch_script_gets_no_warning(shardwise: Launcher) -> None:
+    """No warning about copies for ranks that join each other without us."""
     path = shardwise.folder / "plain.py"
     path.write_text(
         "import torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
@@ -682,7 +674,7 @@ def test_a_script_of_torchs_own_is_left_alone(shardwise: Launcher) -> None:
 
 
 @WARM
-def test_steps_without_an_engine_are_told_at_the_second(shardwise: Launcher) -> None:
+def test_second_step_without_engine_warns(shardwise: Launcher) -> None:
     path = shardwise.folder / "without.py"
     path.write_text(
         "import sys, torch, shardwise as sw\nworld = sw.init(device='cpu')\n"
@@ -696,12 +688,12 @@ def test_steps_without_an_engine_are_told_at_the_second(shardwise: Launcher) -> 
     ran = shardwise.run("run", "-n", "2", str(path))
     said = [line.split(":")[0] for line in ran.err.splitlines()]
     assert said == ["[0] step 0", "[0] step 1", "[0] shardwise", "[0] step 2"]
-    assert "SGD.step() by hand, and no sw.Engine was made: each of the 2 workers" in ran.err
+    assert "SGD.step() without an sw.Engine: each of the 2 workers" in ran.err
 
 
-def test_a_script_for_accelerate_is_told_how_ours_takes_its_place(tmp_path: Path) -> None:
+def test_script_for_accelerate_gets_hint(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("def main():\n    from accelerate import Accelerator\n")  # none is imported
+    script.write_text("def main():\n    from accelerate import Accelerator\n")  # never called
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", "run", "-n", "2", str(script)],
         capture_output=True,
@@ -709,15 +701,13 @@ def test_a_script_for_accelerate_is_told_how_ours_takes_its_place(tmp_path: Path
         timeout=120,
         check=True,
     )
-    assert "train.py trains by accelerate alone" in done.stderr
+    assert "train.py trains with accelerate alone" in done.stderr
     assert "shardwise run --adopt accelerate" in done.stderr
 
 
 @WARM
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_a_forked_child_that_exits_ends_with_its_own_code(
-    shardwise: Launcher, transport: str
-) -> None:
+def test_forked_child_keeps_its_exit_code(shardwise: Launcher, transport: str) -> None:
     (shardwise.folder / "forks.py").write_text(
         "import os, sys, torch, shardwise as sw\n"
         "world = sw.init(seed=0)\n"

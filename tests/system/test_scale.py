@@ -1,4 +1,4 @@
-"""`shardwise scale` as a user types it, on a script that knows nothing of it."""
+"""`shardwise scale` as a user types it, on an ordinary script."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ pytestmark = [
 QUICK = {"OMP_NUM_THREADS": "1"}
 
 
-def test_every_size_is_measured_and_a_crash_is_said(shardwise: Launcher) -> None:
+def test_measures_every_size_and_reports_a_crash(shardwise: Launcher) -> None:
     flags = ("-n", "1,2", "--warmup", "2", "--out", "out")
     ran = shardwise.run("scale", *flags, script("measured"), "not-on-1", env=QUICK)
     assert ran.code == 1, ran.err
@@ -45,8 +45,8 @@ def test_weak_scaling_of_a_few_steps_with_settings_of_the_run(shardwise: Launche
     assert "ZERO_1" in (shardwise.folder / "out/runs/weak-2/output.txt").read_text()
 
 
-def test_checkpoints_of_the_script_are_neither_read_nor_written(shardwise: Launcher) -> None:
-    """Else it would remove the user's, and a size would begin where the one before it ended."""
+def test_neither_reads_nor_writes_checkpoints(shardwise: Launcher) -> None:
+    """Otherwise it would overwrite the user's, and a size would resume from the one before."""
     words = (script("resumes"), "checkpoints", "--every", "2")
     assert shardwise.run("run", "-n", "1", *words, env=QUICK).code == 0
     saved = sorted((shardwise.folder / "checkpoints").rglob("*"))
@@ -59,7 +59,7 @@ def test_checkpoints_of_the_script_are_neither_read_nor_written(shardwise: Launc
     assert "start 0" in (shardwise.folder / "out/runs/strong-2/output.txt").read_text()
 
 
-def test_a_script_in_horovods_style(shardwise: Launcher) -> None:
+def test_measures_a_horovod_script(shardwise: Launcher) -> None:
     flags = ("-n", "2", "--kind", "weak", "--warmup", "1", "--steps", "5", "--out", "out")
     ran = shardwise.run("scale", *flags, script("horovod_measured"), env=QUICK)
     assert ran.code == 0, ran.out + ran.err
@@ -68,7 +68,7 @@ def test_a_script_in_horovods_style(shardwise: Launcher) -> None:
     assert found["samples_per_second"] > 0
 
 
-def test_asked_to_end_it_leaves_nothing_behind(shardwise: Launcher) -> None:
+def test_sigterm_leaves_no_process(shardwise: Launcher) -> None:
     process = shardwise.start(
         "scale", "-n", "2", "--out", "out", script("measured"), "linger", env=QUICK
     )

@@ -17,7 +17,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("warm_programs")
-def test_a_rank_that_sleeps_is_named(shardwise: Launcher, tmp_path: Path) -> None:
+def test_names_the_rank_that_sleeps(shardwise: Launcher, tmp_path: Path) -> None:
     ran = shardwise.run("run", "-n", "2", "--timeline", "t.json", script("timed"), "20", "0.03")
     assert ran.code == 0, ran.err
     assert "timeline in t.json" in ran.err
@@ -37,8 +37,8 @@ def test_a_rank_that_sleeps_is_named(shardwise: Launcher, tmp_path: Path) -> Non
     assert "in the script's own code" in shown
 
 
-def test_a_killed_run_leaves_a_timeline(shardwise: Launcher, tmp_path: Path) -> None:
-    """kill -9 of the launcher and all ranks at once, in mid-run."""
+def test_killed_run_leaves_a_timeline(shardwise: Launcher, tmp_path: Path) -> None:
+    """kill -9 of the launcher and all ranks at once, during the run."""
     path = tmp_path / "t.json"
     started = shardwise.start(
         *("run", "-n", "2", script("timed"), "0", "0"), env={"HOROVOD_TIMELINE": "t.json"}
@@ -50,7 +50,7 @@ def test_a_killed_run_leaves_a_timeline(shardwise: Launcher, tmp_path: Path) -> 
     time.sleep(0.7)
     shardwise.kill_all()
     shardwise.finish(started)
-    for folder in shardwise.folders_left():  # who would have swept it was killed as well
+    for folder in shardwise.folders_left():  # the process that would remove it was killed as well
         shutil.rmtree(folder)
     found = events(path)
     for rank in range(2):
@@ -62,7 +62,7 @@ def test_a_killed_run_leaves_a_timeline(shardwise: Launcher, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("warm_programs")
-def test_where_no_file_can_be(shardwise: Launcher) -> None:
+def test_refuses_paths_that_cannot_be_written(shardwise: Launcher) -> None:
     ran = shardwise.run("run", "-n", "1", "--timeline", "no/t.json", script("timed"), "1", "0")
     assert ran.code != 0
     assert "The timeline no/t.json cannot be written: No such file or directory." in ran.err

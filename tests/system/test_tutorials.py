@@ -92,7 +92,7 @@ class TestPi:
 def test_digits_at_two_sizes_write_all_plots(tmp_path: Path) -> None:
     screen = example("mnist.py", "--workers", "1,2", "--epochs", "3", folder=tmp_path)
     alone, two = screen.split("== 2 workers")
-    assert "in 3: it is shortened to 1.5. Give more --epochs" in two
+    assert "in 3 epochs. It is shortened to 1.5: write more --epochs" in two
     assert "shortened" not in alone
     out = tmp_path / "runs" / "mnist"
     for name in ("accuracy_1.pdf", "accuracy_2.pdf", "warmup.pdf"):
@@ -209,7 +209,7 @@ def test_batches_of_each_worker_are_refused(tmp_path: Path, words: tuple[str, ..
         timeout=60,
     )
     assert ran.returncode == 2, ran.stderr
-    assert "leave --batch worker out" in ran.stderr
+    assert "Leave --batch worker out" in ran.stderr
 
 
 @pytest.mark.full

@@ -1,6 +1,6 @@
 """`shardwise verify` as a user types it, and `assert_same_training` as a test calls it.
 
-Which cause is named for which mistake is in tests/distributed/test_verify.py.
+The causes that it names for errors are tested in tests/distributed/test_verify.py.
 """
 
 import importlib.util
@@ -19,11 +19,11 @@ from tests.system.launcher import Launcher, Ran, script
 
 QUICK = {"OMP_NUM_THREADS": "1"}
 WARM = pytest.mark.usefixtures("warm_programs")
-"""Also the warm processes of a verification are forked then."""
+"""In these tests the warm processes of a verification are forked, too."""
 
 
 LIMIT = 300.0
-"""Seconds that several runs one after the other may take."""
+"""Timeout in seconds of several runs, one after the other."""
 
 
 def verify(shardwise: Launcher, *words: str, **options: Any) -> Ran:
@@ -36,7 +36,7 @@ def out(shardwise: Launcher) -> Path:
 
 
 @WARM
-def test_the_exact_mode_has_the_same_bits_and_leaves_no_records(shardwise: Launcher) -> None:
+def test_exact_mode_has_equal_bits_and_leaves_no_records(shardwise: Launcher) -> None:
     flags = ("-n", "2", "--zero", "3", "--exact", "2", "--steps", "3", "--out", "runs")
     ran = verify(shardwise, *flags, "--json", "-", script("exact"), env=QUICK)
     assert ran.code == 0, ran.out + ran.err
@@ -53,7 +53,7 @@ def test_the_exact_mode_has_the_same_bits_and_leaves_no_records(shardwise: Launc
 
 
 @pytest.mark.full
-def test_rounding_is_proved_and_a_mistake_is_named(shardwise: Launcher) -> None:
+def test_proves_rounding_and_names_an_error(shardwise: Launcher) -> None:
     flags = ("-n", "2", "--zero", "1", "--steps", "4", "--out", "runs")
     ran = verify(shardwise, *flags, script("measured"), env=QUICK)
     assert ran.code == 3, ran.out + ran.err
@@ -92,7 +92,7 @@ for batch in x.split(12):
 
 
 @WARM
-def test_a_ported_script_is_compared_with_its_original(shardwise: Launcher) -> None:
+def test_compares_a_ported_script_with_its_original(shardwise: Launcher) -> None:
     for name, text in (("plain.py", PLAIN), ("ported.py", PORTED)):
         (shardwise.folder / name).write_text(text)
     flags = ("-n", "2", "--zero", "2", "--steps", "4", "--out", "runs", "--accept", "rounding")
@@ -105,7 +105,7 @@ def test_a_ported_script_is_compared_with_its_original(shardwise: Launcher) -> N
 
 
 @WARM
-def test_a_script_without_an_engine_is_told_so(shardwise: Launcher) -> None:
+def test_refuses_a_script_without_an_engine(shardwise: Launcher) -> None:
     (shardwise.folder / "plain.py").write_text(PLAIN)
     ran = verify(shardwise, "-n", "2", "--steps", "2", "plain.py", env=QUICK)
     assert ran.code == 2
@@ -114,7 +114,7 @@ def test_a_script_without_an_engine_is_told_so(shardwise: Launcher) -> None:
 
 
 @WARM
-def test_a_run_that_fails_shows_its_traceback(shardwise: Launcher) -> None:
+def test_failed_run_shows_its_traceback(shardwise: Launcher) -> None:
     flags = ("-n", "2", "--steps", "4", "--out", "runs")
     ran = verify(shardwise, *flags, script("measured"), "not-on-2", env=QUICK)
     assert ran.code == 1
@@ -123,9 +123,9 @@ def test_a_run_that_fails_shows_its_traceback(shardwise: Launcher) -> None:
     assert not list(out(shardwise).rglob("record-*"))
 
 
-@pytest.mark.full  # that no forked rank is left, by whatever end, is in test_verify_ranks.py
+@pytest.mark.full  # test_verify_ranks.py checks that no forked rank is left
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_interrupted_it_leaves_nothing_behind(shardwise: Launcher) -> None:
+def test_interrupt_leaves_no_process(shardwise: Launcher) -> None:
     process = shardwise.start(
         "verify", "-n", "2", "--out", "runs", script("measured"), "linger", env=QUICK
     )
@@ -140,18 +140,18 @@ def test_interrupted_it_leaves_nothing_behind(shardwise: Launcher) -> None:
     assert not shardwise.folders_left()
 
 
-def test_placements_that_cannot_be_are_refused_before_any_run(shardwise: Launcher) -> None:
+def test_refuses_impossible_placements_before_any_run(shardwise: Launcher) -> None:
     ran = verify(shardwise, "-n", "2", "--also", "-n 2 train.py", script("measured"))
     assert ran.code == 2
-    assert "flags of shardwise run, without a script" in ran.err
+    assert "flags of shardwise run without a script" in ran.err
     flags = ("-n", "2", "--also", "-n 2 --adopt accelerate")
     ran = verify(shardwise, *flags, script("measured"))
     assert ran.code == 2
-    assert "has --adopt, which is about the script" in ran.err
+    assert "contains --adopt, which belongs to the script" in ran.err
 
 
 @pytest.mark.full
-def test_a_script_of_accelerate_is_verified_as_it_is(shardwise: Launcher) -> None:
+def test_verifies_an_unchanged_accelerate_script(shardwise: Launcher) -> None:
     pytest.importorskip("accelerate")
     flags = ("-n", "2", "--zero", "2", "--steps", "3", "--out", "runs", "--adopt", "accelerate")
     ran = verify(shardwise, *flags, script("accelerated"), env=QUICK)
@@ -176,6 +176,6 @@ def test_assert_same_training() -> None:
     assert "first in step 0" in str(failure.value)
 
 
-def test_what_no_process_can_import_is_refused() -> None:
-    with pytest.raises(UsageError, match="at the top of a module"):
+def test_refuses_functions_that_cannot_be_imported() -> None:
+    with pytest.raises(UsageError, match="at the top level of a module"):
         assert_same_training(lambda: None)

@@ -1,6 +1,6 @@
-"""Ranks that `shardwise verify` forks from warm processes behave as ranks that are started anew.
+"""Ranks that `shardwise verify` forks from warm processes behave like freshly started ranks.
 
-Each test runs a script twice at most: as `python script.py`, and as a forked rank.
+Each test runs a script at most twice: as `python script.py`, and as a forked rank.
 """
 
 import signal
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no ra
 LIMIT = 60.0
 
 IMPORTS = "import datasets\nimport matplotlib\n"
-"""What the script imports for which the processes were made warm; one of the two lies beside it."""
+"""Modules that the warm processes import for the script. One of them is in the script's folder."""
 
 
 class Ranks:
@@ -30,35 +30,35 @@ class Ranks:
         self._warm, self.folder = warm, folder
         self.launcher = Launcher(folder)
 
-    def start(self, text: str, seat: int = 0) -> "subprocess.Popen[str]":
+    def start(self, text: str, server: int = 0) -> "subprocess.Popen[str]":
         """Start a script as a rank."""
         (self.folder / "script.py").write_text(text)
-        return self.started(self.words(seat))
+        return self.started(self.words(server))
 
-    def words(self, seat: int = 0) -> list[str]:
-        """The words that start it as a rank."""
+    def words(self, server: int = 0) -> list[str]:
+        """Return the words that start a rank."""
         script = ScriptCommand(words=("script.py", "its", "arguments"))
-        run = Run(script=script, placement=None, steps=1, seat=seat)
+        run = Run(script=script, placement=None, steps=1, server=server)
         return command(run, self.folder, self._warm)
 
-    def run(self, text: str, seat: int = 0) -> "subprocess.CompletedProcess[str]":
+    def run(self, text: str, server: int = 0) -> "subprocess.CompletedProcess[str]":
         """Run a script as a rank to its end."""
-        return _ended(self.start(text, seat))
+        return _ended(self.start(text, server))
 
     def plain(self, text: str) -> "subprocess.CompletedProcess[str]":
-        """Run the same as a plain script."""
+        """Run the same script without verify."""
         (self.folder / "script.py").write_text(text)
         return _ended(self.started([sys.executable, "script.py", "its", "arguments"]))
 
     def left(self) -> list[int]:
-        """Processes that were forked, or started by one that was, and are alive after a while."""
+        """Return the forked processes, and their children, that are still alive after a while."""
         until = time.monotonic() + 8
         while (alive := self._alive()) and time.monotonic() < until:
             time.sleep(0.02)
         return alive
 
     def _alive(self) -> list[int]:
-        # Of a forked process /proc shows the environment of the warm one.
+        # /proc shows the environment of the warm process for a forked one.
         lists = (Path(f"/proc/{pid}/task/{pid}/children") for pid in self._warm.pids)
         forked = [int(pid) for each in lists for pid in each.read_text().split()]
         return [*forked, *self.launcher.left()]
@@ -87,17 +87,17 @@ def _ended(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmRanks]:
-    """Two warm processes, which end with the module."""
+    """Two warm processes for all tests of the module."""
     folder = tmp_path_factory.mktemp("warm")
     (folder / "datasets.py").write_text("")
     (folder / "first.py").write_text(IMPORTS)
-    with WarmRanks(ScriptCommand(words=(str(folder / "first.py"),)), most=2) as found:
+    with WarmRanks(ScriptCommand(words=(str(folder / "first.py"),)), max_size=2) as found:
         yield found
 
 
 @pytest.fixture
 def ranks(warm: WarmRanks, tmp_path: Path) -> Iterator[Ranks]:
-    """Nothing of a rank may be left when a test ends."""
+    """Check that a test leaves no process of a rank."""
     found = Ranks(warm, tmp_path)
     yield found
     left = found.left()
@@ -113,27 +113,27 @@ print(datasets.MINE, __name__, __file__.endswith("script.py"), sys.argv)
 """
 
 
-def test_modules_beside_the_script_are_the_ones_that_it_imports(ranks: Ranks) -> None:
+def test_script_imports_modules_of_its_own_folder(ranks: Ranks) -> None:
     (ranks.folder / "datasets.py").write_text("MINE = 'mine'")
     forked, plain = ranks.run(SEES), ranks.plain(SEES)
     assert (forked.returncode, forked.stderr) == (0, "")
     first, second = forked.stdout.splitlines()
-    assert first == "True True False"  # so it was forked, and nothing took the name before
+    assert first == "True True False"  # it was forked, and the name was not imported before
     assert second == plain.stdout.splitlines()[1]
     assert "mine __main__ True ['script.py', 'its', 'arguments']" in second
 
 
 @pytest.mark.full
-def test_what_it_sets_before_it_imports_holds(ranks: Ranks) -> None:
+def test_variables_set_before_an_import_take_effect(ranks: Ranks) -> None:
     text = """
 import os, sys
 os.environ["MPLBACKEND"] = "svg"
 import matplotlib
 print(matplotlib.get_backend())
 """
-    # Such a script is started from processes that have imported torch alone.
+    # Such a script is forked from processes that have imported only torch.
     (ranks.folder / "script.py").write_text(text)
-    with WarmRanks(ScriptCommand(words=(str(ranks.folder / "script.py"),)), most=2) as own:
+    with WarmRanks(ScriptCommand(words=(str(ranks.folder / "script.py"),)), max_size=2) as own:
         found = Ranks(own, ranks.folder).run(text)
     assert (found.returncode, found.stdout, found.stderr) == (0, "svg\n", "")
 
@@ -147,18 +147,18 @@ UNSEEDED = "import random, numpy, torch\nprint(torch.initial_seed(), torch.rand(
 UNSEEDED += "print(numpy.random.rand(), random.random(), hash('a string'))\n"
 
 
-def test_seeded_it_draws_as_a_plain_start_does(ranks: Ranks) -> None:
+def test_seeded_rank_draws_like_a_plain_start(ranks: Ranks) -> None:
     forked, plain = ranks.run(DRAWS), ranks.plain(DRAWS)
     assert forked.returncode == 0, forked.stderr
     assert forked.stdout == plain.stdout
 
 
-def test_unseeded_each_rank_draws_for_itself(ranks: Ranks) -> None:
-    found = [ranks.run(UNSEEDED, seat).stdout.split() for seat in (0, 0, 1)]
+def test_unseeded_ranks_draw_different_numbers(ranks: Ranks) -> None:
+    found = [ranks.run(UNSEEDED, server).stdout.split() for server in (0, 0, 1)]
     drawn, hashes = zip(*((each[:4], each[4]) for each in found), strict=True)
     for numbers in zip(*drawn, strict=True):
         assert len(set(numbers)) == 3, found
-    assert hashes[0] == hashes[1] != hashes[2]  # of a process, which is another one in each seat
+    assert hashes[0] == hashes[1] != hashes[2]  # each warm process has its own seed of hash
 
 
 LOADS = """
@@ -179,14 +179,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.full
-def test_workers_of_a_loader_are_started_in_either_way(ranks: Ranks) -> None:
+def test_loader_workers_start_by_fork_and_spawn(ranks: Ranks) -> None:
     found = ranks.run(LOADS)
     assert found.returncode == 0, found.stderr
     line = "[([0, 1, 4, 9], [0, 0, 0, 0]), ([16, 25, 36, 49], [1, 1, 1, 1])]"
     assert found.stdout.splitlines() == [line, line]
 
 
-def test_workers_of_a_loader(ranks: Ranks) -> None:
+def test_loader_workers(ranks: Ranks) -> None:
     found = ranks.run(LOADS.replace(', "spawn"', ","))
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("[1, 1, 1, 1]") == 1
@@ -205,8 +205,8 @@ def test_workers_of_a_loader(ranks: Ranks) -> None:
         ("import threading\nthreading.Timer(0.3, lambda: print('out')).start()", 0, ""),
     ],
 )
-def test_it_ends_as_the_script_ends(ranks: Ranks, line: str, code: int, said: str) -> None:
-    # As the launcher sets it: nothing that was printed is lost.
+def test_exit_code_is_the_scripts(ranks: Ranks, line: str, code: int, said: str) -> None:
+    # As the launcher sets it: no printed line is lost.
     text = line.replace("print('out')", "print('out', flush=True)")
     found = ranks.run(text)
     assert (found.returncode, found.stdout) == (code, "out\n"), found.stderr
@@ -227,7 +227,7 @@ print(total, x.grad.shape[0], len(threading.enumerate()))
 """
 
 
-def test_it_may_start_threads(ranks: Ranks) -> None:
+def test_rank_may_start_threads(ranks: Ranks) -> None:
     found = ranks.run(THREADS)
     assert (found.returncode, found.stdout) == (0, "360000 300 2\n"), found.stderr
 
@@ -239,14 +239,14 @@ print("left one")
 """
 
 
-def test_what_it_leaves_behind_is_ended(ranks: Ranks) -> None:
-    found = ranks.run(LEAVES)  # it comes to its end when nobody holds its output any more
+def test_processes_left_by_a_rank_are_ended(ranks: Ranks) -> None:
+    found = ranks.run(LEAVES)  # returns once no process holds its output open
     assert (found.returncode, found.stdout) == (0, "left one\n"), found.stderr
     assert ranks.left() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_it_ends_with_who_stands_for_it(ranks: Ranks, number: int) -> None:
+def test_rank_ends_with_its_client(ranks: Ranks, number: int) -> None:
     process = ranks.start("import time; print('up', flush=True); time.sleep(1000)")
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
@@ -257,7 +257,7 @@ def test_it_ends_with_who_stands_for_it(ranks: Ranks, number: int) -> None:
 
 
 @pytest.mark.full
-def test_without_a_warm_process_it_is_the_rank_itself(ranks: Ranks) -> None:
+def test_client_becomes_the_rank_without_a_warm_process(ranks: Ranks) -> None:
     (ranks.folder / "script.py").write_text("import sys; print('matplotlib' in sys.modules)")
     words = ranks.words()
     words[2] = str(ranks.folder / "nowhere")

@@ -2,8 +2,8 @@
 
     n1 (10.9.0.1)  cable1 --- cable2  n2 (10.9.0.2)
 
-Each host has a network and a name of its own. All processes on them are in one PID namespace, so
-they end with its first process, and a test does not have to look for them.
+Each host has its own network and name. All their processes are in one PID namespace, so they end
+with its first process, and a test does not have to look for them.
 """
 
 import os
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 COMPONENTS = ("nsenter", "unshare", "ip")
 START_LIMIT = 30.0
 LIMIT = 120.0
-"""Seconds that a command may take, on a machine that does other things too."""
+"""Seconds that a command may take on a busy machine."""
 
 HOSTS = "127.0.0.1 localhost\n10.9.0.1 n1\n10.9.0.2 n2\n"
 
@@ -48,9 +48,9 @@ on_other ip link set cable2 up
 
 @dataclass(frozen=True)
 class Hosts:
-    """The running hosts: their folder, and the process that everything on them ends with.
+    """The running hosts. `first` is the process that all processes on them end with.
 
-    Commands have the variables `environ`, which lead to the daemons.
+    Commands get the variables `environ`, which the clients of the daemons need.
     """
 
     folder: Path
@@ -58,11 +58,11 @@ class Hosts:
     environ: Mapping[str, str] = field(default_factory=dict)
 
     def enter(self, *words: str) -> list[str]:
-        """The words that run `words` on n1."""
+        """Return the command that runs `words` on n1."""
         return ["nsenter", "--all", f"--target={self.first}", *words]
 
     def run(self, *words: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-        """Run `words` on n1, where a user logs in."""
+        """Run `words` on n1, the login host."""
         settings: dict[str, Any] = {"cwd": self.folder, "text": True, "stdin": subprocess.DEVNULL}
         settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         folder = settings["cwd"]
@@ -85,8 +85,11 @@ def start(
     environ: Mapping[str, str],
     is_ready: Callable[[H], bool],
 ) -> Iterator[H]:
-    """Start two hosts whose files are in `folder`, and their daemons by `script`, which finds
-    `folder` as $1 and `on_other` to run words on n2. At the end everything is gone."""
+    """Yield two hosts whose files are in `folder`, with daemons that `script` starts.
+
+    In the script, $1 is `folder`, and `on_other` runs a command on n2. All processes end with the
+    context.
+    """
     (folder / "hosts").write_text(HOSTS)
     (folder / "nsswitch.conf").write_text("hosts: files\n")
     (folder / "start").write_text(f"{START}{script}wait\n")
@@ -109,7 +112,7 @@ def start(
             time.sleep(0.05)
         yield found
     finally:
-        outer.kill()  # and with it, by the kernel, the first process of the namespace
+        outer.kill()  # the kernel then kills the first process of the namespace too
         outer.wait()
 
 
@@ -124,7 +127,7 @@ def _child(outer: "subprocess.Popen[bytes]") -> int:
 
 
 def missing(*programs: str) -> str | None:
-    """Why there can be no two hosts with the daemons `programs` here; None if there can be."""
+    """Return why hosts with the daemons `programs` are impossible; None if they are possible."""
     needed = (*programs, *COMPONENTS)
     absent = [name for name in needed if shutil.which(name) is None]
     if absent:

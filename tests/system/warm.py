@@ -1,11 +1,12 @@
 """Warm interpreters: programs of tests are forked from a process that has imported torch.
 
-Importing torch, and its compiler with the first optimizer, is most of the time of a short program.
-With `environ` in its environment every script that Python runs is such a fork, whoever starts it:
-`shardwise run`, mpirun, another script, on a host of a namespace too. How programs start, and how a
-rank finds the process of its launcher, is tested by those that are not; nor are those whose own
-children a signal must not reach: it is passed on to all that a program has started.
-A fork has the umask, the limits of resources and the cores of its server, not those of who asked.
+Importing torch, and its compiler with the first optimizer, takes most of the time of a short
+program. With `environ` in the environment, every script that Python runs is such a fork. It may be
+started by `shardwise run`, mpirun or another script, also on a host in a namespace.
+
+Do not use it for tests of how programs start or find the process of their launcher. Nor if a signal
+must not reach the children of a program: it is forwarded to all of them. A fork has the umask, the
+resource limits and the cores of its server, rather than those of the process that requested it.
 """
 
 import os
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwise.tools.verify.rank_client import SEATS, socket_path
+from shardwise.tools.verify.rank_client import SERVERS, socket_path
 from tests.disk import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -24,14 +25,15 @@ START_LIMIT = 240.0
 
 
 class WarmPython:
-    """Warm processes that have imported `modules` first, where they are there; made when asked for.
+    """Warm processes, which start when `environ` is first called.
 
-    Of two, each has a seed of `hash` of its own: rank 0 is forked from another one than rank 1.
-    A program enters the network, name and mounts of who asked for it. Where those have process
-    numbers of their own too, `enter` are the words that start a warm process there.
+    They import `modules` first, if those are installed. With two processes, ranks 0 and 1 are
+    forked from different ones, so they have different seeds of `hash`. A program enters the
+    network, name and mounts of the process that requests it. If that process is in another PID
+    namespace, `enter` is the beginning of a command that starts a warm process there.
     """
 
-    def __init__(self, *modules: str, processes: int = SEATS, enter: Sequence[str] = ()) -> None:
+    def __init__(self, *modules: str, processes: int = SERVERS, enter: Sequence[str] = ()) -> None:
         self._modules = modules
         self._enter = enter
         self._processes = processes
@@ -39,8 +41,8 @@ class WarmPython:
         self._servers: list[subprocess.Popen[bytes]] = []
 
     def environ(self) -> Mapping[str, str]:
-        """The variables of programs that are forked."""
-        if sys.platform != "linux":  # elsewhere they start one by one
+        """Return the variables that make programs start as forks."""
+        if sys.platform != "linux":  # elsewhere programs start as usual
             return {}
         if not self._servers:
             self._start()
@@ -48,7 +50,7 @@ class WarmPython:
         return {"TESTS_WARM": self._folder.name, "PYTHONPATH": os.pathsep.join(folders)}
 
     def close(self) -> None:
-        """End the processes and what is left of their programs."""
+        """End the warm processes and the remaining programs."""
         for server in self._servers:
             server.communicate()
         self._folder.cleanup()
@@ -56,7 +58,7 @@ class WarmPython:
     def _start(self) -> None:
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-        sockets = [socket_path(self._folder.name, seat) for seat in range(SEATS)]
+        sockets = [socket_path(self._folder.name, server) for server in range(SERVERS)]
         command = [*self._enter, sys.executable, str(FOLDER / "server.py")]
         self._servers = [
             subprocess.Popen(

@@ -1,7 +1,7 @@
-"""What launchers set for a rank, literally: the second of four ranks, two on each of two hosts.
+"""The variables of real launchers, for the second of four ranks, two on each of two hosts.
 
 Each table names its source: the launcher's own source or documentation, or the output of `env` in
-a rank that the launcher started. Variables that say nothing of ranks or of the run are left out.
+a rank that the launcher started. Variables that do not describe ranks or the run are left out.
 """
 
 # mpirun of Open MPI 5.0.11, on one host with two ranks; `env` in a rank

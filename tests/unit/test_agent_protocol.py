@@ -1,4 +1,4 @@
-"""What launcher and agents tell each other: only what they would say is taken."""
+"""Messages between launcher and agents: invalid ones are refused."""
 
 import json
 from dataclasses import asdict
@@ -26,7 +26,7 @@ def take(kinds: protocol.Kinds, line: bytes) -> list[protocol.Message]:
 @pytest.mark.parametrize(
     ("kinds", "messages"), [(protocol.TO_AGENT, _MESSAGES), (protocol.FROM_AGENT, _ANSWERS)]
 )
-def test_what_is_garbled_is_refused(kinds: protocol.Kinds, messages: dict[str, Any]) -> None:
+def test_refuses_garbled_messages(kinds: protocol.Kinds, messages: dict[str, Any]) -> None:
     for kind, fields in messages.items():
         assert take(kinds, protocol.encode(kind, **fields)) == [{"kind": kind, **fields}]
     for seed in range(200):
@@ -34,7 +34,7 @@ def test_what_is_garbled_is_refused(kinds: protocol.Kinds, messages: dict[str, A
             take(kinds, _garbled(Random(seed), messages))
 
 
-def test_a_line_without_end() -> None:
+def test_refuses_endless_line() -> None:
     with pytest.raises(protocol.ProtocolError, match="a line of more than"):
         take(protocol.TO_AGENT, b"x" * (protocol.MOST + 1))
 
@@ -50,7 +50,7 @@ def as_json(value: Any) -> dict[str, Any]:
     return found
 
 
-def test_what_is_sent_is_built_again() -> None:
+def test_spec_round_trips() -> None:
     report = ErrorReport(rank=0, time=1.0, secondary=False, message="", text="", at_fault=(1,))
     end, progress = ExitStatus(rank=0, code=1, time=1), Progress(step=1, kept=0)
     for value in (SPEC, MEETING, OUTLET, end, progress, report):
@@ -60,6 +60,6 @@ def test_what_is_sent_is_built_again() -> None:
 @pytest.mark.parametrize(
     "change", [{"rank": "0"}, {"code": 1.5}, {"more": 1}, {"stopped": 1}, {"time": True}]
 )
-def test_what_cannot_be_built(change: dict[str, Any]) -> None:
+def test_refuses_invalid_spec(change: dict[str, Any]) -> None:
     with pytest.raises(protocol.ProtocolError):
         protocol.build(ExitStatus, as_json(ExitStatus(rank=0, code=1, time=1.0)) | change)

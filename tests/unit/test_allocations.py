@@ -1,4 +1,4 @@
-"""Which hosts `shardwise run` uses inside a job, by what each scheduler writes."""
+"""The hosts that `shardwise run` uses inside a batch job, for each scheduler."""
 
 from pathlib import Path
 
@@ -32,7 +32,9 @@ NAMES = (Host("n1"), Host("n2"))
         ("OAR_NODE_FILE", "n1\nn1\nn2\nn2\n", TWO),
     ],
 )
-def test_files(tmp_path: Path, variable: str, text: str, hosts: tuple[Host, ...]) -> None:
+def test_reads_hosts_from_file(
+    tmp_path: Path, variable: str, text: str, hosts: tuple[Host, ...]
+) -> None:
     file = tmp_path / "hosts"
     file.write_text(text)
     found = allocations.find({variable: str(file)})
@@ -49,7 +51,7 @@ def test_files(tmp_path: Path, variable: str, text: str, hosts: tuple[Host, ...]
         ("SKYPILOT_NODE_IPS", "fd00::1\nfd00::2", (Host("fd00::1"), Host("fd00::2"))),
     ],
 )
-def test_variables(variable: str, text: str, hosts: tuple[Host, ...]) -> None:
+def test_reads_hosts_from_variable(variable: str, text: str, hosts: tuple[Host, ...]) -> None:
     found = allocations.find({variable: text})
     assert found is not None
     assert found.hosts == hosts
@@ -64,7 +66,7 @@ def test_variables(variable: str, text: str, hosts: tuple[Host, ...]) -> None:
         {"LSB_HOSTS": " "},
     ],
 )
-def test_without_a_list_there_is_none(environ: dict[str, str]) -> None:
+def test_no_allocation_without_list(environ: dict[str, str]) -> None:
     assert allocations.find(environ) is None
 
 
@@ -72,12 +74,12 @@ def test_without_a_list_there_is_none(environ: dict[str, str]) -> None:
     ("environ", "message"),
     [
         ({"PBS_NODEFILE": "/nowhere"}, "PBS_NODEFILE='/nowhere'.*No such file"),
-        ({"LSB_MCPU_HOSTS": "n1 2 n2"}, "LSB_MCPU_HOSTS='n1 2 n2', set by LSF, is no list"),
-        ({"LSB_MCPU_HOSTS": "n1 two"}, "is no list of hosts as LSF writes it"),
-        ({"LSB_HOSTS": "n1 -oProxyCommand=x"}, "is no list of hosts"),
+        ({"LSB_MCPU_HOSTS": "n1 2 n2"}, "LSB_MCPU_HOSTS='n1 2 n2', set by LSF, is not a list"),
+        ({"LSB_MCPU_HOSTS": "n1 two"}, "is not a list of hosts as LSF writes it"),
+        ({"LSB_HOSTS": "n1 -oProxyCommand=x"}, "is not a list of hosts"),
     ],
 )
-def test_what_is_no_list_is_quoted(environ: dict[str, str], message: str) -> None:
+def test_message_quotes_malformed_list(environ: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         allocations.find(environ)
 

@@ -1,4 +1,4 @@
-"""Asked to end in a loop in which several engines step."""
+"""Signals to end a run whose loop steps several engines."""
 
 import signal
 from pathlib import Path
@@ -14,10 +14,10 @@ from tests.unit.two_engines import engines, step
 __all__ = ["engines"]
 
 
-def test_the_body_of_a_loop_is_finished_first(
+def test_finishes_the_body_of_the_loop_first(
     solo: World, tmp_path: Path, engines: list[Engine]
 ) -> None:
-    """The second engine makes all of its steps of a batch, as after a resume it would not."""
+    """The second engine makes all its steps of a batch, which a resume would not repeat."""
     both = sw.Engines(first=engines[0], second=engines[1])
     both.save(tmp_path)
     solo.preemption.asked = signal.SIGTERM
@@ -35,10 +35,10 @@ def test_the_body_of_a_loop_is_finished_first(
     assert (tmp_path / "together-2.json").is_file()
 
 
-def test_who_has_not_stepped_is_saved_again(
+def test_saves_an_engine_again_that_has_not_stepped(
     solo: World, tmp_path: Path, engines: list[Engine]
 ) -> None:
-    """What it tracks has moved on with the steps of the other."""
+    """Its tracked objects have advanced with the steps of the other engine."""
     both, seen = sw.Engines(first=engines[0], second=engines[1]), {"batches": 0}
     engines[1].track(seen=seen)
     both.resume(tmp_path)
@@ -57,10 +57,10 @@ def test_who_has_not_stepped_is_saved_again(
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_what_was_drawn_for_a_step_that_did_not_follow(
+def test_rewinds_draws_for_a_step_that_does_not_follow(
     solo: World, tmp_path: Path, engines: list[Engine], shares: bool
 ) -> None:
-    """Without a Loader a draw of the step after comes again with the resume."""
+    """Without a Loader, a resume repeats the draw for the next step."""
     (engine, _), drawn = engines, []
     engine.resume(tmp_path)
 
@@ -84,9 +84,7 @@ def test_what_was_drawn_for_a_step_that_did_not_follow(
     assert drawn[2] == drawn[3]
 
 
-def test_what_was_drawn_between_two_loops_counts(
-    solo: World, tmp_path: Path, engines: list[Engine]
-) -> None:
+def test_keeps_draws_between_two_loops(solo: World, tmp_path: Path, engines: list[Engine]) -> None:
     (engine, _), drawn = engines, []
     loader = sw.Loader(torch.utils.data.TensorDataset(torch.ones(4, 2)), batch_size=4)
     engine.track(loader=loader)

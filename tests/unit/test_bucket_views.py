@@ -1,4 +1,4 @@
-"""Where gradients go: what lands in the buffer and apart from it is what was given, once."""
+"""Views of a bucket: each gradient is written once, to the buffer or to the separate memory."""
 
 import torch
 from hypothesis import given
@@ -30,7 +30,7 @@ def form(sizes):
     st.integers(1, 4),
     st.data(),
 )
-def test_gradients_land_where_they_belong(shapes, ranks, data):
+def test_gradients_are_written_to_their_elements(shapes, ranks, data):
     named = [form(shape) for shape in shapes]
     specs = [Spec(name="p", numel=t.parameter.numel(), itemsize=4, key=0) for t in named]
     (bucket,) = lay_out(specs, ranks=ranks, capacity=10**6)
@@ -41,7 +41,7 @@ def test_gradients_land_where_they_belong(shapes, ranks, data):
 
     expected = torch.full((bucket.numel,), -2.0)
     for place, (slot, each) in enumerate(zip(bucket.slots, named, strict=True)):
-        value = torch.randn(each.shape)  # as autograd may make it, in another order
+        value = torch.randn(each.shape)  # as autograd may make it, with other strides
         each.view(expected, slot.start).copy_(value)
         parts = views.parts(place, value)
         for target, part in zip(views.targets[place], parts, strict=True):

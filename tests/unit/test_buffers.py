@@ -1,4 +1,4 @@
-"""Buffers of models: which are averaged, and by what."""
+"""Which buffers of models are averaged, and how."""
 
 import pytest
 import torch
@@ -12,30 +12,30 @@ from shardwise.world.current_batch import Batch
 
 
 def changed(buffers: Buffers) -> list[str]:
-    """The names of those that were seen to change."""
+    """Return the names of the buffers that were seen to change."""
     return [f"{index}.{buffers._places[index][1]}" for index in buffers.news()]
 
 
-def test_modules_that_come_and_go() -> None:
+def test_added_and_removed_modules_are_followed() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     buffers = Buffers([model], Solo(), left_out=set())
     model(torch.randn(4, 3))
     buffers.agree(differ=False)
-    assert [each.index for each in buffers._followed] == [0, 1, 2, 3, 4, 5]
+    assert [each.index for each in buffers._averaged] == [0, 1, 2, 3, 4, 5]
 
     gone = model[0]
     model[0] = nn.BatchNorm1d(3)
     buffers.meet(left_out=set())
     assert all(module is not gone for module, _ in buffers._places)
-    assert [each.index for each in buffers._followed] == [0, 1, 2]
-    assert [buffers._places[each.index][0] for each in buffers._followed] == [model[2]] * 3
+    assert [each.index for each in buffers._averaged] == [0, 1, 2]
+    assert [buffers._places[each.index][0] for each in buffers._averaged] == [model[2]] * 3
     buffers.remember()
     model(torch.randn(4, 3))
     assert changed(buffers) == ["3.running_mean", "4.running_var", "5.num_batches_tracked"]
     assert buffers.values().numel() == 7
 
 
-def test_in_the_exact_mode_they_start_from_their_own_values() -> None:
+def test_exact_mode_starts_from_the_buffers_own_values() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     buffers = MicroShardBuffers([model], Solo(), MicroShards(2, 1, 0))
     model[0] = nn.BatchNorm1d(2)
@@ -76,20 +76,20 @@ def test_values_and_means_of_several_dtypes_keep_their_order() -> None:
 
     module.narrow_values = torch.zeros(
         2, dtype=torch.bfloat16
-    )  # of another shape: followed no longer
+    )  # of another shape: no longer averaged
     assert changed(buffers) == ["3.narrow_values"]
-    assert buffers.values().numel() == 9  # all ranks have yet to learn of it
+    assert buffers.values().numel() == 9  # the ranks must still agree on it
 
 
 def of_two(make, *, compares=lambda parameter: False, say=lambda line: None):
-    """The models of two ranks, and what keeps their buffers, each by itself."""
+    """Return the models of two ranks, and the Buffers of each."""
     models = [make(), make()]
     kept = [Buffers([m], Solo(), set(), alone=False, compares=compares, say=say) for m in models]
     return models, kept
 
 
 def meet(kept):
-    """What an exchange does, of ranks that are in one process; both follow what either would."""
+    """Exchange as ranks do, within one process: both average what either would."""
     for each in kept:
         each.agree(differ=False)
     rows = torch.stack([each.weighted() for each in kept])
@@ -100,7 +100,7 @@ def meet(kept):
 
 
 class Tracker(nn.Module):
-    """Counts its forwards, and follows the mean of what it sees."""
+    """Counts its forwards, and keeps a running mean of its input."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ class Tracker(nn.Module):
 
 
 def test_buffers_are_averaged_by_rows_in_each_batch():
-    """Batches of a step of which ranks have other shares: the second has no row for rank 1."""
+    """Ranks have different shares of a step's batches; rank 1 has no row of the second."""
     models, kept = of_two(Tracker)
     one = Tracker()
     whole = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -128,7 +128,7 @@ def test_buffers_are_averaged_by_rows_in_each_batch():
     meet(kept)
     for model in models:
         assert model.calls == 3
-        # A rank's own mean decays in between, so that terms of the square of 0.01 remain.
+        # Each rank's own mean decays in between, so terms in 0.01 squared remain.
         assert abs(model.mean - one.mean) < 3 * 0.01**2
     assert kept[0].rows == 4
 
@@ -156,7 +156,7 @@ def test_a_stand_in_whose_buffers_are_infinite_counts_nothing():
 
 
 class Codebook(nn.Module):
-    """Its table is written in ways that torch does not count."""
+    """Writes its table in ways that torch does not count."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ class Codebook(nn.Module):
     ],
     ids=["data", "numpy", "bool", "frozen", "order"],
 )
-def test_a_checksum_tells_of_writes_that_torch_does_not_count(change):
+def test_the_checksum_detects_writes_that_torch_does_not_count(change):
     models, kept = of_two(Codebook, compares=lambda parameter: True)
     for model in models:
         model.table.data.copy_(torch.arange(70.0))
@@ -187,7 +187,7 @@ def test_a_checksum_tells_of_writes_that_torch_does_not_count(change):
     assert kept[0].checksum() != kept[1].checksum()
 
 
-def test_checksums_are_compared_at_first_and_then_now_and_then():
+def test_checksums_are_compared_in_the_first_steps_and_then_occasionally():
     _, (kept, _) = of_two(Codebook)
     compared = []
     for step in range(3 * EVERY):
@@ -196,8 +196,8 @@ def test_checksums_are_compared_at_first_and_then_now_and_then():
     assert compared == [*range(FIRST), EVERY, 2 * EVERY]
 
 
-def test_followed_buffers_are_in_no_checksum():
-    """They are equal after the step, and differ before it."""
+def test_averaged_buffers_are_not_in_the_checksum():
+    """They differ before the step, and are equal after it."""
     models, kept = of_two(Tracker)
     models[0](torch.ones(1, dtype=torch.float64))
     kept[0].agree(differ=False)
@@ -207,8 +207,8 @@ def test_followed_buffers_are_in_no_checksum():
     assert kept[0].checksum() == first
 
 
-def test_frozen_parameters_that_move_alike_are_not_followed():
-    """Target networks."""
+def test_frozen_parameters_that_change_equally_are_not_averaged():
+    """For example target networks."""
     models, kept = of_two(Codebook, compares=lambda parameter: True)
     for model, each in zip(models, kept, strict=True):
         with torch.no_grad():
@@ -217,7 +217,7 @@ def test_frozen_parameters_that_move_alike_are_not_followed():
     assert kept[0].checksum() == kept[1].checksum()
 
 
-def test_a_parameter_that_is_trained_by_now_is_forgotten():
+def test_a_parameter_that_is_trained_now_is_dropped():
     model = Codebook()
     kept = Buffers([model], Solo(), set(), alone=False, compares=lambda parameter: True)
     assert [key for _, key in kept._places] == ["table", "mask", "frozen"]
@@ -226,7 +226,7 @@ def test_a_parameter_that_is_trained_by_now_is_forgotten():
     assert [key for _, key in kept._places] == ["table", "mask"]
 
 
-def test_whole_numbers_whose_mean_is_none_are_named():
+def test_an_integer_buffer_with_a_fractional_mean_is_named():
     said = []
 
     class Counter(nn.Module):
@@ -241,11 +241,11 @@ def test_whole_numbers_whose_mean_is_none_are_named():
         model[0].seen += rows
         each.after_backward(None)
     meet(kept)
-    assert "buffer 0.seen, of whole numbers, in another way on each worker" in said[0]
+    assert "integer buffer 0.seen differently on each worker" in said[0]
     assert models[0][0].others.tolist() == [1, 1]
 
 
-def test_buffers_that_were_made_in_inference_mode_are_averaged():
+def test_buffers_created_in_inference_mode_are_averaged():
     def made():
         module = Tracker()
         with torch.inference_mode():
@@ -267,7 +267,7 @@ def test_buffers_that_were_made_in_inference_mode_are_averaged():
     assert models[0].mean == 1.5
 
 
-def test_writes_that_torch_does_not_count_start_each_micro_shard_from_the_same():
+def test_uncounted_writes_do_not_reach_the_next_micro_shard():
     model = Codebook()
     buffers = MicroShardBuffers([model], Solo(), MicroShards(2, 1, 0))
     for _ in range(2):
@@ -285,7 +285,7 @@ def test_writes_that_torch_does_not_count_start_each_micro_shard_from_the_same()
     assert torch.equal(model.table, torch.full((70,), 5.0))
 
 
-def test_rows_that_nobody_knows_count_the_same():
+def test_backwards_of_unknown_size_count_equally():
     _, (one, other) = of_two(Tracker)
     one.after_backward(None)
     one.after_backward(None)

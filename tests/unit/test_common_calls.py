@@ -1,4 +1,4 @@
-"""What a step says of calls that ranks have not made alike."""
+"""Messages about calls that ranks have not all made."""
 
 from types import SimpleNamespace
 
@@ -20,17 +20,17 @@ class Ranks:
         self.say_once = self.said.append
 
 
-def test_rows_that_differ_by_little_are_said_of_the_rank_that_is_furthest():
+def test_names_the_rank_whose_rows_are_furthest_apart():
     world = Ranks(([], 1e6), ([], 1e6 + 1), ([], 1e6 + 2))
     check_calls(world, calls_differ=False, rows_differ=True)
     assert "on worker 2" in world.said[0]
 
 
-def test_other_numbers_of_batches_are_compared_once():
+def test_warns_once_of_different_numbers_of_batches():
     one, two = CommonCalls(), CommonCalls()
     one.note(SHARE)
     assert one.number() != two.number()
-    world = Ranks(one.made(), two.made())
+    world = Ranks(one.report(), two.report())
     check_calls(world, calls_differ=True, rows_differ=False)
     assert "different numbers of batches" in world.said[0]
     world.calls.note(SHARE)
@@ -39,7 +39,7 @@ def test_other_numbers_of_batches_are_compared_once():
     assert world.calls.number() != two.number()
 
 
-def test_other_calls_are_refused():
+def test_refuses_different_calls():
     world = Ranks(([["world.draw", "a.py:1", 1]], 0.0), ([], 0.0))
     with pytest.raises(UsageError, match="different calls"):
         check_calls(world, calls_differ=True, rows_differ=False)

@@ -1,4 +1,4 @@
-"""Settings: four sources, one place where strings become types, typos refused."""
+"""Settings: precedence of sources, types, and refused typing errors."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def flags(**values: str) -> dict[str, str]:
 
 
 class TestPrecedence:
-    def test_each_source_alone(self, tmp_path: Path) -> None:
+    def test_each_source_sets_a_value(self, tmp_path: Path) -> None:
         file = tmp_path / "c.toml"
         file.write_text("micro-batch-size = 3\n")
         for environ, keywords in [
@@ -35,7 +35,7 @@ class TestPrecedence:
             assert settings == Settings(micro_batch_size=3)
             assert overrides == []
 
-    def test_the_strongest_wins_and_says_so(self, tmp_path: Path) -> None:
+    def test_strongest_source_wins_and_reports_overrides(self, tmp_path: Path) -> None:
         file = tmp_path / "c.toml"
         file.write_text("seed = 3\n")
         environ = flags(seed="1", config=str(file)) | {"SHARDWISE_SEED": "2"}
@@ -47,10 +47,10 @@ class TestPrecedence:
             "seed=1 (flag) overrides 4 (the script)",
         ]
 
-    def test_what_agrees_overrides_nothing(self) -> None:
+    def test_equal_values_are_no_override(self) -> None:
         assert resolve(flags(zero="2"), zero=2)[1] == []
 
-    def test_the_row_in_another_way_is_overridden_too(self) -> None:
+    def test_zero_flag_overrides_shard_keyword(self) -> None:
         settings, overrides = resolve(flags(zero="1"), shard=["optimizer", "gradients"])
         assert settings.placement.level == 1
         assert overrides == ["zero=1 (flag) overrides shard=optimizer,gradients (the script)"]
@@ -71,7 +71,7 @@ class TestTypes:
             ("timeout", None, 300.0),
         ],
     )
-    def test_accepted(self, name: str, text: Any, value: Any) -> None:
+    def test_accepts_value(self, name: str, text: Any, value: Any) -> None:
         assert config.parse(name, text, "here") == value
 
     @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ class TestTypes:
             ("ema_decay", "1", "a number between 0 and 1"),
             ("overlap", "maybe", "on or off"),
             ("precision", "fp8", "one of fp32, bf16-mixed"),
-            ("shard", "weights", "names out of parameters, gradients, optimizer, not 'weights'"),
+            ("shard", "weights", "one or more of parameters, gradients, optimizer, not 'weights'"),
         ],
     )
-    def test_refused(self, name: str, text: str, message: str) -> None:
+    def test_refuses_value(self, name: str, text: str, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             config.parse(name, text, "here")
 
-    def test_a_flag_is_named_as_it_is_typed(self) -> None:
+    def test_message_spells_flag_as_typed(self) -> None:
         with pytest.raises(ConfigError, match=r"^--micro-batch-size takes a whole number"):
             resolve(flags(micro_batch_size="x"))
 
@@ -103,10 +103,12 @@ class TestTypos:
         [
             ({"SHARDWISE_ZREO": "2"}, {}, "SHARDWISE_ZREO: .* 'zreo'. Did you mean zero"),
             ({}, {"precison": "fp32"}, "the script: .* 'precison'. Did you mean precision"),
-            ({}, {"qqqqqq": 1}, "Known are: device, transport, rendezvous, "),
+            ({}, {"qqqqqq": 1}, "Known settings: device, transport, rendezvous, "),
         ],
     )
-    def test_named(self, environ: dict[str, str], keywords: Any, message: str) -> None:
+    def test_suggests_nearest_key(
+        self, environ: dict[str, str], keywords: Any, message: str
+    ) -> None:
         with pytest.raises(ConfigError, match=message):
             resolve(environ, **keywords)
 
@@ -115,21 +117,21 @@ class TestTypos:
         [
             ("zreo = 2", "file .*: there is no setting 'zreo'. Did you mean zero"),
             ("bucketmb = 2", "no setting 'bucketmb'. Did you mean bucket-mb"),
-            ("log_dir = 'x'", "no setting 'log_dir'. --log-dir is a flag of shardwise run alone"),
-            ("n = 2", "-n is a flag of shardwise run alone"),
+            ("log_dir = 'x'", "no setting 'log_dir'. --log-dir is only a flag of shardwise run"),
+            ("n = 2", "-n is only a flag of shardwise run"),
             ("[zero]\nstage = 2", "zero takes one value"),
             ("zero =", "is not TOML"),
             (None, "cannot be read: No such file"),
         ],
     )
-    def test_in_a_file(self, tmp_path: Path, text: str | None, message: str) -> None:
+    def test_refuses_config_file(self, tmp_path: Path, text: str | None, message: str) -> None:
         file = tmp_path / "c.toml"
         if text is not None:
             file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             resolve({"SHARDWISE_CONFIG": str(file)})
 
-    def test_the_launchers_own_variables_are_no_settings(self) -> None:
+    def test_ignores_variables_of_launcher(self) -> None:
         assert resolve({"SHARDWISE_LAUNCH_RANK": "0"})[0] == Settings()
 
 
@@ -143,14 +145,14 @@ class TestRow:
             (Settings(zero=1, shard=("optimizer",)), 1),
         ],
     )
-    def test_placement(self, settings: Settings, level: int) -> None:
+    def test_zero_and_shard_select_row(self, settings: Settings, level: int) -> None:
         assert settings.placement.level == level
 
-    def test_two_rows_at_once_are_refused(self) -> None:
+    def test_refuses_contradicting_rows(self) -> None:
         with pytest.raises(ConfigError, match="ask for different rows"):
             _ = Settings(zero=2, shard=("optimizer",)).placement
 
-    def test_an_illegal_row_is_refused(self) -> None:
+    def test_refuses_illegal_row(self) -> None:
         with pytest.raises(PlacementError):
             _ = Settings(shard=("gradients",)).placement
 
@@ -172,18 +174,18 @@ def test_sources_have_names() -> None:
 
 
 class TestTimeline:
-    def test_horovods_variable_is_understood(self) -> None:
+    def test_reads_horovod_timeline_variable(self) -> None:
         assert resolve({"HOROVOD_TIMELINE": "a.json"})[0].timeline == Path("a.json")
         assert resolve({"HOROVOD_TIMELINE": "DYNAMIC"})[0].timeline is None
         assert resolve({"HOROVOD_TIMELINE": ""})[0].timeline is None
         ours = {"HOROVOD_TIMELINE": "a.json", "SHARDWISE_TIMELINE": "b.json"}
         assert resolve(ours)[0].timeline == Path("b.json")
 
-    def test_it_is_a_file(self) -> None:
+    def test_refuses_folder_as_timeline(self) -> None:
         with pytest.raises(ConfigError, match="--timeline takes the name of a file"):
             resolve(flags(timeline="folder/"))
 
 
-def test_the_flags_that_are_no_settings_are_known() -> None:
+def test_flags_alone_lists_every_flag_of_run() -> None:
     spelt = {word for flag in flags_of("run") for word in flag.opts if "_" not in word}
     assert spelt - {"-hostfile"} == set(config.FLAGS_ALONE)

@@ -1,4 +1,4 @@
-"""Values that cannot be, and settings that would change nothing, are refused in a sentence."""
+"""Invalid values, and settings without effect, are refused in a sentence."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,8 @@ from tests.bad_input import values
 @pytest.mark.parametrize(
     "name", [name for name, each in FIELDS.items() if each.metadata["metavar"]]
 )
-def test_what_no_setting_takes(name: str) -> None:
-    """But what only the file system, the row or the model can tell."""
+def test_refuses_invalid_text_of_setting(name: str) -> None:
+    """Except values that only the file system, the row or the model can reject."""
     known_later = {"timeline", "record", "record_tensors", "time_layers", "units", "stages"}
     known_later |= {"shard", "zero"}
     for text in values.of_setting(name):
@@ -45,7 +45,7 @@ def test_what_no_setting_takes(name: str) -> None:
         ("units", "\udcff"),
     ],
 )
-def test_values_of_another_kind(name: str, value: Any) -> None:
+def test_refuses_value_of_wrong_type(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"here: {name} takes "):
         config.parse(name, value, "here")
 
@@ -59,7 +59,7 @@ def test_values_of_another_kind(name: str, value: Any) -> None:
         ("offload_optimizer", config.parse("offload_optimizer", "cpu", ""), "cpu"),
     ],
 )
-def test_values_that_can_be(name: str, value: Any, wanted: Any) -> None:
+def test_accepts_value(name: str, value: Any, wanted: Any) -> None:
     found = config.parse(name, value, "here")
     assert wanted in (found, str(found))
 
@@ -67,20 +67,20 @@ def test_values_that_can_be(name: str, value: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"micro-batch-size = 1\nmicro_batch_size = 1", "are one setting"),
+        (b"micro-batch-size = 1\nmicro_batch_size = 1", "the same setting"),
         (b"zero = '\xff'", "is not UTF-8"),
         (b"zero = " + b"[" * 5000 + b"]" * 5000, "is not TOML"),
         (b"zero = " + b"9" * 5000, "is not TOML|takes a whole number"),
     ],
 )
-def test_files_that_cannot_be(tmp_path: Path, text: bytes, message: str) -> None:
+def test_refuses_malformed_file(tmp_path: Path, text: bytes, message: str) -> None:
     file = tmp_path / "c.toml"
     file.write_bytes(text)
     with pytest.raises(ConfigError, match=message):
         config.resolve(config.sources({"SHARDWISE_CONFIG": str(file)}, {}))
 
 
-def test_variables_that_cannot_be() -> None:
+def test_refuses_malformed_variables() -> None:
     for environ in (
         {"SHARDWISE_ZERO": "1", "SHARDWISE_zero": "1"},
         {config.FLAGS_VARIABLE: "x"},
@@ -92,7 +92,7 @@ def test_variables_that_cannot_be() -> None:
             config.sources(environ, {})
 
 
-def test_horovods_variable_is_overridden_aloud() -> None:
+def test_override_of_horovod_variable_is_reported() -> None:
     environ = {"SHARDWISE_TIMELINE": "a", "HOROVOD_TIMELINE": "b"}
     settings, said = config.resolve(config.sources(environ, {}))
     assert settings.timeline == Path("a")
@@ -124,28 +124,28 @@ class TestWithoutEffect:
             ({"schedule": "gpipe", "pipeline": "1"}, "--pipeline P"),
         ],
     )
-    def test_a_flag_is_refused_and_of_others_a_line_says_so(
+    def test_idle_flag_raises_and_other_sources_warn(
         self, flags: dict[str, str], give: str
     ) -> None:
         (refusal,) = told(flags, {}, {})
         assert refusal.startswith("refused: --")
-        assert refusal.endswith(f": leave it out, or give {give}.")
+        assert refusal.endswith(f": leave it out, or add {give}.")
         environ = {f"SHARDWISE_{name.upper()}": value for name, value in flags.items()}
         (line,) = told({}, environ, {})
         assert "(environment) has no effect here, w" in line
 
-    def test_what_the_script_says_of_one_engine_refuses_nothing(self) -> None:
+    def test_keyword_of_one_engine_does_not_make_flag_idle(self) -> None:
         (line,) = told({"shard_within": "host"}, {}, {"zero": 0})
         assert line.startswith("shard_within=host (flag) has no effect here")
 
-    def test_what_a_run_knows_and_what_an_engine(self) -> None:
+    def test_conditions_of_run_and_engine_differ(self) -> None:
         known = {need.name for need in config.OF_A_RUN}
         assert known == {
             *("sequence_parallel", "schedule", "stages"),
             *("equal_every", "outer", "wire", "late", "behind"),
         }
         assert {need.name for need in config.OF_AN_ENGINE} == {"shard_within"}
-        with pytest.raises(ConfigError, match="pipeline is no setting of the engine"):
+        with pytest.raises(ConfigError, match="pipeline is not a setting of the engine"):
             config.refuse_elsewhere({"pipeline": 2}, "engine")
 
     @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ class TestWithoutEffect:
             ({"shard_within": "host", "shard": "optimizer"}, {}, {}),
         ],
     )
-    def test_taken(
+    def test_setting_with_effect_is_silent(
         self, flags: dict[str, str], environ: dict[str, str], keywords: dict[str, Any]
     ) -> None:
-        """Also what a script says for another of its runs, and what is overridden."""
+        """Also keywords that have an effect in other runs of a script, and overridden settings."""
         assert told(flags, environ, keywords) == []

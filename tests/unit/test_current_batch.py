@@ -1,4 +1,4 @@
-"""Which batch a loss comes from, told by what the loaders gave last."""
+"""The batch of a loss, from the batches that loaders gave last."""
 
 import pytest
 
@@ -10,7 +10,7 @@ FOUR, TWO, NONE = Batch(samples=4), Batch(samples=2), Batch(samples=0)
 
 
 def given(*batches, training=True):
-    """A feed with one open stream for each of `batches`."""
+    """Return a CurrentBatch with one open stream for each of `batches`."""
     feed = CurrentBatch()
     for number, batch in enumerate(batches):
         feed.give(feed.open(f"loader {number}", PLAN), batch, training=training)
@@ -45,7 +45,7 @@ def test_a_stand_in_beside_real_samples_is_ambiguous():
     assert given(NONE, NONE).batch_of_loss(weighted=True) is NONE
 
 
-def test_a_share_gives_way_to_the_next_stream():
+def test_the_next_stream_replaces_a_share():
     feed = CurrentBatch()
     feed.share("world.share", PLAN, FOUR, training=True)
     feed.give(feed.open("loader", PLAN), TWO, training=True)
@@ -53,7 +53,7 @@ def test_a_share_gives_way_to_the_next_stream():
 
 
 def shared(*batches, feed=None):
-    """A feed after `world.share` gave `batches` to train on."""
+    """Return a CurrentBatch after `world.share` gave `batches` to train on."""
     feed = feed or CurrentBatch()
     for batch in batches:
         feed.share("world.share", PLAN, batch, training=True)
@@ -85,7 +85,7 @@ def test_shares_of_other_sizes_need_a_weight_until_a_backward():
 
 
 def test_a_weight_beside_a_stand_in_that_was_shared_out():
-    """It counts nothing where the loss is of the stand-in; what it is of must be known."""
+    """A loss of a stand-in counts 0, so it must be clear whether it is one."""
     feed = shared(NONE)
     assert feed.batch_of_loss(weighted=True, anew=True) is NONE
     feed.train()
@@ -99,7 +99,7 @@ def test_a_weight_beside_a_stand_in_that_was_shared_out():
 
 
 def test_a_share_inside_a_loop_over_a_loader():
-    """The loop's batch counts, whenever the share was made: losses of both are of one batch."""
+    """The batch of the loop counts, whether world.share was called before or after it."""
     feed = given(FOUR)
     assert shared(Batch(samples=4), feed=feed).batch_of_loss(weighted=False) is FOUR
     with pytest.raises(UsageError, match=r"loader 0 and world.share .*4 and 2 samples"):
@@ -115,7 +115,7 @@ class Watcher:
         self.seen.append(stand_in)
 
 
-def test_watchers_hear_of_every_batch_and_are_not_kept_alive():
+def test_watchers_get_every_batch_and_are_held_weakly():
     feed, watcher = CurrentBatch(), Watcher()
     feed.watch(watcher.notice)
     stream = feed.open("loader", PLAN)

@@ -1,4 +1,4 @@
-"""The cut of a total batch into the exact mode's micro-shards, and how they are read."""
+"""The cut of a total batch into micro-shards of the exact mode, and their order of reading."""
 
 import pytest
 import torch
@@ -30,14 +30,14 @@ def test_the_cut(rows, count, workers, parts):
 
 
 @given(st.integers(1, 60), st.integers(1, 7), st.none() | st.integers(1, 9))
-def test_rows_of_all_ranks_are_told_by_micro_batch(rows, size, micro):
+def test_rows_of_all_ranks_by_micro_batch(rows, size, micro):
     cuts = [ShareCut(size, rank, micro, rows) for rank in range(size)]
     sizes = [[end - first for first, end in cut.parts(rows)] for cut in cuts]
-    assert cuts[0].wholes(rows) == [sum(part) for part in zip(*sizes, strict=True)]
+    assert cuts[0].total_rows(rows) == [sum(part) for part in zip(*sizes, strict=True)]
 
 
 @pytest.mark.parametrize(("workers", "wholes"), [(1, [1, 1, 1, 2]), (2, [2, 3]), (4, [5])])
-def test_rows_of_all_ranks_are_told_by_turn(workers, wholes):
+def test_rows_of_all_ranks_by_turn(workers, wholes):
     assert MicroShardCut(MicroShards(4, workers, 0)).wholes(5) == wholes
 
 
@@ -60,7 +60,7 @@ def exact(solo):
     return solo
 
 
-def test_a_step_holds_its_micro_shards(exact):
+def test_step_has_its_micro_shards(exact):
     loader = Loader(TensorDataset(torch.arange(10)), 8)
     steps = [[batch[0].tolist() for batch in step] for step in loader.steps()]
     assert steps == [[[0, 1], [2, 3], [4, 5], [6, 7]], [[8, 8], [8], [8, 8], [9]]]
@@ -73,7 +73,7 @@ def test_plain_iteration_says_what_to_write(exact):
 
 
 class Numbers(IterableDataset):
-    """A stream that can also be sharded by the dataset."""
+    """A stream that the dataset can also shard."""
 
     def __iter__(self):
         yield from range(10)
@@ -103,10 +103,10 @@ def test_a_stream_is_sliced_and_draws_by_micro_shard(exact):
     ]
 
 
-def test_what_cannot_be_cut_is_refused(exact):
+def test_refuses_batches_that_cannot_be_cut(exact):
     with pytest.raises(DataError, match="batch_size=3 cannot be cut into the 4 micro-shards"):
         Loader(TensorDataset(torch.arange(10)), 3)
-    with pytest.raises(DataError, match='sharding="dataset" gives each worker a part of its own'):
+    with pytest.raises(DataError, match='sharding="dataset" each worker reads a separate part'):
         Loader(Numbers(), 8, sharding="dataset")
-    with pytest.raises(UsageError, match=r"world\.share gives one share"):
+    with pytest.raises(UsageError, match=r"world\.share returns one contiguous share"):
         exact.share(torch.arange(4))

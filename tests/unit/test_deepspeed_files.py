@@ -1,4 +1,4 @@
-"""Saves of DeepSpeed as files: what is read, what is refused, and that nothing of theirs runs."""
+"""DeepSpeed checkpoints as files: reads and refusals, and proof that their code never runs."""
 
 import pickle
 import shutil
@@ -54,7 +54,7 @@ class Record:
         self.rate = 0.5
 
 
-def test_runs_nothing(tmp_path, monkeypatch):
+def test_loading_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "x.pt"
     torch.save({"a": Evil(), "b": Record(), "c": torch.ones(3), "d": {1}, "e": b"\xff"}, path)
@@ -69,7 +69,7 @@ def test_runs_nothing(tmp_path, monkeypatch):
 
 
 NOTHING = b"}X\x08\x00\x00\x00functionNs"
-"""As a pickle: a map that sets `function` to None."""
+"""Return a pickle with a map that sets `function` to None."""
 
 
 @pytest.mark.parametrize("state", [NOTHING, b"(N" + NOTHING + b"t", b"(N" + NOTHING + b"l"])
@@ -94,15 +94,15 @@ def test_numbers_of_numpy(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip", pickle.dumps(3)])
-def test_no_file_of_torch(tmp_path, content):
+def test_files_that_torch_did_not_write_are_refused(tmp_path, content):
     path = tmp_path / "x.pt"
     path.write_bytes(content)
-    with pytest.raises(BrokenCheckpoint, match="cut short, or no file"):
+    with pytest.raises(BrokenCheckpoint, match="truncated, or was not written by"):
         inert.load(path)
 
 
 def test_torchscript_that_zipfile_does_not_see(tmp_path, monkeypatch):
-    """torch takes the directory from where the end says, zipfile the one right before the end."""
+    """torch finds the directory through the end record; zipfile takes the one right before it."""
     monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("it runs as TorchScript"))
     path = tmp_path / "x.pt"
     torch.save({"a": torch.ones(2)}, path)
@@ -117,7 +117,7 @@ def test_torchscript_that_zipfile_does_not_see(tmp_path, monkeypatch):
     path.write_bytes(data[:end] + seen + data[end:])
     with zipfile.ZipFile(path) as archive:
         assert not any("constants.pkl" in name for name in archive.namelist())
-    with pytest.raises(BrokenCheckpoint, match="is no file of"):
+    with pytest.raises(BrokenCheckpoint, match="was not written by"):
         inert.load(path)
 
 
@@ -134,7 +134,7 @@ def copy(tmp_path):
 
 
 def named(model, optimizer):
-    """All names of each tensor by the first, and those of the optimizer's groups."""
+    """Return all names of each tensor, keyed by the first, and the names by optimizer group."""
     names, first = {}, {}
     for name, value in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         names.setdefault(first.setdefault(id(value), name), []).append(name)
@@ -143,7 +143,7 @@ def named(model, optimizer):
 
 @pytest.mark.parametrize("name", ["stage1", "stage2", "stage2-round-robin", "stage3-groups"])
 def test_stages_hold_the_same(name):
-    """What each stage saved, put together, is what stage 0 has whole."""
+    """The parts that each stage saved add up to what stage 0 has whole."""
     model = small.made()
     names, groups = named(model, small.optimizer_of(model))
     whole, expected = fields_of(opened(small.HERE / "stage0"), names, groups)
@@ -164,62 +164,62 @@ def test_stages_hold_the_same(name):
     assert fields["step"] == small.STEPS
 
 
-def test_other_groups_than_stage_0():
+def test_other_groups_than_in_a_stage_0_save_are_refused():
     model = small.made()
     names, groups = named(model, small.optimizer_of(model))
-    with pytest.raises(CheckpointMismatch, match=r"groups of \[3, 4\].*here they are \[7\]"):
+    with pytest.raises(CheckpointMismatch, match=r"groups of \[3, 4\].*here they have \[7\]"):
         fields_of(opened(small.HERE / "stage0"), names, [[*groups[0], *groups[1]]])
-    with pytest.raises(CheckpointMismatch, match=r"in the place of out\.weight"):
+    with pytest.raises(CheckpointMismatch, match=r"at the position of out\.weight"):
         fields_of(opened(small.HERE / "stage0"), names, [groups[0][::-1], groups[1]])
 
 
 def test_client_state():
     assert client_state(small.HERE / "stage2") == {"epoch": 1, "best": 0.5, "words": ("a",)}
-    with pytest.raises(CheckpointError, match="holds no save of DeepSpeed"):
+    with pytest.raises(CheckpointError, match="is not a DeepSpeed checkpoint"):
         client_state(small.HERE)
 
 
-# -- what is refused -------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_missing(copy):
+def test_a_missing_rank_file_is_named(copy):
     folder = copy("stage2")
     (folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(BrokenCheckpoint, match="lacks zero_pp_rank_1_mp_rank_00_optim_states"):
         opened(folder)
 
 
-def test_the_last_file_is_missing(copy):
+def test_a_missing_last_rank_file_is_noticed(copy):
     folder = copy("stage2")
     (folder / "global_step3" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(BrokenCheckpoint, match="saved by 3 ranks, and 2 files"):
+    with pytest.raises(BrokenCheckpoint, match="saved by 3 ranks but has 2 files"):
         opened(folder)
 
 
-def test_no_file_of_the_optimizer(copy):
+def test_missing_optimizer_files_are_noticed(copy):
     folder = copy("stage1")
     for path in folder.glob("*/*_optim_states.pt"):
         path.unlink()
-    with pytest.raises(BrokenCheckpoint, match="saved with ZeRO, and none of"):
+    with pytest.raises(BrokenCheckpoint, match="saved with ZeRO, but all its"):
         opened(folder)
 
 
-def test_no_file_of_the_model(copy):
+def test_a_missing_model_file_is_named(copy):
     folder = copy("stage2")
     (folder / "global_step3" / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(BrokenCheckpoint, match=r"lacks its model_states\.pt"):
         opened(folder)
 
 
-def test_a_file_that_is_cut(copy):
+def test_a_truncated_file_is_named(copy):
     folder = copy("stage3")
     path = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     path.write_bytes(path.read_bytes()[:3000])
-    with pytest.raises(BrokenCheckpoint, match=r"rank_1_mp_rank_00_optim_states.pt is cut short"):
+    with pytest.raises(BrokenCheckpoint, match=r"rank_1_mp_rank_00_optim_states.pt is truncated"):
         opened(folder)
 
 
-def test_a_file_that_is_changed(copy):
+def test_a_changed_byte_is_found(copy):
     folder = copy("stage3")
     path = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     data = bytearray(path.read_bytes())
@@ -228,19 +228,19 @@ def test_a_file_that_is_changed(copy):
     name, extra = struct.unpack("<HH", data[at + 26 : at + 30])
     data[at + 30 + name + extra] ^= 1
     path.write_bytes(data)
-    with pytest.raises(BrokenCheckpoint, match=r"not what was written|cannot be read"):
+    with pytest.raises(BrokenCheckpoint, match=r"changed after it was written|cannot be read"):
         verify(opened(folder), 0, 1)
     result = CliRunner().invoke(checkpoint, ["verify", str(folder)], standalone_mode=False)
     assert result.return_value == 1
-    assert "1 not as written" in result.output.replace("\n", " ")
+    assert "1 changed" in result.output.replace("\n", " ")
 
 
-def test_another_stage(copy):
+def test_an_unknown_stage_is_refused(copy):
     folder = copy("stage1")
     for path in folder.glob("*/*_optim_states.pt"):
         saved = {"optimizer_state_dict": {"zero_stage": 4, "partition_count": [2, 2]}}
         torch.save(saved, path)
-    with pytest.raises(CheckpointError, match="ZeRO stage 4, and 0 to 3 are read"):
+    with pytest.raises(CheckpointError, match="ZeRO stage 4, but only 0 to 3"):
         opened(folder)
 
 
@@ -275,11 +275,11 @@ ODD = {
         {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": [torch.zeros(6)]},
     ),
 }
-"""What somebody may have put into files that are whole: model and optimizer of one rank."""
+"""Odd contents of intact files: model and optimizer of one rank."""
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_files_that_hold_something_else(tmp_path, name):
+def test_odd_contents_of_intact_files_are_refused(tmp_path, name):
     model, saved = ODD[name]
     stage_3 = "zero_pp_rank_0_" if saved.get("zero_stage") == 3 else ""
     torch.save(model, tmp_path / f"{stage_3}mp_rank_00_model_states.pt")
@@ -290,20 +290,20 @@ def test_files_that_hold_something_else(tmp_path, name):
         fields_of(opened(tmp_path), {"first.weight": ["first.weight"]}, [["first.weight"]])
 
 
-def test_a_universal_checkpoint_is_named(copy):
+def test_a_universal_checkpoint_is_refused(copy):
     folder = copy("stage0")
     (folder / "global_step3" / "zero" / "first.weight").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="is a universal checkpoint of DeepSpeed"):
         opened(folder)
 
 
-def test_which_tag(copy):
+def test_find_selects_the_tag(copy):
     folder = copy("stage1")
     assert find(folder) == find(folder / "global_step3") == folder / "global_step3"
     (folder / "latest").unlink()
     assert find(folder) == folder / "global_step3"
     shutil.copytree(folder / "global_step3", folder / "best")
-    with pytest.raises(CheckpointError, match=r"several saves of DeepSpeed \(best, global_step3\)"):
+    with pytest.raises(CheckpointError, match=r"several DeepSpeed saves \(best, global_step3\)"):
         find(folder)
     (folder / "latest").write_text("best\n")
     assert find(folder) == folder / "best"
@@ -322,7 +322,7 @@ def test_which_tag(copy):
         "layer_0_expert_1_mp_rank_00_model_states.pt",
     ],
 )
-def test_models_that_were_cut(copy, name):
+def test_other_parallelism_is_refused(copy, name):
     folder = copy("stage1")
     (folder / "global_step3" / name).touch()
     with pytest.raises(CheckpointError, match="pipeline, tensor or expert parallelism"):
@@ -354,13 +354,13 @@ def test_zero_to_fp32_refuses(tmp_path):
     runner = CliRunner()
     result = runner.invoke(zero_to_fp32, [str(tmp_path), str(tmp_path / "m.bin")])
     assert result.exit_code
-    assert "holds no save of DeepSpeed" in result.output
+    assert "is not a DeepSpeed checkpoint" in result.output
     result = runner.invoke(zero_to_fp32, [str(small.HERE / "stage2"), str(tmp_path / "m.gguf")])
     assert result.exit_code
     assert "ends in .gguf" in result.output
 
 
-def test_checkpoint_commands_know_it(tmp_path):
+def test_checkpoint_commands_take_deepspeed_checkpoints(tmp_path):
     runner = CliRunner()
     said = runner.invoke(checkpoint, ["inspect", str(small.HERE / "stage3")]).output
     assert "DeepSpeed 0.19.8, ZeRO stage 3 on 2 ranks, step 3" in said

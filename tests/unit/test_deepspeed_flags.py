@@ -1,4 +1,4 @@
-"""A command line of DeepSpeed's launcher becomes one of `shardwise run`, or is refused by name."""
+"""Command lines of DeepSpeed's launcher become `shardwise run`, or are refused by name."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from shardwise.cli import main as cli
 from shardwise.errors import LaunchError
 from shardwise.launch import deepspeed_flags, start
-from shardwise.launch.deepspeed_flags import Asked, adopts, run_words, with_local_rank
+from shardwise.launch.deepspeed_flags import DeepSpeedCommand, adopts, run_words, with_local_rank
 from shardwise.net.hosts import from_file
 
 HOSTS = "node1 slots=4\nalice@node2 slots=4\n"
@@ -17,7 +17,7 @@ HOSTS = "node1 slots=4\nalice@node2 slots=4\n"
 
 def translated(hostfile="", **flags):
     hosts = from_file(hostfile, "hostfile") if hostfile else []
-    return " ".join(run_words(Asked(flags, ["train.py"], hosts)))
+    return " ".join(run_words(DeepSpeedCommand(flags, ["train.py"], hosts)))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def translated(hostfile="", **flags):
         ({"launcher": "PDSH"}, ""),
     ],
 )
-def test_this_host(flags, expected):
+def test_translates_run_on_this_host(flags, expected):
     assert translated(**flags) == expected
 
 
@@ -55,7 +55,7 @@ def test_this_host(flags, expected):
         ),
     ],
 )
-def test_hosts(flags, expected):
+def test_translates_hostfile(flags, expected):
     if expected is None:
         with pytest.raises(LaunchError, match="alice is not in the hostfile"):
             translated(HOSTS, **flags)
@@ -63,27 +63,27 @@ def test_hosts(flags, expected):
         assert translated(HOSTS, **flags) == expected
 
 
-def test_localhost_in_a_hostfile():
+def test_localhost_in_hostfile_needs_no_ssh():
     assert translated("localhost slots=3", num_gpus=2) == "-n 2"
 
 
 @pytest.mark.parametrize(
     ("hostfile", "flags", "said"),
     [
-        ("", {"num_nodes": 2}, "--num_nodes 2 needs to know the hosts"),
-        ("", {"include": "node1"}, "localhost alone"),
+        ("", {"num_nodes": 2}, "--num_nodes 2 needs the names of the hosts"),
+        ("", {"include": "node1"}, "only localhost is known"),
         ("", {"exclude": "node1"}, "give --hostfile FILE"),
         ("", {"master_addr": "node9"}, "ranks meet on the first host, localhost"),
-        ("", {"node_rank": 1}, "--node_rank is for --no_ssh"),
+        ("", {"node_rank": 1}, "--node_rank needs --no_ssh"),
         ("", {"no_ssh": True}, "--no_ssh needs --node_rank N and --master_addr"),
         (HOSTS, {"num_nodes": 3}, "the hostfile has 2 hosts"),
         (HOSTS, {"num_gpus": 5}, "node1 has 4 slots"),
         (HOSTS, {"include": "node3"}, "node3 is not in the hostfile"),
-        (HOSTS, {"include": "node1:4"}, "slots 0 to 3, and no 4"),
-        (HOSTS, {"include": "node1:a"}, "is not understood"),
-        (HOSTS, {"include": "node1", "exclude": "node1"}, "say one of them"),
+        (HOSTS, {"include": "node1:4"}, "slots 0 to 3, not 4"),
+        (HOSTS, {"include": "node1:a"}, "is not a host with its slots"),
+        (HOSTS, {"include": "node1", "exclude": "node1"}, "contradict each other"),
         (HOSTS, {"include": "node1", "num_gpus": 2}, "give one"),
-        (HOSTS, {"exclude": "node1:0"}, "other GPUs on each host"),
+        (HOSTS, {"exclude": "node1:0"}, "different GPUs on each host"),
         ("node1 slots=2", {"exclude": "node1"}, "leaves no slot"),
         ("", {"module": True, "no_python": True}, "contradict each other"),
         ("", {"launcher": "slurm"}, "srun -n N python SCRIPT"),
@@ -91,13 +91,13 @@ def test_localhost_in_a_hostfile():
         *[("", {name: "1"}, f"--{name} of DeepSpeed") for name in deepspeed_flags.REFUSED],
     ],
 )
-def test_refused(hostfile, flags, said):
+def test_refuses_flags(hostfile, flags, said):
     with pytest.raises(LaunchError) as raised:
         translated(hostfile, **flags)
     assert said in str(raised.value)
 
 
-def test_local_rank_stands_after_the_script(tmp_path):
+def test_local_rank_is_inserted_after_script(tmp_path):
     script = tmp_path / "train.py"
     script.touch()
     name = str(script)
@@ -115,8 +115,8 @@ def test_local_rank_stands_after_the_script(tmp_path):
     assert with_local_rank(("json.tool", "--x"), module=True)[:2] == (module, "3")
 
 
-def test_command(tmp_path, monkeypatch, capsys):
-    """The command runs what `shardwise run` would, with the settings that it was given."""
+def test_command_runs_translated_line(tmp_path, monkeypatch, capsys):
+    """The command runs the same request as `shardwise run`, with the given settings."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     asked = []
@@ -148,7 +148,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         ("import shardwise.deepspeed as deepspeed\n", ("--deepspeed",), False),
     ],
 )
-def test_whose_deepspeed_a_script_gets(
+def test_adopts_script_that_uses_deepspeed(
     tmp_path: Path, text: str, arguments: tuple[str, ...], expected: bool
 ) -> None:
     script = tmp_path / "train.py"

@@ -55,7 +55,9 @@ def test_every_schedule_of_the_json_has_figures():
 def test_an_unknown_warmup_is_logarithmic(name):
     params = {} if name == "WarmupLR" else {"total_num_steps": 9}
     face, other = optimizer(), optimizer()
-    with pytest.warns(UserWarning, match="warmup_type is log or linear, not 'cubic': taken as log"):
+    with pytest.warns(
+        UserWarning, match="warmup_type must be log or linear, not 'cubic': log is used"
+    ):
         odd = schedules.BY_NAME[name](face, warmup_type="cubic", **params)
     log = schedules.BY_NAME[name](other, **params)
     for schedule in (odd, log):
@@ -68,7 +70,7 @@ def test_an_unknown_warmup_is_logarithmic(name):
     ("name", "params", "words"),
     [
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),
-        ("WarmupLR", {"warmup_min_lr": [0.1]}, "1 values, and the optimizer 2 groups"),
+        ("WarmupLR", {"warmup_min_lr": [0.1]}, "1 values, but the optimizer has 2 groups"),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "above 0"),
         ("LRRangeTest", {"lr_range_test_step_size": 1.5}, "a whole number of 1 or more"),
     ],

@@ -1,4 +1,4 @@
-"""`shardwise doctor`: what is said of hosts, and of one rank."""
+"""`shardwise doctor`: findings about hosts and ranks."""
 
 import io
 import resource
@@ -21,7 +21,7 @@ HOSTS = {
 }
 
 
-def test_hosts_stand_side_by_side() -> None:
+def test_table_has_a_column_per_host() -> None:
     console = Console(width=60)
     with console.capture() as shown:
         console.print(findings.table(HOSTS))
@@ -34,7 +34,7 @@ def test_hosts_stand_side_by_side() -> None:
     ]
 
 
-def test_what_is_wrong_and_what_to_mind() -> None:
+def test_lists_faults_and_advice() -> None:
     assert findings.faults(HOSTS) == [
         "node1: open files: too few: raise it.",
         "torch differs: 2.9.0 on node1, 2.13.0 on node2. Install the same version on all hosts.",
@@ -43,13 +43,13 @@ def test_what_is_wrong_and_what_to_mind() -> None:
     assert findings.faults({"node1": HOSTS["node2"]}) == []
 
 
-def test_a_clock_may_differ_a_little() -> None:
+def test_small_clock_offset_is_accepted() -> None:
     assert findings.clock(-0.9).advice == ""
     assert "start chrony or ntpd" in findings.clock(-1.1).advice
     assert findings.clock(None).shown == "unknown: rank 0 did not answer"
 
 
-def test_speeds_have_units() -> None:
+def test_speeds_are_printed_with_units() -> None:
     assert findings.speeds({"of 2 ranks": Speed(latency=5e-5, bandwidth=1.7e9)}) == [
         "all-reduce of 2 ranks: 0.05 ms for 4 KB, 1.70 GB/s for 16 MB"
     ]
@@ -67,13 +67,13 @@ def test_speeds_have_units() -> None:
         ("3.0.0a0+gitb1", False),
     ],
 )
-def test_the_tested_range_of_torch(installed: str, inside: bool) -> None:
+def test_compares_torch_with_the_tested_range(installed: str, inside: bool) -> None:
     found = checks.tested(installed)
     assert found.shown.endswith("in the range" if inside else "outside")
     assert found.advice == "" if inside else f"torch {installed} is outside" in found.advice
 
 
-def test_folders_to_offload_to(tmp_path: Path) -> None:
+def test_checks_offload_folders(tmp_path: Path) -> None:
     settings = Settings(
         offload_optimizer=Tier("nvme", str(tmp_path)),
         offload_params=Tier("nvme", f"{tmp_path}/none"),
@@ -82,17 +82,17 @@ def test_folders_to_offload_to(tmp_path: Path) -> None:
     )
     found = {check.name: check for check in checks.of_host(settings)}
     assert found[str(tmp_path)].fault == ""
-    assert found[f"{tmp_path}/none"].fault.endswith("to offload to: make it.")
+    assert found[f"{tmp_path}/none"].fault.endswith("Create it.")
     assert [name for name in found if name.startswith("/")].count(str(tmp_path)) == 1
 
 
-def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_limit_of_open_files_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 512))
     found = {check.name: check for check in checks.of_host(Settings())}
-    assert found["open files"].fault.startswith("a rank may open only 256: write ulimit -n")
+    assert found["open files"].fault.startswith("a rank may open only 256 files: run `ulimit -n")
 
 
-def test_which_variables_said_who_a_rank_is() -> None:
+def test_names_the_variables_that_identify_a_rank() -> None:
     environ = {
         "RANK": "1",
         "WORLD_SIZE": "2",
@@ -112,11 +112,11 @@ def test_which_variables_said_who_a_rank_is() -> None:
         "  meeting     rank 0 listens at n1, port 29500",
     ]
     assert identity.described(launcher_detection.detect({}), {}).splitlines()[-1] == (
-        "  meeting     there are no others"
+        "  meeting     there are no other ranks"
     )
 
 
-def test_names_of_hosts_are_shown_as_they_stand():
+def test_host_names_are_not_read_as_markup():
     console = Console(width=80, file=io.StringIO(), force_terminal=True)
     console.print(findings.table({"[/x]": [Check("a", "[lr=0.1]\x1b[2J")], "b": []}))
     exchanged = console.file.getvalue()

@@ -1,4 +1,4 @@
-"""What torch's elastic agent is asked for, as tables."""
+"""Command lines and variables of torch's elastic agent, as tables."""
 
 import socket
 import sys
@@ -25,7 +25,7 @@ class TestMeeting:
             ("1:1", None, 0, (1, 1, None, 0, 0)),
         ],
     )
-    def test_of_flags(
+    def test_reads_meeting_from_flags(
         self, nnodes: str, endpoint: str | None, node_rank: int | None, found: Any
     ) -> None:
         if isinstance(found, tuple):
@@ -36,19 +36,19 @@ class TestMeeting:
     @pytest.mark.parametrize(
         ("nnodes", "endpoint", "node_rank", "message"),
         [
-            ("0", None, None, "--nnodes 0: write a number of hosts, or MIN:MAX"),
-            ("4:2", "h:1", None, "--nnodes 4:2: write a number of hosts"),
-            ("two", None, None, "--nnodes two: write"),
-            ("2:", None, None, "--nnodes 2:: write"),
-            ("2", None, None, "--nnodes 2: hosts must know where to meet. Add --rdzv-endpoint"),
-            ("2", "node1", None, "--rdzv-endpoint node1: write HOST:PORT"),
-            ("2", "node1:0", None, "--rdzv-endpoint node1:0: write HOST:PORT"),
-            ("2", ":29500", None, "--rdzv-endpoint :29500: write HOST:PORT"),
-            ("2", "node1:1", 2, "--node-rank 2 with --nnodes 2: numbers from 0 to one less"),
-            ("1:2", "node1:1", 0, "--node-rank 0 with --nnodes 1:2: numbers"),
+            ("0", None, None, "--nnodes takes a number of hosts, or MIN:MAX such as 2:4, not '0'"),
+            ("4:2", "h:1", None, "MIN:MAX such as 2:4, not '4:2'"),
+            ("two", None, None, "MIN:MAX such as 2:4, not 'two'"),
+            ("2:", None, None, "MIN:MAX such as 2:4, not '2:'"),
+            ("2", None, None, "--nnodes 2: the hosts need a meeting place. Add the same --rdzv"),
+            ("2", "node1", None, r"--rdzv-endpoint takes HOST:PORT, .*, not 'node1'"),
+            ("2", "node1:0", None, r"--rdzv-endpoint takes HOST:PORT, .*, not 'node1:0'"),
+            ("2", ":29500", None, r"--rdzv-endpoint takes HOST:PORT, .*, not ':29500'"),
+            ("2", "node1:1", 2, "--node-rank 2 does not fit --nnodes 2: it needs a fixed number"),
+            ("1:2", "node1:1", 0, "--node-rank 0 does not fit --nnodes 1:2"),
         ],
     )
-    def test_that_cannot_be(
+    def test_refuses_flags(
         self, nnodes: str, endpoint: str | None, node_rank: int | None, message: str
     ) -> None:
         with pytest.raises(LaunchError, match=message):
@@ -82,7 +82,7 @@ class TestWords:
             ),
         ],
     )
-    def test_the_agent(
+    def test_agent_command(
         self, meeting: ElasticRendezvous, more: dict[str, Any], middle: list[str]
     ) -> None:
         given = {"per_host": 4, "restarts": 0, "address": None, "log_dir": None} | more
@@ -91,21 +91,21 @@ class TestWords:
 
 
 class TestPlace:
-    def test_our_address(self) -> None:
+    def test_own_address_is_on_route_to_meeting_host(self) -> None:
         assert elastic.own_address(ALONE, None) is None
         here = ElasticRendezvous.of("1", "127.0.0.1:1", None, "run")
         assert elastic.own_address(here, None) == "127.0.0.1"
 
-    def test_a_name_that_is_local_tells_others_nothing(self) -> None:
+    def test_loopback_address_is_not_given_to_others(self) -> None:
         assert (
             elastic.own_address(ElasticRendezvous.of("2", "127.0.0.1:1", None, "run"), None) is None
         )
 
-    def test_a_named_interface(self) -> None:
+    def test_own_address_is_on_named_interface(self) -> None:
         loopback = socket.if_nameindex()[0][1]
         assert elastic.own_address(TWO, loopback) == "127.0.0.1"
 
-    def test_what_the_ranks_are_told(self) -> None:
+    def test_agent_environment(self) -> None:
         told = elastic.agent_environment({"GLOO_SOCKET_IFNAME": "ib0"}, {"zero": "2"}, "eth0")
         assert told == {
             "GLOO_SOCKET_IFNAME": "ib0",
@@ -118,9 +118,9 @@ class TestPlace:
         assert "NCCL_SOCKET_IFNAME" not in elastic.agent_environment({}, {}, None)
 
 
-def test_what_the_agent_leaves_open_is_said() -> None:
-    alone = elastic.exposed(ALONE, {})
-    assert "listens on all interfaces and believes who connects" in alone
+def test_warns_about_open_agent() -> None:
+    alone = elastic.open_agent_warning(ALONE, {})
+    assert "listens on all interfaces without authentication" in alone
     assert "SHARDWISE_SECRET" not in alone
-    assert "start every host with the same SHARDWISE_SECRET" in elastic.exposed(TWO, {})
-    assert "SHARDWISE_SECRET" not in elastic.exposed(TWO, {"SHARDWISE_SECRET": "s" * 32})
+    assert "set the same SHARDWISE_SECRET on all hosts" in elastic.open_agent_warning(TWO, {})
+    assert "SHARDWISE_SECRET" not in elastic.open_agent_warning(TWO, {"SHARDWISE_SECRET": "s" * 32})

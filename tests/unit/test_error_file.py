@@ -1,4 +1,4 @@
-"""Which errors are told as a sentence, and where."""
+"""Errors that are shown as a sentence, and the process that shows them."""
 
 import multiprocessing
 import os
@@ -26,14 +26,14 @@ from shardwise.world.world import World
 
 
 class Careless(torch.nn.Linear):
-    """A model whose own code raises an error of ours."""
+    """A model whose forward raises an error class of ours."""
 
     def named_modules(self, *args: Any, **options: Any) -> Any:
         raise ConfigError("by the user")
 
 
 class Failing(torch.optim.SGD):
-    """An optimizer whose own code fails once it is an engine's."""
+    """An optimizer that fails once an engine uses it."""
 
     def step(self, closure: Any = None) -> None:
         raise TypeError("closure is None, says the user")
@@ -49,7 +49,7 @@ def raised(call: Any, *args: Any, **options: Any) -> ShardwiseError:
     return caught.value
 
 
-def test_a_setting_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_setting_is_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     said = refusal_sentence(raised(sw.init, exact=0))
     assert said.startswith("the script: exact takes a whole number of 1 or more, not 0. [")
     assert said.endswith(": call(*args, **options)]")
@@ -57,34 +57,34 @@ def test_a_setting_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal_sentence(raised(hvd.init)).startswith("environment: exact takes a whole number")
 
 
-def test_what_hvd_init_refuses(solo: World) -> None:
+def test_error_of_hvd_init_is_refusal(solo: World) -> None:
     assert refusal_sentence(raised(hvd.init, comm=[3])).startswith(
-        "hvd.init([3]): start the ranks that"
+        "hvd.init([3]) is not the list of all 1 ranks"
     )
     try:
         said = refusal_sentence(raised(hvd.init, process_sets=[[7]]))
     finally:
         hvd.shutdown()
-    assert said.startswith("ProcessSet([7]): a process set has ranks from 0 to 0")
+    assert said.startswith("ProcessSet([7]) needs at least one rank, and only ranks from 0 to 0")
 
 
-def test_a_row_that_cannot_be(solo: World) -> None:
+def test_illegal_row_is_refusal(solo: World) -> None:
     model = torch.nn.Linear(2, 1)
     error = raised(engine, model, torch.optim.SGD(model.parameters()), zero=9)
     assert isinstance(error, PlacementError)
     assert refusal_sentence(error).startswith(f"{error} [")
 
 
-def test_what_a_dataclass_of_ours_refuses() -> None:
-    """Its __init__ is in no file."""
+def test_error_in_generated_code_is_refusal() -> None:
+    """Its generated __init__ is in no file."""
     code = "import shardwise as sw; sw.init(tensor=2, device='cpu')"
     with pytest.raises(ConfigError) as caught:
         exec(compile(code, "<string>", "exec"), {"__file__": str(Path("train.py").resolve())})
     assert refusal_sentence(caught.value).endswith(" > <string>:1]")
 
 
-def test_lines_of_ours_in_a_module_that_is_the_scripts() -> None:
-    """`python -m shardwise.adopt` runs a script in its own module, `__main__`."""
+def test_script_run_by_adopt_is_user_code() -> None:
+    """`python -m shardwise.adopt` runs a script in the module `__main__` of ours."""
     names: dict[str, Any] = {"sw": sw, "__file__": "train.py"}
     exec(compile("def train():\n    sw.init(exact=0)", "train.py", "exec"), names)
     ours = str(Path(sw.__file__).parent / "adopt.py")
@@ -94,7 +94,7 @@ def test_lines_of_ours_in_a_module_that_is_the_scripts() -> None:
     assert "adopt.py" not in said
 
 
-def test_what_comes_from_the_users_code(solo: World) -> None:
+def test_error_of_ours_in_user_code_needs_traceback(solo: World) -> None:
     model, good = Careless(2, 1), torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(good.parameters())
     assert refusal_sentence(raised(engine, model, optimizer)) == ""
@@ -104,8 +104,8 @@ def test_what_comes_from_the_users_code(solo: World) -> None:
     assert refusal_sentence(error) == ""
 
 
-def test_an_error_of_the_users_that_came_before_is_not_hidden(solo: World, tmp_path: Path) -> None:
-    """It is the cause; what we refuse of a script that tidies up comes second."""
+def test_earlier_user_error_is_not_hidden(solo: World, tmp_path: Path) -> None:
+    """The user's error is the cause; our refusal in the script's cleanup is a consequence."""
     model = torch.nn.Linear(2, 1)
     made = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
 
@@ -130,14 +130,14 @@ def test_an_error_that_is_its_own_cause() -> None:
         assert refusal_sentence(error)
 
 
-def test_notes_of_the_users_are_shown() -> None:
+def test_notes_of_exception_are_shown() -> None:
     error = raised(sw.init, exact=0)
     error.add_note("at batch 17")
     assert "not 0. at batch 17 [" in refusal_sentence(error)
 
 
-def test_all_lines_of_the_users_are_told(solo: World) -> None:
-    """Which of two calls of the same helper it was, and of a project that is installed."""
+def test_refusal_lists_all_lines_of_user(solo: World) -> None:
+    """So that two calls of one helper can be told apart, also in an installed project."""
     code = "def update(engine):\n    engine.step()\n\ndef train(engine):\n    update(engine)"
     model = torch.nn.Linear(2, 1)
     made = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
@@ -159,17 +159,17 @@ def test_all_lines_of_the_users_are_told(solo: World) -> None:
         (Path(sw.__file__).parent / "engine/engine.py", False),
     ],
 )
-def test_whose_a_file_is(file: Path, users: bool) -> None:
+def test_is_users(file: Path, users: bool) -> None:
     assert error_file.is_users(file) == users
 
 
-def test_errors_from_elsewhere() -> None:
+def test_other_errors_are_no_refusals() -> None:
     assert refusal_sentence(ValueError("no")) == ""
     assert refusal_sentence(ConfigError("that the user's script raised itself")) == ""
 
 
 class TestHabits:
-    """What is refused in a loop is a sentence too, by whichever way it came to us."""
+    """Mistakes in a training loop are sentences too."""
 
     @pytest.fixture
     def made(self, solo: World) -> tuple[torch.nn.Module, torch.optim.Optimizer, sw.Engine]:
@@ -177,26 +177,24 @@ class TestHabits:
         optimizer = torch.optim.SGD(model.parameters())
         return model, optimizer, sw.Engine(model, optimizer, quiet=True)
 
-    def test_of_a_plain_loop(self, made: Any) -> None:
+    def test_mistake_of_plain_loop_is_refusal(self, made: Any) -> None:
         model, optimizer, _ = made
         loss = model(torch.ones(3, 2)).square().mean()
         said = refusal_sentence(raised(loss.backward))
         assert said.startswith("loss.backward() reached weight without the engine, so")
-        assert refusal_sentence(raised(optimizer.step)).startswith(
-            "SGD.step() by hand would update"
-        )
+        assert refusal_sentence(raised(optimizer.step)).startswith("SGD.step() would update")
 
-    def test_of_our_own_calls(self, made: Any, tmp_path: Path) -> None:
+    def test_mistake_in_our_calls_is_refusal(self, made: Any, tmp_path: Path) -> None:
         model, _, engine = made
         output = model(torch.ones(3, 2))
         assert "takes a scalar loss, not (3, 1). Take" in refusal_sentence(
             raised(engine.backward, output)
         )
-        assert "as a tensor, not float: give" in refusal_sentence(raised(engine.backward, 1.5))
+        assert "as a tensor, not float: pass" in refusal_sentence(raised(engine.backward, 1.5))
         assert refusal_sentence(raised(engine.step)).endswith(": call(*args, **options)]")
-        assert refusal_sentence(raised(engine.load, tmp_path / "none")).startswith("There is no ")
+        assert "none does not exist. " in refusal_sentence(raised(engine.load, tmp_path / "none"))
 
-    def test_arguments_in_the_wrong_order(self, solo: World) -> None:
+    def test_wrong_argument_order_is_refusal(self, solo: World) -> None:
         model = torch.nn.Linear(2, 1)
         optimizer: Any = torch.optim.SGD(model.parameters())
         said = refusal_sentence(raised(sw.Engine, optimizer, model))
@@ -206,13 +204,13 @@ class TestHabits:
 
 
 class TestShowing:
-    """What the hook does, which each process has after `sw.init`."""
+    """The exception hook that each process has after `sw.init`."""
 
     REFUSED = "the script: exact takes a whole number of 1 or more, not 0. ["
 
     @pytest.fixture(autouse=True)
     def before(self, monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
-        """What the hook that was there before has been given."""
+        """Return the errors that the previous hook received."""
         given: list[BaseException] = []
         for name in (environment.REPORTS_VARIABLE, environment.RANK_VARIABLE):
             monkeypatch.delenv(name, raising=False)
@@ -220,11 +218,11 @@ class TestShowing:
         return given
 
     def shown(self, capfd: pytest.CaptureFixture[str]) -> str:
-        error = raised(sw.init, exact=0)  # which also sets the hook
+        error = raised(sw.init, exact=0)  # this also sets the hook
         sys.excepthook(type(error), error, error.__traceback__)
         return capfd.readouterr().err
 
-    def test_without_a_launcher(
+    def test_refusal_without_launcher_is_sentence(
         self, capfd: pytest.CaptureFixture[str], before: list[BaseException]
     ) -> None:
         assert self.shown(capfd).startswith(f"shardwise: {self.REFUSED}")
@@ -232,13 +230,13 @@ class TestShowing:
         sys.excepthook(ValueError, other, None)
         assert [type(error) for error in before] == [ConfigError, ValueError]
 
-    def test_pythons_own_hook_is_not_called_as_well(
+    def test_hook_of_python_is_replaced(
         self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
         assert "Traceback" not in self.shown(capfd)
 
-    def test_of_several_each_says_who_it_is(
+    def test_sentence_names_rank(
         self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         numbers = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -247,7 +245,7 @@ class TestShowing:
         assert self.shown(capfd).startswith(f"shardwise: rank 1 of 2: {self.REFUSED}")
 
     @pytest.mark.parametrize("size", [1, 2])
-    def test_the_launcher_says_it_for_several(
+    def test_launcher_shows_common_refusal(
         self,
         capfd: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
@@ -268,7 +266,7 @@ class TestShowing:
         assert bool(told.refusal) != alone
 
 
-def test_errors_of_forked_children_and_helpers_are_not_the_rank_s(tmp_path: Path) -> None:
+def test_errors_of_children_are_not_reported_for_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, subprocess, sys\n"
@@ -288,12 +286,12 @@ def test_errors_of_forked_children_and_helpers_are_not_the_rank_s(tmp_path: Path
     done = subprocess.run(
         [sys.executable, script], env=os.environ | environ, capture_output=True, text=True
     )
-    assert "of a child" in done.stderr  # nobody else shows it
+    assert "of a child" in done.stderr  # only the child itself shows it
     assert [path.name for path in reports.iterdir()] == ["0.json"]
     assert "of the rank" in (reports / "0.json").read_text()
 
 
-def test_a_spawned_process_that_imports_the_script_is_told_of_the_guard(
+def test_spawned_import_of_script_names_main_guard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)

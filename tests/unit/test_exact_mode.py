@@ -1,4 +1,4 @@
-"""What the exact mode refuses, and how it joins what ranks tell."""
+"""The checks of the exact mode, and its sums over reports of ranks."""
 
 import math
 
@@ -19,32 +19,32 @@ from shardwise.layout.sum_tree import MicroShards
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"micro_batch_size": 2}, "--exact 4 and --micro-batch-size cannot be had together"),
+        ({"micro_batch_size": 2}, "--exact 4 cannot be combined with --micro-batch-size"),
         ({"sync_batch_norm": True}, "without it each micro-shard has its own"),
         ({"shard_within": "host"}, "Write --shard-within all"),
     ],
 )
-def test_what_cannot_be_had_together(settings, said):
+def test_refuses_settings_that_cannot_be_combined(settings, said):
     with pytest.raises(ConfigError, match=said):
         shards_of(Settings(exact=4, **settings), Solo())
 
 
-def test_off_there_are_no_micro_shards():
+def test_has_no_micro_shards_if_off():
     assert shards_of(Settings(sync_batch_norm=True), Solo()) is None
 
 
 def test_it_is_for_the_whole_run():
-    with pytest.raises(ConfigError, match=r"exact is no setting of the engine: give it to sw.init"):
+    with pytest.raises(ConfigError, match=r"exact is not a setting of the engine: pass it to sw"):
         config.refuse_elsewhere({"exact": 4}, "engine")
 
 
 def test_numbers_are_rounded_once():
-    """One micro-shard's number is the same wherever it is run."""
+    """The number of a micro-shard is the same on any rank."""
     values = [0.1, 1e16, 0.3, -1e16]
     alone, both = ExactAggregation(MicroShards(4, 1, 0)), ExactAggregation(MicroShards(4, 2, 0))
-    assert alone.total([alone.reported(values)]) == 0.4
-    assert both.total([both.reported(values[::2]), both.reported(values[1::2])]) == 0.4
-    assert Aggregation(0).total([Aggregation(0).reported(values)]) != 0.4
+    assert alone.total([alone.report(values)]) == 0.4
+    assert both.total([both.report(values[::2]), both.report(values[1::2])]) == 0.4
+    assert Aggregation(0).total([Aggregation(0).report(values)]) != 0.4
     assert math.isnan(alone.total([[math.inf, -math.inf, 0.0, 0.0]]))
 
 
@@ -76,7 +76,7 @@ def test_a_step_of_another_number_of_backwards_is_refused(exact):
     engine.close()
 
 
-def test_it_is_said_at_the_start(exact, capsys):
+def test_prints_a_line_at_the_start(exact, capsys):
     _, engine = model_and_engine()
     engine.close()
     assert capsys.readouterr().out.splitlines()[2] == (
@@ -86,8 +86,7 @@ def test_it_is_said_at_the_start(exact, capsys):
 
 
 def test_statistics_are_means_over_micro_shards(exact):
-    """Each micro-shard starts from the same, and what user code loads in between is where the
-    next step starts."""
+    """Each micro-shard starts from the same statistics; the next step from loaded ones."""
     model = nn.Sequential(nn.BatchNorm1d(3, momentum=0.5), nn.Linear(3, 1))
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.randn(16, 3)
@@ -107,7 +106,7 @@ def test_statistics_are_means_over_micro_shards(exact):
 
 
 class Sleeper(nn.Module):
-    """Its first layer is asleep until told."""
+    """A model whose first layer is unused until `awake` is set."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +118,7 @@ class Sleeper(nn.Module):
 
 
 class Joining(nn.Module):
-    """A layer joins, whose gradient comes before those of the layers below it."""
+    """A model that a layer joins. Its gradient arrives before the gradients of lower layers."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +130,7 @@ class Joining(nn.Module):
         return self.head(x + self.late(x) if self.joins else x)
 
 
-def test_the_gradient_that_had_not_come_before_is_named(exact):
+def test_names_an_unexpected_gradient(exact):
     model = Joining()
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(3):
@@ -146,7 +145,7 @@ def test_the_gradient_that_had_not_come_before_is_named(exact):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_gradient_after_its_sum_is_refused(exact, overlap):
-    """Where sums begin beside backward, a branch that wakes up is too late for its own."""
+    """If sums start during backward, the gradient of a new branch is late for its bucket."""
     model = Sleeper()
     engine = sw.Engine(
         model, torch.optim.SGD(model.parameters(), lr=0.1), overlap=overlap, bucket_mb=0.01
@@ -156,7 +155,7 @@ def test_a_gradient_after_its_sum_is_refused(exact, overlap):
         for _ in range(4):
             engine.backward(model(torch.ones(1, 200)))
         if step == 3 and overlap:
-            with pytest.raises(UsageError, match=r"first.* was not expected, .* --no-overlap"):
+            with pytest.raises(UsageError, match=r"first.* was not expected: .* --no-overlap"):
                 engine.step()
         else:
             engine.step()

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.test_example_text import imported
+from tests.unit.test_example_text import import_example
 
-images = imported("images")
-lanes = imported("lanes")
+images = import_example("helpers.images")
+lanes = import_example("helpers.lanes")
 
 
 def idx(array: torch.Tensor) -> bytes:
@@ -46,9 +46,9 @@ def test_the_files_of_mnist(tmp_path: Path, packed: bool) -> None:
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (b"\x00\x00\x0d\x01" + bytes(8), "no IDX file of bytes"),
-        (idx(torch.zeros(7, dtype=torch.uint8))[:-1], "cut short"),
-        (b"", "no IDX file"),
+        (b"\x00\x00\x0d\x01" + bytes(8), "not an IDX file of bytes"),
+        (idx(torch.zeros(7, dtype=torch.uint8))[:-1], "has the wrong length"),
+        (b"", "not an IDX file"),
     ],
 )
 def test_files_that_are_something_else_are_refused(
@@ -84,7 +84,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_size_of_nothing_is_refused(
     name: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = imported(name)
+    script = import_example(name)
     monkeypatch.setattr("sys.argv", [name, flag, "0"])
     with pytest.raises(SystemExit):
         script.arguments()

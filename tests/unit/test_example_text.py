@@ -1,5 +1,6 @@
 """The text of examples/language_model.py: tokens give the text back, held-out files stay so."""
 
+from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -8,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def imported(name: str) -> Any:
-    """A module of the examples, as a script beside it imports it."""
+def import_example(name: str) -> Any:
+    """Import a module of examples/, as a script in that folder does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-        return __import__(name)
+        return import_module(name)
 
 
-bpe = imported("bpe")
-corpus = imported("corpus")
+bpe = import_example("helpers.bpe")
+corpus = import_example("helpers.corpus")
 LEARNED = bpe.learn([b"def low(self):\n    return self.low\n" * 3], 300)
 
 
@@ -89,7 +90,7 @@ def test_a_window_is_tokens_and_the_tokens_after() -> None:
     windows = corpus.Windows(corpus.array("H", range(10)), 4)
     assert len(windows) == 2
     assert [part.tolist() for part in windows[1]] == [[4, 5, 6, 7], [5, 6, 7, 8]]
-    with pytest.raises(corpus.CorpusError, match="10 tokens where one window takes 11"):
+    with pytest.raises(corpus.CorpusError, match="10 tokens, but one window needs 11"):
         corpus.Windows(corpus.array("H", range(10)), 10)
 
 

@@ -1,4 +1,4 @@
-"""Which ranges of a file are free."""
+"""Allocation of ranges of a file."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from shardwise.layout.extents import Extents
 from shardwise.tiers.host_memory import PAGE
 
 
-def test_what_is_given_back_is_taken_first() -> None:
+def test_reuses_freed_range_first() -> None:
     extents = Extents()
     assert [extents.take(n * PAGE) for n in (1, 2, 1)] == [0, PAGE, 3 * PAGE]
     extents.give(PAGE, 2 * PAGE)
@@ -16,7 +16,7 @@ def test_what_is_given_back_is_taken_first() -> None:
     assert extents.end == 4 * PAGE
 
 
-def test_neighbours_are_joined() -> None:
+def test_joins_adjacent_free_ranges() -> None:
     extents = Extents()
     for _ in range(3):
         extents.take(PAGE)
@@ -25,7 +25,7 @@ def test_neighbours_are_joined() -> None:
     assert extents.take(3 * PAGE) == 0
 
 
-def test_the_last_range_grows_with_the_file() -> None:
+def test_extends_the_last_free_range() -> None:
     extents = Extents()
     extents.take(PAGE)
     extents.give(extents.take(PAGE), PAGE)
@@ -34,7 +34,7 @@ def test_the_last_range_grows_with_the_file() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60))
-def test_no_two_ranges_overlap(steps: list[tuple[bool, int]]) -> None:
+def test_ranges_never_overlap(steps: list[tuple[bool, int]]) -> None:
     extents, held = Extents(), []
     for take, number in steps:
         if take or not held:

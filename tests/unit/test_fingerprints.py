@@ -1,4 +1,4 @@
-"""Fingerprints: the same over any cut, other ones for other bits."""
+"""Fingerprints are equal over any cut, and differ for different bits."""
 
 from itertools import pairwise
 
@@ -27,7 +27,7 @@ def in_parts(whole: torch.Tensor, cuts: list[int]) -> Fingerprint:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 200), st.sampled_from(DTYPES), st.lists(st.integers(0, 200), max_size=5))
-def test_parts_add_up_to_the_whole_however_it_is_cut(
+def test_parts_add_up_to_the_whole_for_any_cut(
     numel: int, dtype: torch.dtype, cuts: list[int]
 ) -> None:
     whole = values(numel, dtype)
@@ -38,7 +38,7 @@ def test_parts_add_up_to_the_whole_however_it_is_cut(
     torch.testing.assert_close(one.sketch, other.sketch)
 
 
-def test_one_bit_and_one_exchange_are_seen() -> None:
+def test_detects_one_bit_and_one_exchange() -> None:
     whole = values(1000, torch.float32)
     bit = whole.clone()
     bit.view(torch.int32)[500] ^= 1
@@ -49,7 +49,7 @@ def test_one_bit_and_one_exchange_are_seen() -> None:
     assert not fingerprints.of(torch.tensor([0.0])).same_bits(fingerprints.of(torch.tensor([-0.0])))
 
 
-def test_a_difference_is_estimated() -> None:
+def test_estimates_a_difference() -> None:
     for numel in (5, 1000, 50000):
         whole = values(numel, torch.float64)
         noise = values(numel, torch.float64, seed=1) * 1e-6
@@ -68,7 +68,7 @@ def test_a_nan_is_no_small_difference() -> None:
     assert other.same_bits(fingerprints.of(broken))
 
 
-def test_complex_and_strided_tensors_are_their_elements_in_order() -> None:
+def test_complex_and_strided_tensors_count_elements_in_order() -> None:
     pairs = values(24, torch.float32).view(12, 2)
     assert fingerprints.of(torch.view_as_complex(pairs)).same_bits(fingerprints.of(pairs))
     square = values(36, torch.float32).view(6, 6)
@@ -76,7 +76,7 @@ def test_complex_and_strided_tensors_are_their_elements_in_order() -> None:
     assert not fingerprints.of(square.t()).same_bits(fingerprints.of(square))
 
 
-def test_of_a_batch_the_order_of_rows_does_not_count() -> None:
+def test_order_of_rows_of_a_batch_does_not_count() -> None:
     rows = values(60, torch.float32).view(12, 5)
     word = fingerprints.WORD
     whole = fingerprints.unordered(rows)

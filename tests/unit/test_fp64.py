@@ -1,4 +1,4 @@
-"""The preset fp64: everything in a model is fp64, whatever it is fed."""
+"""The preset fp64: everything in a model is fp64, for any input."""
 
 import copy
 
@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.model.precision import PRESETS, ForwardPrecision, cast_models, is_cast, widen_states
-from shardwise.tools.verify.script import Promoting
+from shardwise.tools.verify.script import PromoteToFp64
 
 
 class Casts(nn.Module):
-    """Makes fp32 tensors on its way."""
+    """Makes fp32 tensors in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def test_parameters_and_buffers_are_fp64_and_keep_their_values(model: nn.Module)
     assert not is_cast([(plain.norm, "weight")], torch.bfloat16)
 
 
-def test_a_forward_that_casts_goes_on_in_fp64(model: nn.Module) -> None:
+def test_forward_with_casts_stays_in_fp64(model: nn.Module) -> None:
     before = torch.get_default_dtype()
     out = model(torch.randn(5, 4), scale=torch.ones(4))
     assert out.dtype == torch.float64
@@ -56,22 +56,22 @@ def test_a_forward_that_casts_goes_on_in_fp64(model: nn.Module) -> None:
     assert copy.deepcopy(model)(torch.randn(5, 4), scale=torch.ones(4)).dtype == torch.float64
 
 
-def test_the_default_dtype_comes_back_after_a_forward_that_raises(model: nn.Module) -> None:
+def test_default_dtype_is_restored_after_an_error(model: nn.Module) -> None:
     with pytest.raises(RuntimeError):
         model(torch.randn(5, 3), scale=torch.ones(4))
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_integers_stay_what_they_are() -> None:
+def test_integers_are_not_cast() -> None:
     embedding = nn.Embedding(4, 2)
     cast_models([embedding], torch.float64)
     ForwardPrecision(PRESETS["fp64"], "cpu").attach(embedding)
     assert embedding(torch.tensor([1, 2])).dtype == torch.float64
 
 
-def test_a_script_that_would_leave_fp64_stays_in_it() -> None:
+def test_script_with_casts_stays_in_fp64() -> None:
     wide, narrow = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 2)
-    with Promoting():
+    with PromoteToFp64():
         assert wide.float() is wide
         assert wide.to(torch.float32).dtype == torch.float64
         assert wide.to("cpu", dtype=torch.bfloat16).dtype == torch.float64
@@ -87,7 +87,7 @@ def test_a_script_that_would_leave_fp64_stays_in_it() -> None:
     torch.testing.assert_close(kept[1], wide[0, :2].float())
 
 
-def test_state_that_an_optimizer_has_from_the_start_is_cast_too() -> None:
+def test_initial_optimizer_state_is_cast() -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.Adagrad(layer.parameters(), initial_accumulator_value=0.1)
     cast_models([layer], torch.float64)

@@ -1,4 +1,4 @@
-"""Hooks on parameters are tried for being linear, whatever the size of the gradient."""
+"""Hooks on parameters must be linear, for gradients of any size."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ OTHERS = {
 
 
 def trial(hook, dtype):
-    """What stands in for `hook` on a parameter."""
+    """Return the replacement of `hook` on a parameter."""
     parameter = nn.Parameter(torch.zeros(4, dtype=dtype))
     parameter.register_hook(hook)
     gradient_hooks.watch([NamedParameter("weight", parameter)])
@@ -42,7 +42,7 @@ SIZES = [
 
 @pytest.mark.parametrize(("dtype", "scale"), SIZES)
 @pytest.mark.parametrize("hook", LINEAR)
-def test_linear_hooks_pass_at_any_size_of_the_gradient(hook, dtype, scale):
+def test_accepts_linear_hooks_at_any_gradient_size(hook, dtype, scale):
     stand_in, parameter = trial(LINEAR[hook], dtype)
     grad = gradient(scale, dtype)
     assert torch.equal(stand_in(grad), LINEAR[hook](grad))
@@ -51,7 +51,7 @@ def test_linear_hooks_pass_at_any_size_of_the_gradient(hook, dtype, scale):
 
 @pytest.mark.parametrize(("dtype", "scale"), [(d, s) for d, s in SIZES if 1e-6 <= s <= 1e5])
 @pytest.mark.parametrize("hook", OTHERS)
-def test_other_hooks_are_refused_at_any_size_of_the_gradient(hook, dtype, scale):
+def test_refuses_other_hooks_at_any_gradient_size(hook, dtype, scale):
     stand_in, _ = trial(OTHERS[hook], dtype)
     with pytest.raises(UsageError, match=r"weight .* is not linear"):
         stand_in(gradient(scale, dtype))

@@ -1,4 +1,4 @@
-"""Memory in mappings of their own: where it starts, and what a forked process sees of it."""
+"""Memory in separate mappings: its start, and its content in a forked process."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from shardwise.tiers.staging import Staging
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE, HUGE - 1, HUGE, 3 * HUGE + 5])
-def test_it_starts_on_a_page_and_is_no_longer_than_asked(nbytes: int) -> None:
+def test_starts_on_a_page_with_the_requested_length(nbytes: int) -> None:
     memory = mapped(nbytes)
     assert memory.data_ptr() % (HUGE if nbytes >= HUGE else PAGE) == 0
     assert memory.numel() == nbytes
@@ -20,7 +20,7 @@ def test_it_starts_on_a_page_and_is_no_longer_than_asked(nbytes: int) -> None:
     assert not memory.any()
 
 
-def test_it_is_the_systems_again_when_the_tensor_goes() -> None:
+def test_memory_is_returned_with_the_tensor() -> None:
     before = resident()
     memory = mapped(32 * HUGE).fill_(1)
     assert resident() - before > 31 * HUGE
@@ -32,12 +32,12 @@ def test_it_is_the_systems_again_when_the_tensor_goes() -> None:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident bytes of this process."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_forked_process_has_its_own_copy_and_of_staging_zeros() -> None:
+def test_forked_process_has_a_copy_or_zeros_for_staging() -> None:
     kept, staging = mapped(PAGE).fill_(7), Staging(PAGE)
     staging.tensor.fill_(7)
     child = os.fork()
@@ -50,7 +50,7 @@ def test_a_forked_process_has_its_own_copy_and_of_staging_zeros() -> None:
     assert bool(staging.tensor.eq(7).all())
 
 
-def test_a_view_of_staging_is_its_tensor() -> None:
+def test_staging_view_and_tensor_share_bytes() -> None:
     staging = Staging(PAGE)
     staging.view[3] = 5
     assert staging.tensor[:5].tolist() == [0, 0, 0, 5, 0]
@@ -73,7 +73,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.parametrize(
     ("environ", "kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "65536"}, False)]
 )
-def test_what_a_step_frees_is_there_for_the_next(environ: dict[str, str], kept: bool) -> None:
+def test_heap_keeps_memory_for_the_next_step(environ: dict[str, str], kept: bool) -> None:
     if "glibc" not in os.confstr("CS_GNU_LIBC_VERSION"):  # type: ignore[operator]
         pytest.skip("the C library is not glibc")
     clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name.upper()}
@@ -85,5 +85,5 @@ def test_what_a_step_frees_is_there_for_the_next(environ: dict[str, str], kept: 
     assert (int(faults) < 1000) == kept, "128 MB are 32768 pages"
 
 
-def test_settings_of_the_c_library_are_left_alone() -> None:
+def test_respects_settings_of_the_c_library() -> None:
     assert not keep({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"})

@@ -1,4 +1,4 @@
-"""The launcher's ends of the links between islands, and a rank's, where the system refuses."""
+"""Links between the launcher and ranks of islands, at both ends, and with errors of the system."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 @contextmanager
 def no_more_files() -> Iterator[None]:
-    """Inside the block this process may open no file more."""
+    """Forbid this process to open another file inside the block."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
@@ -44,7 +44,7 @@ def no_more_files() -> Iterator[None]:
 
 
 class Hub:
-    """A exchanges of two islands of a rank each, and the ranks' ends."""
+    """The exchanges of two islands with one rank each, and the ranks' ends of the links."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -56,11 +56,11 @@ class Hub:
         self.ends = [self.broker.open(rank) for rank in range(2)]
 
     def bring(self, *ranks: int) -> None:
-        """These ranks come to an exchange."""
+        """Contribute to an exchange for these ranks."""
         for rank in ranks:
             fd = os.memfd_create("brought")
             os.write(fd, b"%d" % rank)
-            message = json.dumps({"come": "a barrier", "alone": False, "resumes": True}).encode()
+            message = json.dumps({"label": "a barrier", "alone": False, "resumes": True}).encode()
             socket.send_fds(self.ends[rank], [message], [fd])
             os.close(fd)
 
@@ -69,7 +69,7 @@ class Hub:
             key.data()
 
     def answer_for(self, seconds: float) -> None:
-        """Hear the ranks for so long."""
+        """Answer the ranks for this many seconds."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             for key, _ in self.selector.select(0.01):
@@ -97,51 +97,51 @@ def refuse(*given: Any) -> NoReturn:
     raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
 
 
-def test_each_gets_what_the_other_has_brought(exchanges: Hub) -> None:
+def test_ranks_get_each_others_bytes(exchanges: Hub) -> None:
     exchanges.bring(0, 1)
     exchanges.turn()
     assert exchanges.answered == [(0, 1)]
     with closing(link_of(exchanges.ends[0])) as link:
-        found = link._received(5.0)
+        found = link._receive(5.0)
     assert found is not None
     assert (found[0]["islands"], found[1]) == ([0, 1], [b"1"])
 
 
-def test_a_rank_that_has_just_ended_is_sent_nothing(exchanges: Hub) -> None:
+def test_ended_rank_is_sent_nothing(exchanges: Hub) -> None:
     exchanges.bring(0, 1)
     exchanges.ends[1].close()
     exchanges.turn()
     assert exchanges.answered == [(0, 1)]
 
 
-def test_the_launcher_has_no_file_left(exchanges: Hub) -> None:
+def test_launcher_runs_out_of_files(exchanges: Hub) -> None:
     exchanges.bring(0)
-    words = "What rank 0 brings cannot be opened: there are too many open files"
+    words = "The file of rank 0 cannot be received: too many open files"
     with no_more_files(), pytest.raises(LaunchError, match=words):
         exchanges.turn()
 
 
-def test_the_launcher_cannot_pass_on(exchanges: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_cannot_send_files(exchanges: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     exchanges.bring(0, 1)
     monkeypatch.setattr(socket, "send_fds", refuse)
-    words = r"cannot be passed on to rank 0 \(Too many references: .*\): there are too many"
+    words = r"cannot be sent to rank 0 \(Too many references: .*\): too many"
     with pytest.raises(LaunchError, match=words):
         exchanges.turn()
 
 
-def test_a_rank_has_no_file_left(exchanges: Hub) -> None:
+def test_rank_runs_out_of_files(exchanges: Hub) -> None:
     exchanges.bring(0, 1)
     exchanges.turn()
-    words = "Rank 0 cannot open what islands bring: there are too many open files"
+    words = "Rank 0 cannot receive islands' files: too many open files"
     with (
         closing(link_of(exchanges.ends[0])) as link,
         no_more_files(),
         pytest.raises(CollectiveError, match=words),
     ):
-        link._received(5.0)
+        link._receive(5.0)
 
 
-def test_a_rank_cannot_bring(exchanges: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_cannot_send_its_file(exchanges: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "send_fds", refuse)
     words = r"Rank 0 cannot reach the launcher \(Too many references: "
     with (
@@ -151,10 +151,10 @@ def test_a_rank_cannot_bring(exchanges: Hub, monkeypatch: pytest.MonkeyPatch) ->
         link.exchange("a barrier", b"")
 
 
-def test_one_that_is_back_may_load_for_long(
+def test_returning_island_has_more_time_to_load(
     exchanges: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others wait ten times as long for it, and no longer."""
+    """The others wait ten times as long for a returning island, and no longer."""
     monkeypatch.setattr(island_link, "LAST", 0.05)
     exchanges.exchanges.membership.fresh.add(1)
     answering = Thread(target=exchanges.answer_for, args=[1.2])
@@ -170,23 +170,25 @@ def test_one_that_is_back_may_load_for_long(
     answering.join()
 
 
-def test_a_rank_that_is_left_out(exchanges: Hub) -> None:
+def test_rank_of_a_removed_island_raises(exchanges: Hub) -> None:
     exchanges.exchanges.lose(0)
     with (
         closing(link_of(exchanges.ends[0])) as link,
-        pytest.raises(CollectiveError, match="Island 0 is left out by the launcher"),
+        pytest.raises(CollectiveError, match="The launcher has removed island 0"),
     ):
         link.exchange("a barrier", b"")
 
 
 @pytest.mark.parametrize(("hard", "soft"), [(100, None), (4096, 640)])
-def test_open_files_of_a_run(monkeypatch: pytest.MonkeyPatch, hard: int, soft: int | None) -> None:
-    """They are as many as an exchange takes, or the run is refused."""
+def test_raises_limit_of_open_files(
+    monkeypatch: pytest.MonkeyPatch, hard: int, soft: int | None
+) -> None:
+    """The limit is raised to the number that exchanges need, or the run is refused."""
     given: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda of: (64, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda of, limits: given.append(limits))
     if soft is None:
-        words = "64 workers of 2 islands with --elastic-islands take 640 open files on their host"
+        words = "64 workers of 2 islands with --elastic-islands need 640 open files on their host"
         with pytest.raises(LaunchError, match=words):
             allow_files(64, 2)
     else:
@@ -195,13 +197,13 @@ def test_open_files_of_a_run(monkeypatch: pytest.MonkeyPatch, hard: int, soft: i
 
 
 class Elsewhere:
-    """A broker on another host, with what it holds; it does what it is told later, in order."""
+    """A broker on another host with its files. It executes its messages later, in order."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.held: set[Key] = set()
         self.dropped: set[Key] = set()
-        """What is fetched no longer."""
+        """Files that are not fetched any more."""
         self.orders: deque[Callable[[], None]] = deque()
         self.given: list[Delivery] = []
 
@@ -220,8 +222,10 @@ class Elsewhere:
 
 
 class Cluster:
-    """Islands of two ranks on hosts that may be lost: all that is on its way is delivered in an
-    order that is drawn, but that of each connection holds."""
+    """Islands of two ranks on hosts that may be lost.
+
+    Messages are delivered in a random order, but in order on each connection.
+    """
 
     def __init__(self, draw: random.Random, hosts: Sequence[Sequence[int]], islands: int) -> None:
         self.draw = draw
@@ -251,7 +255,7 @@ class Cluster:
         return data is not None
 
     def come(self, rank: int) -> None:
-        """`rank` comes to its next exchange."""
+        """Contribute to the next exchange of `rank`."""
         what = Contribution(
             rank=rank,
             number=next(self.numbers),
@@ -262,30 +266,30 @@ class Cluster:
         )
         self.waiting.add(rank)
         self.brokers[self.home[rank]].held.add(what.key)
-        self.exchanges.came(what, "" if self.draw.random() < 0.5 else None)
+        self.exchanges.contribute(what, "" if self.draw.random() < 0.5 else None)
 
     def lose(self, islands: set[int]) -> None:
-        """The ranks of `islands` have ended."""
+        """End the ranks of `islands`."""
         self.living -= islands
         for island in islands:
             self.exchanges.lose(island)
             self.waiting.difference_update(self.exchanges.membership.ranks(island))
 
     def lose_host(self, number: int) -> None:
-        """A host is gone, with the islands that have ranks there."""
+        """Lose a host, with the islands that have ranks there."""
         self.lost.add(number)
         self.lose({rank // 2 for rank, home in self.home.items() if home == number} & self.living)
         self.exchanges.detach(self.brokers[number])
 
     def turn(self) -> None:
-        """One of the things that are on their way arrives."""
+        """Deliver one of the messages in transit."""
         ready = [each for each in self.brokers if each.orders and each.number not in self.lost]
         if self.fetches and (not ready or self.draw.random() < 0.5):
             target, key, source = self.fetches.pop(self.draw.randrange(len(self.fetches)))
             gone = self.lost & {target.number, source.number}
             if not gone and key not in target.dropped and key in source.held:
                 target.held.add(key)
-                self.exchanges.fetched(target, key)
+                self.exchanges.mark_fetched(target, key)
         elif ready:
             broker = self.draw.choice(ready)
             broker.orders.popleft()()
@@ -305,8 +309,8 @@ HOSTS = (
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_is_lost_when_all_learn_the_same(seed: int) -> None:
-    """Nobody is given what is not there, all who live get on, and nothing stays anywhere."""
+def test_all_ranks_agree_after_random_losses(seed: int) -> None:
+    """No rank gets a missing file, all remaining ranks proceed, and no file is left anywhere."""
     draw = random.Random(seed)
     found = Cluster(draw, HOSTS[seed % len(HOSTS)], 3)
     while min(len(found.learned[2 * island]) for island in found.living) < 20:

@@ -1,4 +1,4 @@
-"""Islands on several hosts of which some are lost: the launcher's side, and an agent's."""
+"""Islands on several hosts, some of which are lost: the launcher's side, and an agent's."""
 
 import json
 import os
@@ -46,11 +46,11 @@ SILENT = RunSpec(
     python="python",
     ssh=("sh", "-c", "exec cat > /dev/null", "ssh"),
 )
-"""An ssh that says nothing, and ends with its input."""
+"""An ssh that prints nothing, and ends when its input ends."""
 
 
 class Ears:
-    """What the supervisor of a run of islands of one rank hears."""
+    """Records the messages that the supervisor of islands of one rank receives."""
 
     def __init__(self, count: int = 3) -> None:
         self.selector = selectors.DefaultSelector()
@@ -77,7 +77,7 @@ def share(number: int) -> Share:
 
 
 class Remote:
-    """A host that is up, and keeps what it is told."""
+    """A host that is up, and records the messages that it is sent."""
 
     def __init__(self, number: int, ears: Ears) -> None:
         self.told: list[str] = []
@@ -121,12 +121,12 @@ class Hosts:
         self.islands._hosts = found
 
     def spread(self, number: int, *hosts: int) -> RemoteIsland:
-        """Start an island that is on several hosts."""
+        """Start an island on several hosts."""
         ears: Any = self.ears
         on = [self.islands._hosts[each] for each in hosts]
         ranks = range(hosts[0], hosts[-1] + 1)
         made = RemoteIsland(number, ranks, on, ears, returns=False)
-        made.starts = self.islands._starting(made)
+        made.pending_start = self.islands._starting(made)
         self.islands._islands[number] = made
         return made
 
@@ -149,7 +149,7 @@ def remote() -> Iterator[IslandRemoteHost]:
 
 
 def serve(remote: IslandRemoteHost, ears: Ears) -> None:
-    """Let a host serve, and start the rank of its island."""
+    """Report that a host serves, and start the rank of its island."""
     where: Any = ears
     broker = RemoteBroker(remote.send, ears.exchanges, ("10.0.0.1", 1), lambda *given: None)
     remote.serve(broker, where, secret="s", ranks=1, islands=3)
@@ -163,9 +163,9 @@ def end_of(rank: int) -> RankExit:
     return RankExit(end=end, how="SIGKILL", report=None, progress=None, alone=True)
 
 
-def test_what_a_host_that_was_given_up_still_says(remote: IslandRemoteHost) -> None:
-    """Its island may be about to start again: the end of the former life is not one of the next,
-    and nobody takes what it brings."""
+def test_ignores_messages_of_a_host_that_was_given_up(remote: IslandRemoteHost) -> None:
+    """Its island may be starting again. The end of an earlier process is not one of the new
+    process, and its contribution is ignored."""
     ears = Ears()
     serve(remote, ears)
     remote.give_up("it is lost")
@@ -174,13 +174,15 @@ def test_what_a_host_that_was_given_up_still_says(remote: IslandRemoteHost) -> N
     rest = {"how": "", "report": None, "progress": None, "alone": True}
     end = {"rank": 0, "code": -9, "time": 1.0, "stopped": True}
     came = {"rank": 0, "number": 7, "size": 1, "label": "a", "alone": False, "resumes": True}
-    remote._hear(protocol.encode("came", **came, data="") + protocol.encode("end", end=end, **rest))
+    remote._hear(
+        protocol.encode("contribution", **came, data="") + protocol.encode("end", end=end, **rest)
+    )
     assert ears.gone == [([0], "it is lost")]
     assert ears.ends == []
     ears.selector.close()
 
 
-def test_a_message_that_a_stopped_agent_does_not_read_is_sent_later(tmp_path: Path) -> None:
+def test_message_to_a_stopped_agent_is_sent_later(tmp_path: Path) -> None:
     file, message = tmp_path / "read", {"rank": 0, "number": 1, "data": "x" * 2**20}
     ssh = ("sh", "-c", f"exec cat > {file}", "ssh")
     remote = IslandRemoteHost(replace(SILENT, ssh=ssh), share(0), lambda noise: None)
@@ -204,8 +206,8 @@ def children() -> set[str]:
     return set(path.read_text().split())
 
 
-def test_a_host_that_is_asked_again_leaves_nothing() -> None:
-    """Neither a process nor a descriptor for each time; its name is looked up once."""
+def test_asking_a_host_repeatedly_leaks_nothing() -> None:
+    """No process or descriptor is left of each attempt, and its name is resolved once."""
     ears: Any = Ears()
     looked_up: list[Host] = []
 
@@ -232,37 +234,37 @@ def test_a_host_that_is_asked_again_leaves_nothing() -> None:
     assert looked_up == [share(0).host, share(1).host]
 
 
-def test_a_host_is_lost_while_another_listens(hosts: Hosts) -> None:
-    """The island does not start where nobody tells of the end of its ranks."""
+def test_host_is_lost_while_another_listens(hosts: Hosts) -> None:
+    """The island does not start if nobody would report the end of its ranks."""
     island = hosts.spread(0, 0, 1)
-    hosts.islands.go_on()
+    hosts.islands.resume()
     first, second = hosts.remotes[:2]
     assert first.told == ["listen"]
     first.broker.meetings[0] = {"port": 1, "master_port": 2}
     hosts.islands._hosts[1].is_up = False
-    hosts.islands.go_on()
+    hosts.islands.resume()
     assert (first.started, second.started) == ([], [])
     hosts.islands._hosts[1].is_up = True
-    hosts.islands.go_on()
+    hosts.islands.resume()
     assert first.told == ["listen", "listen"]
     first.broker.meetings[0] = {"port": 3, "master_port": 4}
-    hosts.islands.go_on()
+    hosts.islands.resume()
     assert (first.started, second.started) == ([0], [1])
-    assert island.starts is None
+    assert island.pending_start is None
 
 
-def test_a_run_that_has_not_begun_is_asked_to_save(hosts: Hosts) -> None:
-    """It begins, as on one host; one that is asked to end does not."""
+def test_run_is_asked_to_save_before_it_begins(hosts: Hosts) -> None:
+    """It starts, as on one host. If it is asked to end, it does not."""
     island = hosts.spread(0, 0, 1)
     island.ask_to_end(signal.SIGUSR1)
-    assert island.starts is not None
+    assert island.pending_start is not None
     island.ask_to_end(signal.SIGTERM)
-    assert island.starts is None
+    assert island.pending_start is None
     assert hosts.ears.not_begun == [0, 1]
 
 
 def cannot_fetch(hosts: Hosts, target: int, source: int, key: int = 1) -> None:
-    """A host tells that it cannot fetch what a rank of another one brings."""
+    """Report that a host cannot fetch a file of another host's rank."""
     broker = hosts.remotes[target].broker
     if (source, key) not in broker.stalls:
         broker.fetch((source, key), hosts.remotes[source].broker)
@@ -278,8 +280,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def test_a_host_from_which_no_other_can_fetch(hosts: Hosts, clock: SimpleNamespace) -> None:
-    """It is lost, and not all the others."""
+def test_loses_host_that_no_other_can_fetch_from(hosts: Hosts, clock: SimpleNamespace) -> None:
+    """That host is lost, and not all others."""
     for _ in range(2):
         cannot_fetch(hosts, 0, 2)
         cannot_fetch(hosts, 1, 2)
@@ -288,7 +290,7 @@ def test_a_host_from_which_no_other_can_fetch(hosts: Hosts, clock: SimpleNamespa
     assert "no-such-host-0 cannot fetch from no-such-host-2" in hosts.ears.gone[0][1]
 
 
-def test_a_host_that_cannot_fetch(hosts: Hosts, clock: SimpleNamespace) -> None:
+def test_loses_host_that_cannot_fetch(hosts: Hosts, clock: SimpleNamespace) -> None:
     for _ in range(2):
         cannot_fetch(hosts, 0, 1)
         cannot_fetch(hosts, 0, 2)
@@ -296,8 +298,8 @@ def test_a_host_that_cannot_fetch(hosts: Hosts, clock: SimpleNamespace) -> None:
     assert hosts.ears.gone[0][0] == [0]
 
 
-def test_a_fetch_that_failed_long_ago(hosts: Hosts, clock: SimpleNamespace) -> None:
-    """What is fetched no longer does not count against what is later."""
+def test_old_failed_fetch_does_not_count(hosts: Hosts, clock: SimpleNamespace) -> None:
+    """A dropped fetch does not count against later ones."""
     cannot_fetch(hosts, 0, 1, key=1)
     hosts.remotes[0].broker.settle((), [(1, 1)])
     hosts.remotes[0].broker._on_unfetched(1, 1, "it was on its way")
@@ -309,8 +311,8 @@ def test_a_fetch_that_failed_long_ago(hosts: Hosts, clock: SimpleNamespace) -> N
     assert hosts.ears.gone == []
 
 
-def test_what_a_rank_says_does_not_come_after_its_end(tmp_path: Path) -> None:
-    """Else it would be taken for what its next life says."""
+def test_messages_of_a_rank_precede_its_end(tmp_path: Path) -> None:
+    """Otherwise it would be mistaken for a message of the restarted rank."""
     said: list[str] = []
     made: list[IslandWorkers] = []
     selector = selectors.DefaultSelector()
@@ -343,17 +345,17 @@ def test_what_a_rank_says_does_not_come_after_its_end(tmp_path: Path) -> None:
 
 
 def test_numbers_of_two_brokers_differ() -> None:
-    """What the former broker of a host was told of is not taken for what the next one has."""
+    """A file of a host's earlier broker is not mistaken for a file of its new broker."""
     found = []
     for _ in range(2):
         told: list[Contribution] = []
-        ears: Any = SimpleNamespace(came=told.append)
+        ears: Any = SimpleNamespace(contribute=told.append)
         with (
             closing(selectors.DefaultSelector()) as selector,
             closing(HostBroker(selector, ears)) as broker,
         ):
             fd = os.memfd_create("brought")
-            broker._take(0, {"come": "a", "alone": False, "resumes": False}, fd)
+            broker._take(0, {"label": "a", "alone": False, "resumes": False}, fd)
         found.append(told[0].key)
     assert found[0] != found[1]
     assert transfers.NOTHING not in {number for _, number in found}

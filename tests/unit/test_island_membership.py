@@ -1,4 +1,4 @@
-"""Which islands take part in an exchange, as tables of who comes when."""
+"""Membership of islands in exchanges, as tables of arrivals."""
 
 import random
 
@@ -14,30 +14,30 @@ def come(membership: Membership, *ranks: int, arrival: Arrival = HERE) -> list[A
 
 
 def seen(answers: list[Answer]) -> dict[int, tuple[list[int], tuple[int, ...]]]:
-    """By rank, who took part, and whose messages it gets."""
+    """Map each rank to the islands that took part, and the ranks whose messages it gets."""
     return {each.rank: (each.words["islands"], each.sources) for each in answers}
 
 
-def test_an_exchange_is_complete_when_all_have_come() -> None:
+def test_exchange_completes_when_all_have_arrived() -> None:
     membership = Membership(count=2, size=2)
     assert come(membership, 0, 1, 2) == []
     assert membership.missing(0) == [3]
     expected = {0: ([0, 1], (2,)), 1: ([0, 1], (3,)), 2: ([0, 1], (0,)), 3: ([0, 1], (1,))}
     assert seen(come(membership, 3)) == expected
-    assert membership.begun
+    assert membership.has_begun
 
 
-def test_ranks_of_one_place_alone() -> None:
+def test_exchange_of_peers_only() -> None:
     membership = Membership(count=2, size=2)
     alone = Arrival(label="a broadcast", alone=True)
     assert come(membership, 2, arrival=alone) == []
     assert set(seen(come(membership, 0, arrival=alone))) == {0, 2}
-    assert not membership.begun
+    assert not membership.has_begun
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_an_island_that_ends_is_out_of_it_for_all(lost: int) -> None:
-    """Also where some or all of its ranks had come."""
+def test_failed_island_is_excluded_for_all(lost: int) -> None:
+    """Even if some or all of its ranks had arrived."""
     membership = Membership(count=3, size=2)
     left = [rank for rank in range(6) if rank // 2 != lost]
     come(membership, 2 * lost, *left[:-1])
@@ -47,19 +47,19 @@ def test_an_island_that_ends_is_out_of_it_for_all(lost: int) -> None:
     assert {tuple(islands) for islands, _ in found.values()} == {tuple({0, 1, 2} - {lost})}
 
 
-def test_the_end_of_an_island_completes_what_waited_for_it() -> None:
+def test_failure_completes_exchanges_that_waited_for_the_island() -> None:
     membership = Membership(count=2, size=2)
     come(membership, 0, 1, 2)
     assert seen(membership.lose(1)) == {0: ([0], ()), 1: ([0], ())}
 
 
-def test_an_island_comes_back() -> None:
+def test_island_returns() -> None:
     membership = Membership(count=2, size=2)
     membership.lose(0)
-    membership.ask_back(0)
+    membership.request_return(0)
     answers = come(membership, 2, 3)
-    assert [each.words["waiting"] for each in answers] == [[], []]  # rank 1 does not ask yet
-    membership.ask_back(1)
+    assert [each.words["waiting"] for each in answers] == [[], []]  # rank 1 has not asked yet
+    membership.request_return(1)
     assert [each.words["waiting"] for each in come(membership, 2, 3)] == [[0], [0]]
     admit = Arrival(label=admission([0], 16))
     answers = come(membership, 2, 3, arrival=admit)
@@ -70,17 +70,17 @@ def test_an_island_comes_back() -> None:
     assert set(seen(come(membership, 1))) == {0, 1, 2, 3}
 
 
-def test_one_that_ends_on_its_way_is_not_let_in() -> None:
+def test_island_that_fails_while_returning_is_not_admitted() -> None:
     membership = Membership(count=2, size=1)
     membership.lose(1)
-    membership.ask_back(1)
+    membership.request_return(1)
     come(membership, 0)
     membership.lose(1)
     (answer,) = come(membership, 0, arrival=Arrival(label=admission([1], 16)))
     assert (answer.rank, answer.words["members"], membership.admitted) == (0, [0], {})
 
 
-def test_different_calls() -> None:
+def test_refuses_different_calls() -> None:
     membership = Membership(count=2, size=1)
     come(membership, 0)
     answers = come(membership, 1, arrival=THERE)
@@ -88,11 +88,11 @@ def test_different_calls() -> None:
     assert answers[0].words == {"refused": [[0, HERE.label], [1, THERE.label]]}
 
 
-def test_one_that_has_just_come_back_is_in_the_wrong_call() -> None:
-    """The others wait on, until it has ended."""
+def test_refuses_wrong_call_of_a_returning_island() -> None:
+    """The others wait until it has ended."""
     membership = Membership(count=2, size=1)
     membership.lose(0)
-    membership.ask_back(0)
+    membership.request_return(0)
     come(membership, 1, arrival=Arrival(label=admission([0], 16)))
     come(membership, 1)
     (answer,) = come(membership, 0, arrival=THERE)
@@ -101,8 +101,8 @@ def test_one_that_has_just_come_back_is_in_the_wrong_call() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_ends_when_all_learn_the_same(seed: int) -> None:
-    """Of each exchange every rank that goes on learns the same islands, and all get there."""
+def test_all_ranks_agree_after_random_failures(seed: int) -> None:
+    """Every remaining rank gets the same islands for each exchange, and reaches the last one."""
     draw = random.Random(seed)
     membership = Membership(count=3, size=2)
     known: dict[int, list[list[int]]] = {rank: [] for rank in range(6)}

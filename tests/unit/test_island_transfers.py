@@ -1,4 +1,4 @@
-"""What elastic islands bring moves from host to host: served, fetched, cancelled, refused."""
+"""Transfers of files between hosts of elastic islands: served, fetched, cancelled, refused."""
 
 import os
 import selectors
@@ -24,7 +24,7 @@ DATA = os.urandom(3 * transfers.CHUNK + 5)
 
 
 class Fetching:
-    """Fetches, and what has come of them."""
+    """Fetches, and their results."""
 
     def __init__(self, secret: bytes = SECRET) -> None:
         self.selector = selectors.DefaultSelector()
@@ -41,7 +41,7 @@ class Fetching:
         self.failed.append((key, why))
 
     def until(self, is_done: Callable[[], bool]) -> None:
-        """Let things happen until something holds."""
+        """Handle events until a condition holds."""
         until = time.monotonic() + 20
         while not is_done():
             assert time.monotonic() < until
@@ -61,7 +61,7 @@ def brought(data: bytes) -> int:
 
 @contextmanager
 def serving(held: dict[Key, bytes]) -> Iterator[tuple[str, int]]:
-    """The address at which `held` is served."""
+    """Serve `held`, and yield the address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         found = {key: brought(data) for key, data in held.items()}
 
@@ -77,14 +77,14 @@ def serving(held: dict[Key, bytes]) -> Iterator[tuple[str, int]]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """No thread, and no file."""
+    """Check that no thread and no file is left."""
     files = os.listdir("/proc/self/fd")
     yield
     assert [each.name for each in threading.enumerate() if "islands" in each.name] == []
     assert len(os.listdir("/proc/self/fd")) == len(files)
 
 
-def test_what_is_there_is_fetched() -> None:
+def test_fetches_files() -> None:
     held = {(0, 1): DATA, (1, 7): b"little", (2, 3): b""}
     with serving(held) as place, closing(Fetching()) as found:
         for key in [*held, (0, NOTHING)]:
@@ -94,26 +94,26 @@ def test_what_is_there_is_fetched() -> None:
     assert found.failed == []
 
 
-def test_what_is_not_there_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_file_is_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "AGAIN", 0.01)
     with serving({}) as place, closing(Fetching()) as found:
         found.fetches.begin((0, 1), place)
         found.until(lambda: len(found.failed) > 1)
         found.fetches.cancel((0, 1))
-    assert found.failed[0] == ((0, 1), "(0, 1) is not there")
+    assert found.failed[0] == ((0, 1), "(0, 1) is not on this host")
     assert found.came == {}
 
 
-def test_another_secret() -> None:
+def test_refuses_another_secret() -> None:
     with serving({(0, 1): DATA}) as place, closing(Fetching(b"another")) as found:
         found.fetches.begin((0, 1), place)
         found.until(lambda: bool(found.failed))
     assert "another secret" in found.failed[0][1]
 
 
-def test_bytes_that_are_changed_on_the_way_are_refused() -> None:
+def test_refuses_bytes_changed_in_transit() -> None:
     def relay(victim: socket.socket, place: tuple[str, int]) -> None:
-        """Pass all on, but change a byte of the data."""
+        """Pass on all bytes, but change one byte of the data."""
         head = authentication.MAC + 4
         with victim, socket.create_connection(place) as server:
             for source, target, count in (
@@ -141,10 +141,10 @@ def test_bytes_that_are_changed_on_the_way_are_refused() -> None:
         pool.submit(relay, victim, place).result(10)
         found.until(lambda: bool(found.failed))
         found.fetches.cancel((0, 1))
-        assert found.failed[0] == ((0, 1), "what came was changed on its way")
+        assert found.failed[0] == ((0, 1), "the file was changed in transit")
 
 
-def test_another_host_than_the_one_that_was_meant_is_not_fetched_from() -> None:
+def test_refuses_another_host_than_intended() -> None:
     with (
         serving({(0, 1): DATA}) as place,
         closing(Fetching()) as found,
@@ -156,7 +156,7 @@ def test_another_host_than_the_one_that_was_meant_is_not_fetched_from() -> None:
     assert "another secret" in found.failed[0][1]
 
 
-def test_nobody_is_there() -> None:
+def test_fetch_fails_when_no_server_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = listener.getsockname()
     with closing(Fetching()) as found:
@@ -165,8 +165,8 @@ def test_nobody_is_there() -> None:
     assert found.failed[0] == ((0, 1), "Connection refused")
 
 
-def test_a_host_that_stalls_does_not_hold_up_the_end() -> None:
-    """Who is asked says nothing: the fetch is cancelled all the same."""
+def test_stalled_server_does_not_block_close() -> None:
+    """The server sends nothing, and the fetch can still be cancelled."""
     with socket.create_server(("127.0.0.1", 0)) as listener, closing(Fetching()) as found:
         found.fetches.begin((0, 1), listener.getsockname())
         peer, _ = listener.accept()
@@ -178,8 +178,8 @@ def test_a_host_that_stalls_does_not_hold_up_the_end() -> None:
         found.fetches = Fetches(found.selector, SECRET, found._done, found._fail)
 
 
-def test_who_fetches_stalls() -> None:
-    """That does not hold up the end of who serves."""
+def test_stalled_client_does_not_block_close() -> None:
+    """A client that sends nothing does not block the end of the server."""
     with serving({(0, 1): DATA}) as place, socket.create_connection(place) as peer:
         role = transfers._role(place)
         proven = rpc.prove(peer, SECRET, role, time.monotonic() + 5)
@@ -189,8 +189,8 @@ def test_who_fetches_stalls() -> None:
     assert time.monotonic() - began < 2
 
 
-def test_a_host_that_cannot_be_reached_does_not_hold_up_the_end() -> None:
-    """Its queue is full: a connection neither comes about nor is refused."""
+def test_unreachable_host_does_not_block_close() -> None:
+    """Its queue is full, so a connection is neither accepted nor refused."""
     with socket.socket() as listener, ExitStack() as stack:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -207,8 +207,8 @@ def test_a_host_that_cannot_be_reached_does_not_hold_up_the_end() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_fetches_that_are_cancelled_at_any_time(seed: int) -> None:
-    """What has come is whole, and nothing is left of the rest."""
+def test_cancels_fetches_at_any_time(seed: int) -> None:
+    """Fetched files are complete, and nothing is left of the others."""
     held = {(rank, 1): DATA[: 1 + rank * 100_000] for rank in range(12)}
     with serving(held) as place, closing(Fetching()) as found:
         for key in held:

@@ -1,4 +1,4 @@
-"""When islands make their parameters equal: literal tables."""
+"""Rules for averaging over islands, as literal tables."""
 
 from types import SimpleNamespace
 
@@ -36,13 +36,13 @@ def test_stages_of_islands():
         (4, 2, 4, r"--islands 4 does not divide 2 replica\(s\).*one of 1, 2"),
     ],
 )
-def test_islands_that_cannot_be(size, tensor, islands, words):
+def test_rejects_invalid_islands(size, tensor, islands, words):
     with pytest.raises(ConfigError, match=words):
         Mesh(size, tensor=tensor, islands=islands)
 
 
 def turns(rule: IslandRule, buckets: int, steps: int) -> list[tuple[str, str]]:
-    """By step, the buckets that are sent and those that are due."""
+    """Map each step to the buckets that are sent and those that are due."""
     return [
         (
             "".join(str(b) for b in range(buckets) if rule.sends(step, b, buckets)),
@@ -52,14 +52,14 @@ def turns(rule: IslandRule, buckets: int, steps: int) -> list[tuple[str, str]]:
     ]
 
 
-def test_all_at_once_where_nothing_is_late():
+def test_all_buckets_are_due_at_once_without_late():
     assert turns(IslandRule(every=3), 2, 6) == [
         ("", ""), ("", ""), ("01", "01"), ("", ""), ("", ""), ("01", "01")
     ]  # fmt: skip
     assert turns(IslandRule(every=1), 2, 2) == [("01", "01")] * 2
 
 
-def test_buckets_take_turns_where_differences_travel():
+def test_buckets_take_turns_with_late():
     rule = IslandRule(every=4, late=2)
     assert turns(rule, 2, 8) == [
         ("", ""), ("1", ""), ("", ""), ("0", "1"), ("", ""), ("1", "0"), ("", ""), ("0", "1")
@@ -67,14 +67,14 @@ def test_buckets_take_turns_where_differences_travel():
     assert [rule.offset(bucket, 6) for bucket in range(6)] == [0, 0, 1, 2, 2, 3]
 
 
-def test_a_stage_that_trains_nothing_follows_the_others():
-    """It has no bucket, and sends its report with theirs."""
+def test_stage_without_buckets_sends_reports():
+    """It has no bucket, and sends its report together with theirs."""
     rule = IslandRule(every=3, late=1)
     assert [step for step in range(1, 8) if rule.sends(step, 0, 0)] == [3, 6]
     assert [step for step in range(1, 8) if rule.is_due(step, 0, 0)] == [4, 7]
 
 
-def test_a_difference_must_be_there_before_the_next():
+def test_rejects_late_beyond_the_next_boundary():
     with pytest.raises(ConfigError, match=r"--late 3 .*--late 2 or less, or --equal-every 4"):
         IslandRule(every=3, late=3)
 
@@ -92,16 +92,17 @@ def test_outer(text, outer):
     "text", ["", "sum", "mean:1", "nesterov", "nesterov:1", "nesterov:0,0.9", "nesterov:1,1",
              "nesterov:nan,0.5", "nesterov:inf,0.5", "nesterov:1,0.5,2"]
 )  # fmt: skip
-def test_outer_that_is_none(text):
+def test_rejects_invalid_outer(text):
     with pytest.raises(ValueError, match="nesterov:LR,MOMENTUM"):
         Outer.parse(text)
 
 
-def test_words():
+def test_describes_averaging_rules():
     assert IslandRule(every=50).in_words() == "parameters equal every 50 steps (mean)"
     late = IslandRule(every=30, outer=Outer(0.7, 0.9), wire="int8", late=5)
     assert late.in_words() == (
-        "parameters equal every 30 steps (nesterov:0.7,0.9), sent as int8, used 5 steps after"
+        "parameters synchronised every 30 steps (nesterov:0.7,0.9), sent as int8, "
+        "used 5 steps later"
     )
 
 
@@ -118,25 +119,26 @@ def test_one_island_per_host():
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"), [("aab", "these have 2, 1. Start"), ("abab", "2, 2, and their numbers alt")]
+    ("keys", "words"),
+    [("aab", "these hosts have 2, 1. Start"), ("abab", "2, 2, and their numbers alt")],
 )
-def test_hosts_that_are_no_islands(keys, words):
+def test_rejects_hosts_that_cannot_be_islands(keys, words):
     with pytest.raises(ConfigError, match=f"--islands host needs as many workers .*{words}"):
         count_groups(Settings(islands="host"), hosts(*keys))
 
 
-def test_the_exact_mode_has_one_island():
+def test_exact_mode_rejects_islands():
     with pytest.raises(ConfigError, match="--exact 4 and --islands 2 cannot be had together"):
         mesh_of(Settings(exact=4, islands=2), 4, 2)
     assert mesh_of(Settings(exact=4, islands=1), 4, 1).islands == 1
 
 
-def test_words_of_gradients():
+def test_describes_staleness_rules():
     assert StalenessRule(behind=0).in_words() == "gradients equal every step"
     late = StalenessRule(behind=1, wire="int4")
-    assert late.in_words() == "gradients equal every step, sent as int4, used 1 step behind"
+    assert late.in_words() == "gradients synchronised every step, sent as int4, used 1 step later"
     assert Settings(islands=2, behind=1, wire="int4").equal_in_words == late.in_words()
-    assert Settings(islands=2).equal_in_words == "parameters equal every 30 steps (mean)"
+    assert Settings(islands=2).equal_in_words == "parameters synchronised every 30 steps (mean)"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_words_of_gradients():
         ({"exact": 4}, "--exact 4"),
     ],
 )
-def test_what_cannot_be_had_beside_gradients_that_are_behind(given, flag):
+def test_rejects_settings_that_contradict_behind(given, flag):
     with pytest.raises(ConfigError, match=f"^--behind 3 and {flag} cannot be had together: "):
         check_contradictions(Settings(islands=2, behind=3, **given))
     check_contradictions(Settings(islands=2, behind=3, equal_every=1))
@@ -158,12 +160,12 @@ def test_what_cannot_be_had_beside_gradients_that_are_behind(given, flag):
 @pytest.mark.parametrize(
     ("field", "error", "words"),
     [
-        ("step", UsageError, "Island 3 has made 9 steps, and island 1 8: "),
-        ("anchor", ModelMismatch, "is another on island 3 than on island 1, "),
+        ("step", UsageError, "Island 3 has made 9 steps, but island 1 8\\. "),
+        ("anchor", ModelMismatch, "differ between island 3 and island 1, "),
     ],
 )
-def test_islands_that_have_come_apart_are_named_as_users_know_them(field, error, words):
-    """Island 0 and 2 are away."""
+def test_errors_name_islands_by_their_numbers(field, error, words):
+    """Islands 0 and 2 are away."""
     fields = dict.fromkeys(IslandReport._fields, 0.0) | {"step": 8.0, "anchor": 8.0}
     first, other = IslandReport(**fields), IslandReport(**fields | {field: 9.0})
     with pytest.raises(error, match=words):

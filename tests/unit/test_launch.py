@@ -1,4 +1,4 @@
-"""What to run, what ranks are told, whom to blame: the launcher's decisions, as tables."""
+"""Decisions of the launcher as tables: programs, variables of ranks, the rank to blame."""
 
 import signal
 import subprocess
@@ -44,7 +44,7 @@ class TestEnvironmentOfARank:
             self.SPEC, self.IDENTITY, self.MEETING, base, reports=Path("/r"), cores=8, columns=76
         )
 
-    def test_what_is_told(self) -> None:
+    def test_rank_gets_identity_and_settings(self) -> None:
         values = self.of(HOME="/home/me")
         assert values.pop("GLOO_SOCKET_IFNAME") == ("lo0" if sys.platform == "darwin" else "lo")
         assert values == {
@@ -66,17 +66,17 @@ class TestEnvironmentOfARank:
             **self.AS_TORCHRUN,
         }
 
-    def test_what_torchs_launcher_would_tell(self) -> None:
-        """Of this rank, whatever an outer run has told."""
+    def test_rank_gets_variables_of_torchrun(self) -> None:
+        """The variables describe this rank, even inside another run."""
         assert self.of(**TORCHRUN).items() >= self.AS_TORCHRUN.items()
 
-    def test_what_the_user_set_stays(self) -> None:
+    def test_variables_of_user_win_over_defaults(self) -> None:
         values = self.of(OMP_NUM_THREADS="3", GLOO_SOCKET_IFNAME="eth1", SHARDWISE_ZERO="1")
         assert values["OMP_NUM_THREADS"] == "3"
         assert values["GLOO_SOCKET_IFNAME"] == "eth1"
         assert values["SHARDWISE_ZERO"] == "1"
 
-    def test_outer_runs_are_forgotten(self) -> None:
+    def test_variables_of_outer_run_are_dropped(self) -> None:
         outer = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "SHARDWISE_LAUNCH_LISTEN_FD": "3"}
         values = self.of(**TORCHRUN, **outer)
         assert not outer.keys() & values.keys()
@@ -105,7 +105,7 @@ class TestProgram:
             ("/bin/sh", False, ("/bin/sh", "-n", "3")),
         ],
     )
-    def test_found(self, name: str, module: bool, words: tuple[str, ...]) -> None:
+    def test_finds_program(self, name: str, module: bool, words: tuple[str, ...]) -> None:
         assert program.command(name, ("-n", "3"), module=module) == words
 
     @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ class TestProgram:
         [
             ("trian.py", False, "There is no script trian.py in .* Did you mean train.py"),
             ("none/x.py", False, r"no script none/x.py \(nor a directory none\)"),
-            ("pack", False, "pack is a directory; give the script in it, such as pack/__init__.py"),
+            ("pack", False, "pack is a directory: give the script in it, such as pack/__init__.py"),
             ("train", False, "There is no program train on PATH. Did you mean train.py"),
-            ("./notes", False, "not executable. Write chmod"),
+            ("./notes", False, "not executable: run chmod"),
             ("nope", True, "There is no module 'nope' for"),
             ("pack.nope", True, "There is no module 'pack.nope' for"),
             ("pack.mod.nope", True, "There is no module 'pack.mod.nope' for"),
@@ -124,7 +124,7 @@ class TestProgram:
             ("", True, "There is no module"),
         ],
     )
-    def test_not_found(self, name: str, module: bool, message: str) -> None:
+    def test_missing_program_gets_suggestion(self, name: str, module: bool, message: str) -> None:
         with pytest.raises(LaunchError, match=message):
             program.command(name, (), module=module)
 
@@ -158,37 +158,37 @@ class TestVerdict:
     @pytest.mark.parametrize(
         ("ends", "reports", "judged"),
         [
-            # all well
+            # all ranks ended well
             ([_end(0, 0, 5.0), _end(1, 0, 6.0)], [], None),
-            # no reports: the first that failed
+            # no reports: the first failure
             ([_end(0, 1, 2.0), _end(1, 3, 1.0)], [], Verdict(rank=1, exit_code=3)),
-            # what the launcher ended is not to blame
+            # a rank that the launcher ended is not to blame
             ([_end(0, -15, 2.0, stopped=True), _end(1, 3, 3.0)], [], Verdict(rank=1, exit_code=3)),
-            # a consequence that was seen first
+            # a consequence that ended before its cause
             (
                 [_end(0, 1, 1.0), _end(1, 1, 2.0)],
                 [_report(0, 0.9, secondary=True), _report(1, 0.8)],
                 Verdict(rank=1, exit_code=1),
             ),
-            # killed without a report; the other lost it
+            # killed without a report; the other rank lost its peer
             (
                 [_end(0, 1, 1.0), _end(1, -9, 1.1)],
                 [_report(0, 0.9, secondary=True)],
                 Verdict(rank=1, exit_code=137),
             ),
-            # it raised, and was stopped while it tidied up
+            # it raised, and was stopped during its cleanup
             (
                 [_end(0, 1, 1.0), _end(1, -15, 2.0, stopped=True)],
                 [_report(0, 0.9, secondary=True), _report(1, 0.8)],
                 Verdict(rank=1, exit_code=1),
             ),
-            # two causes: the earlier
+            # two causes: the earlier one
             (
                 [_end(0, 1, 1.0), _end(1, 1, 1.1)],
                 [_report(0, 0.9), _report(1, 0.8)],
                 Verdict(rank=1, exit_code=1),
             ),
-            # it left in peace, too early
+            # it ended with code 0, too early
             (
                 [_end(0, 1, 2.0), _end(1, 0, 1.0), _end(2, -15, 3.0, stopped=True)],
                 [_report(0, 1.9, secondary=True)],
@@ -200,15 +200,15 @@ class TestVerdict:
                 [_report(0, 1.9, secondary=True)],
                 Verdict(rank=1, exit_code=1, waiting=0),
             ),
-            # an end in peace does not excuse a failure
+            # an end with code 0 does not hide a failure of another rank
             ([_end(0, 2, 2.0), _end(1, 0, 1.0)], [], Verdict(rank=0, exit_code=2)),
-            # all lost each other: a cut connection
+            # all ranks lost each other: a cut connection
             (
                 [_end(0, 1, 2.0), _end(1, 1, 1.0)],
                 [_report(0, 1.9, secondary=True), _report(1, 1.95, secondary=True)],
                 Verdict(rank=0, exit_code=1),
             ),
-            # it stood still, and was waited for: who waited is not to blame
+            # it was stuck, and another rank waited for it: the waiting rank is not to blame
             (
                 [_end(0, 1, 2.0), _end(1, -9, 3.0, stopped=True), _end(2, 1, 2.1)],
                 [
@@ -217,13 +217,13 @@ class TestVerdict:
                 ],
                 Verdict(rank=1, exit_code=1, waiting=0, late=True),
             ),
-            # it went so slowly that it was ended on its way; who lost it may not know which rank
+            # it was slow, and ended before it arrived; the waiting rank may not know which rank
             (
                 [_end(0, -15, 5.0, stopped=True), _end(1, 1, 2.0)],
                 [_report(1, 1.9, secondary=True)],
                 Verdict(rank=0, exit_code=1, waiting=1, late=True),
             ),
-            # who is named has a reason of its own
+            # the named rank has reported its own failure
             (
                 [_end(0, 1, 2.0), _end(1, 1, 3.0)],
                 [_report(0, 1.9, secondary=True, at_fault=(1,)), _report(1, 2.9)],
@@ -231,7 +231,7 @@ class TestVerdict:
             ),
         ],
     )
-    def test_judge(
+    def test_judge_blames_rank(
         self, ends: list[ExitStatus], reports: list[ErrorReport], judged: Verdict | None
     ) -> None:
         assert failure_report.judge(ends, {found.rank: found for found in reports}) == judged
@@ -247,13 +247,13 @@ class TestVerdict:
             ([_end(0, 1, 5), _end(1, 0, 6)], {0: "no"}, ""),
         ],
     )
-    def test_what_all_were_refused(
+    def test_common_refusal_of_all_ranks(
         self, ends: list[ExitStatus], reports: dict[int, str], said: str
     ) -> None:
         found = {rank: _report(rank, 5, refusal=text) for rank, text in reports.items()}
         assert failure_report.common_refusal(ends, found) == said
 
-    def test_what_explains_a_failure(self) -> None:
+    def test_failure_is_explained_by_primary_error(self) -> None:
         lost = {0: _report(0, 1.0, secondary=True)}
         assert not failure_report.is_explained([_end(0, 1, 1.0)], lost)
         assert failure_report.is_explained([_end(0, 1, 1.0), _end(1, 0, 1.1)], lost)
@@ -284,8 +284,8 @@ class TestVerdict:
 
     STACK = '{} 0x00007f{:02} (most recent call first):\n  File "a.py", line {} in f\n\n'
 
-    def test_of_a_crash_two_stacks_are_shown(self) -> None:
-        """As faulthandler writes them: the newest thread first, the main one last."""
+    def test_last_words_of_crash_show_two_stacks(self) -> None:
+        """faulthandler writes the newest thread first and the main thread last."""
         stacks = [self.STACK.format("Thread", n, n) for n in range(80)]
         stacks[30] = self.STACK.format("Current thread", 30, 30)
         head = "Fatal Python error: Segmentation fault\n\n"
@@ -295,7 +295,7 @@ class TestVerdict:
         others = "\n\n(78 other threads are left out.)"
         assert shown == f"{head}{stacks[30]}{stacks[79].rstrip()}{others}"
 
-    def test_a_traceback_far_back_is_not_the_last_words(self) -> None:
+    def test_last_words_ignore_old_traceback(self) -> None:
         lines = "\n".join(map(str, range(400)))
         assert failure_report.last_words(f"{self.TRACE}\n{lines}").splitlines()[0] == "380"
         assert failure_report.last_words(f"{lines}\n{self.TRACE}") == self.TRACE
@@ -308,35 +308,35 @@ class TestCause:
         ("code", "kills", "words"),
         [
             (3, 1, "exit code 3"),
-            (137, 1, "exit code 137 (a shell's word for SIGKILL)"),
+            (137, 1, "exit code 137 (a shell's code for SIGKILL)"),
             (255, 1, "exit code 255"),
             (
                 -9,
                 1,
                 "SIGKILL, most likely by the out-of-memory killer (if nobody typed kill -9). "
-                "Its memory had reached 2.5 GB; the host has 16.0 GB, of which 12.0 GB are free",
+                "Its memory had reached 2.5 GB; the host has 16.0 GB, and 12.0 GB are free",
             ),
-            (-9, 2, "SIGKILL, by the out-of-memory killer: the kernel has counted it."),
+            (-9, 2, "SIGKILL, by the out-of-memory killer, according to the kernel."),
             (-9, None, "SIGKILL, most likely by the out-of-memory killer"),
             (-11, 1, "SIGSEGV: a crash in native code"),
             (-7 if sys.platform == "linux" else -10, 1, "SIGBUS: shared memory may be full"),
-            (-6, 1, "SIGABRT: native code gave up"),
-            (-15, 1, "SIGTERM: something outside asked it to end"),
+            (-6, 1, "SIGABRT: native code aborted"),
+            (-15, 1, "SIGTERM: something outside ended it"),
             (-int(signal.SIGUSR1), 1, "SIGUSR1"),
         ],
     )
-    def test_words(self, code: int, kills: int | None, words: str) -> None:
+    def test_described_exit(self, code: int, kills: int | None, words: str) -> None:
         now = HostMemory(total=16 * 10**9, available=12 * 10**9, kills=kills)
-        said = failure_report.described_exit(code, before=self.FREE, now=now, peak=25 * 10**8)
+        said = failure_report.describe_exit(code, before=self.FREE, now=now, peak=25 * 10**8)
         assert said.startswith(words)
 
     def test_unknown_signal(self) -> None:
         assert (
-            failure_report.described_exit(-200, before=HostMemory(), now=HostMemory(), peak=0)
+            failure_report.describe_exit(-200, before=HostMemory(), now=HostMemory(), peak=0)
             == "signal 200"
         )
 
-    def test_memory_can_be_read(self) -> None:
+    def test_host_memory_is_readable(self) -> None:
         memory = resources.host_memory()
         if sys.platform == "linux":
             assert memory.total is not None
@@ -345,20 +345,20 @@ class TestCause:
 
 
 class TestClosingWords:
-    def test_the_trace_comes_last(self) -> None:
+    def test_closing_words_end_with_traceback(self) -> None:
         judged = Verdict(rank=1, exit_code=1)
         said = failure_report.closing_words(judged, "exit code 1", "ValueError: boom", size=2)
         assert said == (
-            "\nshardwise: rank 1 of 2 failed (exit code 1). Its last words:\n\nValueError: boom\n"
+            "\nshardwise: rank 1 of 2 failed (exit code 1). Its last output:\n\nValueError: boom\n"
         )
 
-    def test_a_killed_rank_without_words(self) -> None:
+    def test_closing_words_of_killed_rank(self) -> None:
         said = failure_report.closing_words(
             Verdict(rank=1, exit_code=137), "SIGKILL, out", "", size=2
         )
         assert said == "\nshardwise: rank 1 of 2 was ended by SIGKILL, out.\n"
 
-    def test_one_that_left_too_early(self) -> None:
+    def test_closing_words_of_rank_that_ended_early(self) -> None:
         judged = Verdict(rank=1, exit_code=1, waiting=0)
         said = failure_report.closing_words(
             judged, "exit code 0", "T", size=2, where="train.py:9: barrier()"
@@ -366,21 +366,21 @@ class TestClosingWords:
         assert "rank 1 of 2 ended (exit code 0) while the others were still training" in said
         assert said.endswith("Rank 0 was waiting for it here:\n\ntrain.py:9: barrier()\n")
 
-    def test_one_that_did_not_come(self) -> None:
+    def test_closing_words_of_late_rank(self) -> None:
         judged = Verdict(rank=1, exit_code=1, waiting=0, late=True)
         said = failure_report.closing_words(
             judged, "SIGKILL", "CollectiveError: rank 1 is stopped", size=2
         )
-        assert "rank 1 of 2 did not come, nor say anything until it was ended. Rank 0 was" in said
+        assert "rank 1 of 2 did not arrive, and reported nothing until it was ended. Rank 0" in said
         assert said.endswith("\n\nCollectiveError: rank 1 is stopped\n")
 
-    def test_a_refusal_is_all_that_is_said(self) -> None:
+    def test_closing_words_of_refusal_are_one_line(self) -> None:
         assert failure_report.refusal_words("Not so.", [1, 0], 2) == "\nshardwise: Not so.\n"
         assert (
             failure_report.refusal_words("Not so.", [1], 2) == "\nshardwise: rank 1 of 2: Not so.\n"
         )
 
-    def test_alone_it_has_said_all(self) -> None:
+    def test_single_rank_gets_no_closing_words(self) -> None:
         assert (
             failure_report.closing_words(Verdict(rank=0, exit_code=1), "exit code 1", "T", size=1)
             == ""
@@ -388,7 +388,7 @@ class TestClosingWords:
 
 
 class TestPlan:
-    def test_signals_come_at_their_time_and_a_new_plan_replaces_the_old(self) -> None:
+    def test_signals_are_due_in_time_and_new_plan_replaces_old(self) -> None:
         now = [100.0]
         plan = SignalSchedule(clock=lambda: now[0])
         assert (plan.wait(), plan.due(), bool(plan)) == (None, [], False)
@@ -401,7 +401,9 @@ class TestPlan:
 
 
 class TestReport:
-    def test_written_and_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_error_report_is_written_and_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv(environment.RANK_VARIABLE, "2")
         try:
             raise ValueError("boom")
@@ -416,6 +418,6 @@ class TestReport:
         assert found.where.endswith(': raise ValueError("boom")')
 
 
-def test_the_command_line_does_not_import_torch() -> None:
+def test_command_line_does_not_import_torch() -> None:
     code = "import sys, shardwise.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

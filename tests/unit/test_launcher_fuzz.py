@@ -37,7 +37,7 @@ def _plain(rank: str, size: str, **more: str):
 
 
 def _slurm(who: Rank, draw: random.Random) -> Environ:
-    """One host, or one task on each."""
+    """Return the variables of a Slurm task: on one host, or one task per host."""
     rank, size = who
     names = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(size)}
     names |= {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size)}
@@ -151,7 +151,7 @@ def drawn(seed: int) -> tuple[Environ, list[Rank], str]:
 
 
 @pytest.mark.parametrize("first", range(0, COUNT, 500))
-def test_nobody_is_someone_else_or_alone_in_silence(first: int) -> None:
+def test_random_environment_gives_right_rank_or_error(first: int) -> None:
     read = refused = 0
     for seed in range(first, first + 500):
         environ, ranks, done = drawn(seed)

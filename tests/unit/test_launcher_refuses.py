@@ -1,4 +1,4 @@
-"""What the launcher refuses before any rank starts."""
+"""Errors of the launcher before any rank starts."""
 
 import errno
 import os
@@ -33,32 +33,37 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--grace", "nan"], "--grace takes a number of 0 or more"),
         (["--host-timeout", "nan"], "--host-timeout takes a number of 2 or more"),
         (["--nproc-per-node", "0"], "--nproc-per-node takes a whole number of 1 or more"),
-        (["-n", "99999"], "99999 ranks are asked for on one host"),
+        (["-n", "99999"], "99999 ranks on one host: the limit is"),
         (["-H", "a", "--ssh", "'x"], "--ssh 'x cannot be read as a command: no closing quot"),
-        (["--elastic-islands"], "--elastic-islands with --islands 1: say how many"),
-        (["--elastic-islands", "--islands", "host"], "with --islands host: say how many"),
+        (["--elastic-islands"], "--elastic-islands with --islands 1: write the number"),
+        (["--elastic-islands", "--islands", "host"], "with --islands host: write the number"),
         (["-n", "3", "--elastic-islands", "--islands", "2"], "--islands 2 does not divide 3"),
-        (["-n", "300", "--elastic-islands", "--islands", "300"], "no more than 253 islands"),
+        (["-n", "300", "--elastic-islands", "--islands", "300"], "at most 253 islands"),
         (
             ["-n", "2", "--elastic-islands", "--islands", "2", "--behind", "1"],
-            "--behind 1 and --elastic-islands cannot be had together",
+            "--behind 1 cannot be combined with --elastic-islands",
         ),
         (
             ["-n", "2", "--elastic-islands", "--islands", "2", "--late", "3"],
-            "--late 3 and --elastic-islands cannot be had together",
+            "--late 3 cannot be combined with --elastic-islands",
         ),
         (
             ["-H", "a:2,b:1", "--elastic-islands", "--islands", "host"],
-            "--islands host needs as many workers on every host; these have 2, 1",
+            "--islands host needs the same number of workers on every host, but these have 2, 1",
         ),
-        (["--nnodes", "1", "--elastic-islands"], "--elastic-islands is for ranks that we start"),
-        (["-H", "a" * 300], "is longer than the name of any host"),
-        (["-x", "RANK=1"], "shardwise run tells each rank who it is"),
+        (
+            ["--nnodes", "1", "--elastic-islands"],
+            "--elastic-islands needs ranks that shardwise run starts itself",
+        ),
+        (["-H", "a" * 300], "is too long for a host name"),
+        (["-x", "RANK=1"], "shardwise run sets"),
         (["-x", "A=1", "-x", "A=2"], "-x A is given twice"),
         (["--log-dir", "\x1b[31m/" + "a" * 300], r"not '\x1b[31m/aaa"),
     ],
 )
-def test_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusal_is_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["run", "--dry-run", *words, SCRIPT]) == 2
     told = capsys.readouterr().err
     assert message in told.replace("\\\\", "\\")
@@ -66,7 +71,7 @@ def test_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixtu
     assert told.count("\n") == 1
 
 
-def test_where_ranks_meet_is_the_users_in_a_slurm_allocation(
+def test_user_may_set_master_port_in_slurm_allocation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     allocation = {"JOB_ID": "19", "JOB_NUM_NODES": "2", "JOB_NODELIST": "n[1-2]", "NTASKS": "2"}
@@ -77,7 +82,7 @@ def test_where_ranks_meet_is_the_users_in_a_slurm_allocation(
     assert capsys.readouterr().out.startswith("srun --nodes=2 ")
     for told_otherwise in (["--port", "29501"], ["-H", "n1"], ["--nnodes", "1"]):
         assert cli.main([*asked, *told_otherwise, SCRIPT]) == 2
-        assert "shardwise run tells each rank who it is" in capsys.readouterr().err
+        assert "shardwise run sets" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_where_ranks_meet_is_the_users_in_a_slurm_allocation(
         ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "a"}, "one of several (PMIX_NAMESPACE=a"),
     ],
 )
-def test_once_per_rank_of_another_launcher(
+def test_refuses_command_in_each_rank_of_launcher(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     environ: dict[str, str],
@@ -108,7 +113,7 @@ def test_once_per_rank_of_another_launcher(
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        # one pod, whatever it is to start
+        # a single pod may start ranks
         ({"JOB_COMPLETION_INDEX": "0"}, []),
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"}, ["-n", "8"]),
         (
@@ -126,7 +131,7 @@ def test_once_per_rank_of_another_launcher(
         ({"PBS_NODEFILE": ""}, []),
     ],
 )
-def test_what_stands_around_a_run_is_no_hindrance(
+def test_accepts_command_inside_services(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], words: list[str]
 ) -> None:
     for name, value in environ.items():
@@ -143,7 +148,7 @@ def test_what_stands_around_a_run_is_no_hindrance(
         (["n1"] * 4 + ["n2"] * 4, ["--nproc-per-node", "1"], "2 ranks on 2 hosts"),
     ],
 )
-def test_how_many_ranks_a_job_has(
+def test_number_of_ranks_in_batch_job(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     lines: list[str],
@@ -156,7 +161,7 @@ def test_how_many_ranks_a_job_has(
     assert said in capsys.readouterr().out
 
 
-def test_a_node_of_skypilot_that_is_not_the_first(
+def test_only_first_skypilot_node_starts_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SKYPILOT_NODE_IPS", "10.0.0.1\n10.0.0.2")
@@ -167,7 +172,7 @@ def test_a_node_of_skypilot_that_is_not_the_first(
         assert said in capsys.readouterr().out
 
 
-def test_of_a_flag_given_twice_the_last_one_holds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_of_repeated_flags_wins(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["-n", "2", "--zero", "1", "-n", "1", "--zero", "3"]
     assert cli.main(["run", "--dry-run", *given, SCRIPT]) == 0
     told = capsys.readouterr().out
@@ -175,7 +180,7 @@ def test_of_a_flag_given_twice_the_last_one_holds(capsys: pytest.CaptureFixture[
     assert "settings: zero=3\n" in told
 
 
-def test_a_folder_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_removed_working_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     os.chdir(folder)
@@ -184,32 +189,31 @@ def test_a_folder_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "does not exist any more" in capsys.readouterr().err
 
 
-def test_what_is_misplaced_names_real_flags() -> None:
+def test_flags_without_effect_exist() -> None:
     known = {each.name for each in cli._run_command().params}
     assert {name for several in flags.NO_EFFECT.values() for name in several} <= known
 
 
 @pytest.mark.parametrize("text", ["a:0", "a:4097", "a:" + "9" * 5000, "a:²"])
-def test_slots_that_no_host_has(text: str) -> None:
-    with pytest.raises(hosts.LaunchError, match=r"slots|longer than"):
+def test_refuses_impossible_slots(text: str) -> None:
+    with pytest.raises(hosts.LaunchError, match=r"slots|too long"):
         hosts.from_list(text)
 
 
-def test_what_the_system_refuses_is_a_sentence() -> None:
+def test_os_error_becomes_sentence() -> None:
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a")
     assert failure_report.os_error_sentence(error) == (
         "a: No space left on device; free some space on that disk."
     )
     assert (
-        failure_report.os_error_sentence(OSError("odd"))
-        == "odd. Check that this place can be used."
+        failure_report.os_error_sentence(OSError("odd")) == "odd. Check that this file can be used."
     )
 
 
-def test_a_log_that_cannot_be_written_ends_no_run() -> None:
+def test_unwritable_log_does_not_end_run() -> None:
     log = WorkerLog.__new__(WorkerLog)
     log.fault, log._path, log._lines = "", Path("/dev/full"), {}
     with open("/dev/full", "ab", buffering=0) as log._file:
         log.feed(1, b"a\n")
         log.feed(1, b"b\n")
-    assert log.fault == "/dev/full is written no more: No space left on device."
+    assert log.fault == "the log /dev/full ends here: No space left on device."

@@ -1,4 +1,4 @@
-"""Who am I, under each launcher: the variables that the real ones set, as tables."""
+"""The identity of a rank under each launcher, from the variables that real launchers set."""
 
 import json
 import os
@@ -135,7 +135,7 @@ ONE_TASK = STEP | {
 
 
 def with_address(identity: Identity) -> Identity:
-    """With the address that the pod's variables say."""
+    """Return the identity with the address in the pod's variables."""
     return replace(identity, address="train-0", port=23456)
 
 
@@ -282,7 +282,7 @@ def test_detect(environ: dict[str, str], identity: Identity) -> None:
 
 
 @pytest.mark.parametrize("row", launcher_detection.LAUNCHERS, ids=lambda row: row.name)
-def test_a_row_and_what_it_reads_name_the_launcher_alike(row: launcher_detection.Launcher) -> None:
+def test_row_and_identity_name_same_launcher(row: launcher_detection.Launcher) -> None:
     environs = (OWN, TORCHRUN, HOROVOD, OPENMPI, HYDRA, MVAPICH, STEP, {}, BY_HAND, *OF_OTHERS)
     found = [who for environ in environs if (who := row.read(environ)) is not None]
     assert {who.launcher for who in found} == {row.name}, f"a table of {row.name} in environs"
@@ -400,7 +400,7 @@ NODE = {"rank": 1, "size": 2, "node": 1}
             environments.DEEPSPEED,
             Identity(launcher="torchrun", address="node01", port=29500, **RANK),
         ),
-        # scripts of batch jobs, array jobs and independent tasks, in which nobody started a rank
+        # scripts of batch jobs, array jobs and independent tasks, where nobody started a rank
         (environments.FLUX_BATCH, ALONE),
         (environments.LSF_BATCH, ALONE),
         (environments.PBS_BATCH, ALONE),
@@ -472,15 +472,15 @@ def test_detect_others(environ: dict[str, str], identity: Identity) -> None:
         ({"PMI_FD": "9"}, "PMI_FD=9"),
     ],
 )
-def test_one_of_several_does_not_train_alone(environ: dict[str, str], sign: str) -> None:
+def test_refuses_process_with_signs_of_others(environ: dict[str, str], sign: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(f"one of several ({sign}")) as caught:
         launcher_detection.detect(environ)
     for way in ("shardwise run", "SHARDWISE_RANK", "SHARDWISE_RENDEZVOUS", "SHARDWISE_ALONE=1"):
         assert way in str(caught.value)
 
 
-def test_below_a_launcher_without_its_variables_nobody_trains_alone() -> None:
-    """Such as a container without the environment of its host."""
+def test_refuses_process_below_launcher_without_variables() -> None:
+    """As in a container without the environment of its host."""
     with pytest.raises(LaunchError, match=r"several \(started by hydra_pmi_proxy\)"):
         launcher_detection.detect({}, ["hydra_pmi_proxy"])
 
@@ -506,7 +506,7 @@ def test_below_a_launcher_without_its_variables_nobody_trains_alone() -> None:
         {"TF_CONFIG": "{"},
     ],
 )
-def test_other_numbers_are_no_signs(environ: dict[str, str]) -> None:
+def test_unrelated_numbers_are_no_signs(environ: dict[str, str]) -> None:
     assert launcher_detection.detect(environ).size == 1
 
 
@@ -515,7 +515,7 @@ def test_other_numbers_are_no_signs(environ: dict[str, str]) -> None:
     [
         (environments.PALS_PMIX, "PALS_RANKID=1.*PMI_SIZE is not set"),
         ({"SHARDWISE_RANK": "1"}, "the user .*SHARDWISE_RANK=1.*SHARDWISE_SIZE is not set"),
-        ({"SHARDWISE_ALONE": "false"}, "SHARDWISE_ALONE='false': write 1"),
+        ({"SHARDWISE_ALONE": "false"}, "SHARDWISE_ALONE takes 0 or 1, not 'false': write 1"),
         # exported once, for all ranks of a launcher
         (
             OPENMPI | {"SHARDWISE_RANK": "0", "SHARDWISE_SIZE": "1"},
@@ -527,19 +527,19 @@ def test_other_numbers_are_no_signs(environ: dict[str, str]) -> None:
             "PET_NPROC_PER_NODE=2 processes in each pod",
         ),
         (environments.TRAIN_JOB | {"PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8"),
-        (environments.SAGEMAKER | {"SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1', which is no list"),
+        (environments.SAGEMAKER | {"SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1', which is not a list"),
         (environments.SAGEMAKER | {"SM_CURRENT_HOST": "x"}, "SM_CURRENT_HOST='x'"),
         # half of what an inner launcher says is not taken for the outer one's
         (STEP | {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set"),
         (OPENMPI | environments.GFORKER | {"PMI_RANK": "0"}, "but PMI says PMI_RANK=0"),
     ],
 )
-def test_what_cannot_be_read_is_quoted(environ: dict[str, str], message: str) -> None:
+def test_message_quotes_invalid_variable(environ: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         launcher_detection.detect(environ)
 
 
-def test_ranks_of_a_run_are_not_alone_because_its_shell_was() -> None:
+def test_alone_of_shell_does_not_apply_to_ranks() -> None:
     """What `shardwise run` passes on by srun, and by torch's agent."""
     base = STEP | {"SHARDWISE_ALONE": "1", "SHARDWISE_RANK": "0", "SHARDWISE_SIZE": "1"}
     for environ in (
@@ -551,26 +551,26 @@ def test_ranks_of_a_run_are_not_alone_because_its_shell_was() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("mine", [True, False])
-def test_a_file_of_another_run_is_neither_taken_nor_removed(tmp_path: Path, mine: bool) -> None:
+def test_rendezvous_file_of_other_run_is_kept(tmp_path: Path, mine: bool) -> None:
     place, host = tmp_path / "file", socket.gethostname()
     of_init = RendezvousFile(addresses=("a",), port=1, host=host, pid=1, began="0")
     private_files.write(place, json.dumps(asdict(of_init)))
     pid = os.getpid()
     file = RendezvousFile(addresses=("b",), port=2, host=host, pid=pid)
     # The number is of another process by now, so its file is an old one.
-    with rendezvous_file.written(place, file):
+    with rendezvous_file.publish(place, file):
         assert rendezvous_file.read(place) == file
         if not mine:
             private_files.write(place, json.dumps(asdict(of_init)))
     assert place.exists() != mine
-    living = replace(of_init, began=rendezvous_file.began(1))
+    living = replace(of_init, began=rendezvous_file.start_time(1))
     private_files.write(place, json.dumps(asdict(living)))
-    refused = pytest.raises(LaunchError, match="Process 1 is rank 0 of a run that meets")
-    with refused, rendezvous_file.written(place, file):
+    refused = pytest.raises(LaunchError, match="Process 1 is rank 0 of another run")
+    with refused, rendezvous_file.publish(place, file):
         pass
 
 
-def test_what_we_tell_is_what_we_read() -> None:
+def test_identity_variables_round_trip() -> None:
     identity = Identity(
         launcher="shardwise run", size=2, local_size=2, address="::1", port=1, listen_fd=7
     )
@@ -580,12 +580,12 @@ def test_what_we_tell_is_what_we_read() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        (TORCHRUN | {"RANK": "eight"}, "RANK='eight', set by torchrun, is not a number"),
+        (TORCHRUN | {"RANK": "eight"}, "RANK='eight', set by torchrun, is not a valid number"),
         (TORCHRUN | {"RANK": "8"}, "rank 8 of 8"),
         ({"SHARDWISE_LAUNCH_RANK": "0"}, "SHARDWISE_LAUNCH_SIZE is not set"),
     ],
 )
-def test_nonsense_is_refused(environ: dict[str, str], message: str) -> None:
+def test_refuses_invalid_numbers(environ: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         launcher_detection.detect(environ)
 
@@ -602,12 +602,12 @@ def test_nonsense_is_refused(environ: dict[str, str], message: str) -> None:
         (OPENMPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK='x', set by Open MPI"),
         (HYDRA | {"PMI_RANK": "2"}, r"rank 2 of 2 and local rank 1 of 2 \(PMI_RANK, PMI_SIZE"),
         ({"HOROVOD_RANK": "1"}, "horovodrun.*HOROVOD_SIZE is not set"),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_TASKS_PER_NODE=2,1: check"),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2;1"}, "'2;1' is no list of tasks"),
-        (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, r"'n\[1-' is no list of nodes"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_TASKS_PER_NODE=2,1: find out"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2;1"}, "the list of tasks '2;1'"),
+        (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, r"the list of nodes 'n\[1-'"),
     ],
 )
-def test_contradictions_are_quoted(environ: dict[str, str], message: str) -> None:
+def test_message_quotes_contradiction(environ: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         launcher_detection.detect(environ)
 
@@ -631,7 +631,7 @@ def test_node_lists(text: str, names: list[str]) -> None:
 @pytest.mark.parametrize(
     "text", ["", "n[1-2", "n1,,n2", "n[2-1]", "n[a]", "n[]", "n1]", f"n[{'9' * 5000}]"]
 )
-def test_what_is_no_node_list(text: str) -> None:
+def test_refuses_malformed_node_list(text: str) -> None:
     with pytest.raises(LaunchError, match="list of nodes"):
         slurm.node_names(text)
 
@@ -657,7 +657,7 @@ class TestSrun:
             (SALLOC | {"SLURM_JOB_NUM_NODES": "1"}, True),
         ],
     )
-    def test_where_it_is_wanted(self, environ: dict[str, str], wanted: bool) -> None:
+    def test_needs_srun(self, environ: dict[str, str], wanted: bool) -> None:
         assert slurm.needs_srun(environ) == wanted
 
     ENDING = ("--kill-on-bad-exit=1", "--label", "--", "python", "train.py")
@@ -678,7 +678,7 @@ class TestSrun:
             ),
         ],
     )
-    def test_its_command(
+    def test_srun_command(
         self,
         more: dict[str, str],
         size: int | None,
@@ -689,28 +689,28 @@ class TestSrun:
         words = slurm.srun_command(SALLOC | more, command, size=size, per_host=per_host)
         assert words == ("srun", *flags, *self.ENDING)
 
-    def test_without_tasks_a_rank_for_each_gpu(self) -> None:
+    def test_srun_starts_rank_per_gpu_without_tasks(self) -> None:
         environ = {name: value for name, value in SALLOC.items() if name != "SLURM_NTASKS"}
         words = slurm.srun_command(environ | {"SLURM_GPUS_ON_NODE": "4"}, ("x",))
         assert words[:4] == ("srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4")
 
-    def test_too_many_ranks(self) -> None:
+    def test_srun_refuses_too_many_ranks(self) -> None:
         with pytest.raises(LaunchError, match="-n 9 ranks do not fit on the 2 hosts of Slurm job"):
             slurm.srun_command(SALLOC, ("x",), size=9, per_host=4)
 
-    def test_settings_and_port_go_along(self) -> None:
+    def test_srun_environment_has_settings_and_port(self) -> None:
         environ = slurm.srun_environment(BATCH, {"zero": "2"}, 29500)
         assert environ["SHARDWISE_FLAGS"] == '{"zero": "2"}'
         assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("n1", "29500")
         assert "SLURM_NTASKS_PER_NODE" not in environ
 
-    def test_no_srun(self) -> None:
-        with pytest.raises(LaunchError, match=r"Slurm job 19, .* but no-srun cannot be started"):
+    def test_reports_missing_srun(self) -> None:
+        with pytest.raises(LaunchError, match=r"Slurm job 19 .* but no-srun cannot be started"):
             slurm.become_srun(("no-srun",), SALLOC)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ranks_of_one_launcher_are_told_from_others() -> None:
+def test_name_by_process_differs_between_launchers() -> None:
     show = f"{sys.executable} -c '{NAME_LAUNCHER}'"
     told = []
     for command in (f"{show}; exec {show}", f"{show}; true"):
@@ -722,7 +722,7 @@ def test_ranks_of_one_launcher_are_told_from_others() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_launcher_is_found_above_a_script_and_its_children_counted(tmp_path: Path) -> None:
+def test_finds_launcher_above_script_and_counts_its_children(tmp_path: Path) -> None:
     mpirun = tmp_path / "mpirun"
     mpirun.symlink_to("/bin/bash")
     script = f"""sh -c "{sys.executable} -c '{NAME_LAUNCHER}'; true" & echo $$; wait"""

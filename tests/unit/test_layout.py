@@ -1,4 +1,4 @@
-"""Buckets and intervals: literal tables, and what holds for every layout."""
+"""Buckets and intervals: literal tables, and properties of every layout."""
 
 import pytest
 from hypothesis import given
@@ -34,7 +34,7 @@ def test_even_cuts(numel, size, cuts):
     assert even_cuts(numel, size) == cuts
 
 
-def test_parameters_lie_in_reverse_and_start_aligned():
+def test_parameters_are_in_reverse_order_and_aligned():
     (bucket,) = lay_out([spec(5), spec(20), spec(16)], ranks=2, capacity=10**6)
     assert bucket.slots == (Slot(2, 0, 16), Slot(1, 16, 36), Slot(0, 48, 53))
     assert bucket.cuts == (0, 32, 64)
@@ -44,7 +44,7 @@ def test_parameters_lie_in_reverse_and_start_aligned():
     assert bucket.pieces(*bucket.interval(1)) == [Slot(1, 32, 36, 16), Slot(0, 48, 53, 0)]
 
 
-def test_a_bucket_holds_one_kind_and_not_more_than_its_capacity():
+def test_bucket_has_one_kind_and_respects_capacity():
     specs = [spec(16), spec(16, "bf16"), spec(16), spec(1000), spec(16)]
     buckets = lay_out(specs, ranks=1, capacity=2 * 16 * 4)
     assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == [

@@ -3,14 +3,14 @@
 import pytest
 from torch.utils.data import DataLoader, DistributedSampler
 
-from shardwise.lightning.sharing import Marked, count_once
+from shardwise.lightning.sharing import LightningShare, count_once
 
 
 def batches(total, workers, size, **options):
     """By worker, the samples of its batches."""
     found = []
     for rank in range(workers):
-        sampler = DistributedSampler(range(total), Marked(workers), rank, shuffle=False)
+        sampler = DistributedSampler(range(total), LightningShare(workers), rank, shuffle=False)
         loader = count_once(DataLoader(range(total), size, sampler=sampler, **options))
         found.append([batch.tolist() for batch in loader])
         assert len(loader) == len(found[-1])

@@ -113,7 +113,7 @@ def before(solo):
         (tensors(), {"shuffle": True, "drop_last": True, "batch_sampler": [[1]]}, "shuffle and dr"),
         (tensors(), {"batch_size": 2, "sharding": "slice"}, "TensorDataset is map-style"),
         (tensors(), {"batch_size": 2, "sharding": "slices"}, "one of auto, slice, dataset"),
-        (Stream(), {"batch_size": 2, "shuffle": True}, "shuffle inside it"),
+        (Stream(), {"batch_size": 2, "shuffle": True}, "Shuffle inside it"),
         (Stream(), {"batch_size": 2, "sampler": [1]}, "no sampler can"),
         (Stream(), {"batch_sampler": [[1]]}, "no batch_sampler can"),
         (iter([1, 2]), {"batch_size": 2}, "read only once"),
@@ -121,12 +121,12 @@ def before(solo):
         (
             tensors(),
             {"batch_size": 2, "sampler": DistributedSampler(tensors(), 2, 0)},
-            "the Loader shards by itself",
+            "the Loader already does that",
         ),
         (
             tensors(),
             {"batch_sampler": BatchSampler(DistributedSampler(tensors(), 2, 0), 2, False)},
-            "the Loader shards by itself",
+            "the Loader already does that",
         ),
     ],
 )
@@ -357,7 +357,7 @@ def test_a_run_that_resumes_behind_the_last_epoch_is_told(solo, capsys):
     later = Loader(tensors(), 4, name="data")
     later.load_state_dict(whole.state_dict())
     assert list(later.epochs(2)) == []
-    said = "shardwise: all 2 epochs of data are over where this run goes on: none is left\n"
+    said = "shardwise: all 2 epochs of data are over at the resumed position: none is left\n"
     assert capsys.readouterr().out == said
     assert list(later.epochs(3)) == [2]
     assert capsys.readouterr().out == ""

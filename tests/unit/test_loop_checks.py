@@ -1,4 +1,4 @@
-"""Backwards without a step: said at the end of a run, and only where they are a mistake."""
+"""Backwards without a step: a warning at the end of a run, only if they are a mistake."""
 
 import gc
 import sys
@@ -15,8 +15,7 @@ from shardwise.world.world import World
 
 
 def trained(steps: list[int]) -> sw.Engine:
-    """An engine after a step of as many backwards as each number says; a last one below 0 has no
-    step."""
+    """Return an engine after a step of each number of backwards; below 0 without the step."""
     model = torch.nn.Linear(2, 1)
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
     for backwards in steps:
@@ -30,13 +29,13 @@ def trained(steps: list[int]) -> sw.Engine:
 @pytest.mark.parametrize(
     ("steps", "begin"),
     [
-        ([-1], "1 backward was never followed by a step, so that nothing was learned of it: "),
-        ([2, -3], "3 backwards were never followed by a step, so that nothing was learned of "),
+        ([-1], "1 backward was never followed by a step, so the model did not learn from it: "),
+        ([2, -3], "3 backwards were never followed by a step, so the model did not learn from "),
         ([2, 1], ""),
         ([], ""),
     ],
 )
-def test_what_is_left_is_counted(solo: World, steps: list[int], begin: str) -> None:
+def test_counts_backwards_without_a_step(solo: World, steps: list[int], begin: str) -> None:
     trained(steps).close()
     words = solo.unstepped.words()
     assert words.startswith(begin)
@@ -44,9 +43,7 @@ def test_what_is_left_is_counted(solo: World, steps: list[int], begin: str) -> N
     assert not words or words.endswith("call engine.step() after engine.backward(loss).")
 
 
-def test_the_end_of_the_run_says_it_of_engines_that_are_gone(
-    solo: World, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_warns_of_engines_that_are_gone(solo: World, capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         trained([1, -2])
         gc.collect()
@@ -55,7 +52,7 @@ def test_the_end_of_the_run_says_it_of_engines_that_are_gone(
     assert capfd.readouterr().err.count("shardwise: 4 backwards were never followed") == 1
 
 
-def test_other_ranks_leave_it_to_rank_0(solo: World, capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_warns(solo: World, capfd: pytest.CaptureFixture[str]) -> None:
     solo.is_main = False
     trained([-1])
     world.leave()
@@ -66,8 +63,8 @@ def _fail(gradient: torch.Tensor) -> None:
     raise ValueError("by the user")
 
 
-class TestNothingIsSaid:
-    """What ended the run has said why, or was meant."""
+class TestNoWarning:
+    """No warning, because an error has ended the run, or the user has."""
 
     @pytest.fixture(autouse=True)
     def silent(self, capfd: pytest.CaptureFixture[str], solo: World) -> object:

@@ -1,4 +1,4 @@
-"""How the losses of a step go together: what counts once, what is averaged, what is refused."""
+"""Combining the losses of a step: items that count once, averages, and refusals."""
 
 from dataclasses import replace
 
@@ -16,13 +16,13 @@ ONE, OTHER = Batch(samples=8), Batch(samples=8)
 
 
 def count(accumulation, batch, weight=None, same_items=None, summed=False):
-    """Whether the items of one more loss had been counted; it is added."""
+    """Add one more loss, and return whether its items had been counted."""
     share = weigh(batch, weight, summed=summed)
     term = accumulation.term(
         batch, share, given=weight is not None, divisor=float(summed), same_items=same_items
     )
     accumulation.add(LOSS, term, float(summed))
-    return term.repeated
+    return term.is_repeated
 
 
 def test_losses_of_one_batch_count_it_once():
@@ -61,7 +61,7 @@ def test_further_losses_of_the_same_items():
     count(accumulation, ONE, 100)
     assert count(accumulation, ONE, 100, same_items=True)
     assert accumulation.weights == [100.0, 0.0]
-    with pytest.raises(UsageError, match="over 50 items and the one before over 100"):
+    with pytest.raises(UsageError, match="over 50 items and the previous one over 100"):
         count(accumulation, ONE, 50, same_items=True)
     fresh = LossAccumulation()
     with pytest.raises(UsageError, match="this is the first one"):
@@ -80,7 +80,7 @@ def test_sums_have_the_factor_one_and_no_weight():
     assert weigh(Batch(samples=0), None, summed=True) == LossWeight(
         factor=0.0, items=0.0, shown=0.0
     )
-    with pytest.raises(UsageError, match=r"sums .* and losses that are means"):
+    with pytest.raises(UsageError, match="sums with means"):
         count(accumulation, ONE)
     accumulation.clear()
     assert not count(accumulation, ONE)
@@ -93,12 +93,12 @@ def test_words_for_a_reduction():
     with pytest.raises(UsageError, match="one of mean, sum, ddp, not 'total'"):
         divisor_of("total", weighted=False, replicas=4)
     for word in ("sum", "ddp"):
-        with pytest.raises(UsageError, match=f'reduction="{word}".*leave one of them out'):
+        with pytest.raises(UsageError, match=f'reduction="{word}".*remove one of the two'):
             divisor_of(word, weighted=True, replicas=4)
 
 
 def mixes_of(batches, losses):
-    """The range of what ranks compare after `losses` means over other items of each batch."""
+    """Return the range that ranks compare after `losses` means over items of each batch."""
     accumulation = LossAccumulation()
     for batch in batches:
         for items in losses:
@@ -115,7 +115,7 @@ def test_losses_of_each_of_several_batches_mix_alike():
     assert mixes_of([ONE], [8.0, 4.0, 2.0]) == (low, high)
 
 
-def test_a_loss_of_weight_0_fits_beside_sums():
+def test_a_loss_of_weight_0_fits_with_sums():
     accumulation = LossAccumulation()
     assert not count(accumulation, ONE, 0)
     assert not accumulation.is_said

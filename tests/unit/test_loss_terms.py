@@ -1,4 +1,4 @@
-"""What a loss is read to be from its autograd graph."""
+"""Reading the terms of a loss from its autograd graph."""
 
 import math
 import time
@@ -133,7 +133,7 @@ def test_a_constant_is_no_certain_number_of_items():
 
 
 class Fused(torch.autograd.Function):
-    """Cross entropy of a linear layer, as libraries fuse them."""
+    """Cross entropy fused with a linear layer, as in libraries."""
 
     @staticmethod
     def forward(ctx, hidden, weight, table, labels):
@@ -147,7 +147,7 @@ class Fused(torch.autograd.Function):
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_fused_loss_has_one_number_for_each_row(tokens):
-    """Weights, tables and positions are the same for any number of rows."""
+    """Weights, tables and positions have the same size for any number of rows."""
     weight = nn.Parameter(torch.randn(3, 4))
     found = set()
     for rows in (6, 4, 3, 2, 1):

@@ -1,4 +1,4 @@
-"""Learning rates of larger batches: the formula as a table, and what comes of it in a loop."""
+"""Learning rates for larger batches: the formula as a table, and its use in a loop."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def sgd(**options: Any) -> optim.Optimizer:
 
 
 def rates(scheduler: Any, steps: int, *others: Any) -> list[float]:
-    """The rate of each step."""
+    """Return the rate of each step."""
     found = []
     for _ in range(steps):
         found.append(scheduler.optimizer.param_groups[0]["lr"])
@@ -77,14 +77,14 @@ def test_fractional_epochs_and_none() -> None:
     assert rates(lr.ScaledLR(sgd(), steps_per_epoch=4, workers=3, warmup_epochs=0), 1) == [3 * BASE]
 
 
-def test_it_goes_together_with_another_scheduler() -> None:
+def test_can_be_combined_with_another_scheduler() -> None:
     scheduler = lr.ScaledLR(sgd(), steps_per_epoch=2, workers=4, warmup_epochs=1)
     steps = MultiStepLR(scheduler.optimizer, [3], gamma=0.1)
     found = rates(scheduler, 5, steps)
     assert found == pytest.approx([BASE, 2.5 * BASE, 4 * BASE, 0.4 * BASE, 0.4 * BASE])
 
 
-def test_the_number_of_workers_is_that_of_the_run(solo: World) -> None:
+def test_workers_default_to_those_of_the_run(solo: World) -> None:
     assert sw.lr.ScaledLR(sgd(), steps_per_epoch=1, warmup_epochs=0).multiplier == 1
     solo.size = 6
     assert sw.lr.ScaledLR(sgd(), steps_per_epoch=1, warmup_epochs=0).multiplier == 6
@@ -94,7 +94,7 @@ def made(optimizer: optim.Optimizer, workers: int, steps_per_epoch: int) -> lr.S
     return lr.ScaledLR(optimizer, steps_per_epoch=steps_per_epoch, workers=workers, warmup_epochs=2)
 
 
-def test_a_resume_goes_on_with_the_same_rates() -> None:
+def test_a_resume_continues_with_the_same_rates() -> None:
     whole = rates(made(sgd(), 4, 10), 30)
     first = made(sgd(), 4, 10)
     rates(first, 13)
@@ -106,7 +106,7 @@ def test_a_resume_goes_on_with_the_same_rates() -> None:
     assert rates(second, 17) == whole[13:]
 
 
-def test_a_resume_on_more_workers_goes_on_at_the_same_epoch_with_their_rates() -> None:
+def test_a_resume_on_more_workers_keeps_the_epoch() -> None:
     first = made(sgd(), 2, 20)
     rates(first, 20)
     optimizer = sgd()
@@ -161,12 +161,12 @@ def test_a_resume_on_more_workers_keeps_the_corrected_momentum() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "complaint"),
     [
-        (lambda: sgd(momentum=0.9), "free of the learning rate"),
-        (lambda: optim.RMSprop([nn.Parameter(torch.ones(2, 2))], momentum=0.9), "free of the"),
+        (lambda: sgd(momentum=0.9), "not contain the learning rate"),
+        (lambda: optim.RMSprop([nn.Parameter(torch.ones(2, 2))], momentum=0.9), "not contain the"),
         (lambda: optim.AdamW([nn.Parameter(torch.ones(2, 2))]), "no momentum"),
     ],
 )
-def test_a_correction_that_would_be_wrong_is_refused(optimizer: Any, complaint: str) -> None:
+def test_refuses_a_correction_that_would_be_wrong(optimizer: Any, complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):
         lr.ScaledLR(optimizer(), steps_per_epoch=1, workers=2, momentum_correction=True)
 
@@ -175,6 +175,6 @@ def test_a_correction_that_would_be_wrong_is_refused(optimizer: Any, complaint: 
     "wrong",
     [{"workers": 0}, {"scaling": "cubic"}, {"warmup_epochs": -1}, {"steps_per_epoch": 0}],
 )
-def test_arguments_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+def test_refuses_arguments_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         lr.ScaledLR(sgd(), **{"steps_per_epoch": 1, "workers": 2} | wrong)

@@ -1,4 +1,4 @@
-"""Runs on several hosts: what was asked for, as tables; what travels, as bytes."""
+"""Runs on several hosts: lists of hosts, ssh commands, messages, and output."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ class TestHosts:
             ("h1:2,h2,h1:2", [Host("h1", 4), Host("h2")]),
         ],
     )
-    def test_a_list(self, text: str, found: list[Host]) -> None:
+    def test_parses_list_of_hosts(self, text: str, found: list[Host]) -> None:
         assert hosts.from_list(text) == found
 
     @pytest.mark.parametrize(
@@ -57,46 +57,46 @@ class TestHosts:
             ("h1 max-slots=2", [Host("h1")]),
         ],
     )
-    def test_a_file(self, text: str, found: list[Host]) -> None:
+    def test_parses_hostfile(self, text: str, found: list[Host]) -> None:
         assert hosts.from_file(text, "F") == found
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("", "-H : '' is no host. Write for example node1:4"),
-            ("h1,,h2", "-H h1,,h2: '' is no host"),
-            ("h1:4 h2:4", "'h1:4 h2:4' is no host"),
-            ("h1:0", "'h1:0': the number of slots is '0', which is no number above 0"),
-            ("h1:-2", "the number of slots is '-2'"),
-            ("h1:four", "the number of slots is 'four'"),
-            ("h1:", "the number of slots is ''"),
+            ("", "-H : '' is not a host. Write for example node1:4"),
+            ("h1,,h2", "-H h1,,h2: '' is not a host"),
+            ("h1:4 h2:4", "'h1:4 h2:4' is not a host"),
+            ("h1:0", "'h1:0': the number of slots takes a number above 0, not '0'"),
+            ("h1:-2", "takes a number above 0, not '-2'"),
+            ("h1:four", "takes a number above 0, not 'four'"),
+            ("h1:", "takes a number above 0, not ''"),
             ("fd00::2", r"write an IPv6 address in brackets, such as \[fd00::2\]:4"),
-            ("-oProxyCommand=x", "is no host"),
-            ("-l@h", "is no host"),
-            ("a@b@c", "is no host"),
+            ("-oProxyCommand=x", "is not a host"),
+            ("-l@h", "is not a host"),
+            ("a@b@c", "is not a host"),
         ],
     )
-    def test_a_list_that_is_wrong(self, text: str, message: str) -> None:
+    def test_refuses_malformed_list(self, text: str, message: str) -> None:
         with pytest.raises(LaunchError, match=message):
             hosts.from_list(text)
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("h1 slots=4\nh2 slot=4", "^F:2: 'slot=4' is not understood after h2. Write slots=4"),
-            ("\n\nh1 4", "^F:3: '4' is not understood after h1"),
-            ("h1:4 slots=2", "^F:1: h1 has :4 and slots=2: write one of the two"),
-            ("h1 slots=x", "^F:1: 'slots=x': the number of slots is 'x'"),
-            ("h1 slots=4 max_slots=2", "^F:1: h1 has 4 slots, which is more than max_slots=2"),
+            ("h1 slots=4\nh2 slot=4", "^F:2: 'slot=4' is not an option of host h2. Write slots=4"),
+            ("\n\nh1 4", "^F:3: '4' is not an option of host h1"),
+            ("h1:4 slots=2", "^F:1: h1 has :4 and slots=2: write only one of them"),
+            ("h1 slots=x", "^F:1: 'slots=x': the number of slots takes a number above 0, not 'x'"),
+            ("h1 slots=4 max_slots=2", "^F:1: h1 has 4 slots, more than max_slots=2"),
             ("h1:4\n::1:4", "^F:2: .* in brackets"),
-            ("# none\n", "^F names no host. Write one on each line"),
+            ("# none\n", "^F names no host. Write one per line"),
         ],
     )
-    def test_a_file_that_is_wrong(self, text: str, message: str) -> None:
+    def test_refuses_malformed_hostfile(self, text: str, message: str) -> None:
         with pytest.raises(LaunchError, match=message):
             hosts.from_file(text, "F")
 
-    def test_a_file_that_cannot_be_read(self, tmp_path: Path) -> None:
+    def test_refuses_unreadable_hostfile(self, tmp_path: Path) -> None:
         with pytest.raises(LaunchError, match="none cannot be read: No such file or directory"):
             hosts.read(tmp_path / "none")
         (tmp_path / "bytes").write_bytes(b"\xff\xfe")
@@ -114,7 +114,7 @@ class TestHosts:
             ([Host("h1"), Host("h2", 2)], 3, 2, [(0, 2), (2, 1)]),
         ],
     )
-    def test_spread(
+    def test_spreads_ranks_over_hosts(
         self,
         given: list[Host],
         total: int | None,
@@ -130,10 +130,10 @@ class TestHosts:
         [
             (9, None, r"-n 9: the 2 hosts have 8 slots in all. Give them more \(h1:5\)"),
             (0, None, "-n 0: a run has at least one rank"),
-            (None, 2, "--nproc-per-node 2, but h1 is given 4 slots"),
+            (None, 2, "--nproc-per-node 2 contradicts the 4 slots of h1"),
         ],
     )
-    def test_spread_that_cannot_be(
+    def test_refuses_ranks_that_do_not_fit(
         self, total: int | None, per_host: int | None, message: str
     ) -> None:
         with pytest.raises(LaunchError, match=message):
@@ -143,7 +143,7 @@ class TestHosts:
         ("text", "found"),
         [("0", (0,)), ("0,2-3", (0, 2, 3)), (" 1 , 1", (1,)), ("0-3", (0, 1, 2, 3))],
     )
-    def test_ranks(self, text: str, found: tuple[int, ...]) -> None:
+    def test_parses_ranks(self, text: str, found: tuple[int, ...]) -> None:
         assert hosts.ranks(text, 4, "--show") == found
 
     @pytest.mark.parametrize(
@@ -151,18 +151,18 @@ class TestHosts:
         [
             ("4", "--show 4: the 4 ranks of this run are 0 to 3"),
             ("3-1", "'3-1' ends before it begins. Write 1-3."),
-            ("", "'' is no rank"),
-            ("-1", "'-1' is no rank"),
-            ("all", "'all' is no rank"),
+            ("", "'' is not a rank"),
+            ("-1", "'-1' is not a rank"),
+            ("all", "'all' is not a rank"),
         ],
     )
-    def test_ranks_that_are_none(self, text: str, message: str) -> None:
+    def test_refuses_malformed_ranks(self, text: str, message: str) -> None:
         with pytest.raises(LaunchError, match=message):
             hosts.ranks(text, 4, "--show")
 
 
 class TestInterface:
-    def test_this_host(self) -> None:
+    def test_is_here(self) -> None:
         assert network.is_here(Host("localhost"))
         assert network.is_here(Host("127.0.0.1"))
         assert network.is_here(Host(socket.gethostname()))
@@ -170,15 +170,15 @@ class TestInterface:
         assert not network.is_here(Host("no-such-host.invalid"))
         assert not network.is_here(Host("localhost", user="another"))
 
-    def test_the_loopback_is_found_by_its_address_and_by_its_route(self) -> None:
+    def test_finds_loopback_by_address_and_route(self) -> None:
         name = network.interface_of("127.0.0.1")
         assert name is not None
         assert network.address_of_interface(name) == "127.0.0.1"
         assert network.address_towards("127.0.0.1") == "127.0.0.1"
         assert network.interface_of("192.0.2.77") is None
 
-    def test_a_loopback_that_is_down_is_named_at_once(self) -> None:
-        """As in a new network namespace."""
+    def test_reports_loopback_that_is_down(self) -> None:
+        """In a new network namespace the loopback interface is down."""
         listen = "from shardwise.net import network; network.listen('127.0.0.1', 0)"
         if (
             shutil.which("unshare") is None
@@ -190,12 +190,12 @@ class TestInterface:
         assert "LaunchError: Ranks on this host connect over 127.0.0.1" in ran.stderr
         assert "Try: ip link set lo up" in ran.stderr
 
-    def test_what_is_not_there(self) -> None:
+    def test_refuses_unknown_interface_and_host(self) -> None:
         with pytest.raises(
-            LaunchError, match=r"no such interface here. Known are: .*\(127.0.0.1\)"
+            LaunchError, match=r"no such interface here. The interfaces are: .*\(127.0.0.1\)"
         ):
             network.address_of_interface("nope0")
-        with pytest.raises(LaunchError, match=r"No route leads from this host to no-such"):
+        with pytest.raises(LaunchError, match=r"There is no route from this host to no-such"):
             network.address_towards("no-such-host.invalid")
 
 
@@ -219,19 +219,21 @@ class TestPassing:
             (["SHARDWISE_SEED=8"], None, {"SHARDWISE_SEED": "8"}),
         ],
     )
-    def test_variables(self, asked: list[str], name: str | None, found: dict[str, str]) -> None:
+    def test_passed_variables(
+        self, asked: list[str], name: str | None, found: dict[str, str]
+    ) -> None:
         always = {"SHARDWISE_SEED": "7", "TERM": "xterm"}
         assert environment.passed_variables(ENVIRON, asked, name) == always | found
 
-    def test_a_name_that_is_not_set(self) -> None:
-        with pytest.raises(LaunchError, match="there is no such variable here"):
+    def test_refuses_unset_variable(self) -> None:
+        with pytest.raises(LaunchError, match="this variable is not set here"):
             environment.passed_variables({}, ["WANDB_KEYS"], None)
         with pytest.raises(LaunchError, match="Did you mean WANDB_KEY"):
             environment.passed_variables(ENVIRON, ["WANDB_KEYS"], None)
         with pytest.raises(LaunchError, match="-x =1: write -x NAME, or -x NAME=VALUE"):
             environment.passed_variables({}, ["=1"], None)
 
-    def test_the_folder_keeps_the_name_that_the_user_knows(
+    def test_working_folder_keeps_symbolic_links(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "real").mkdir()
@@ -243,7 +245,7 @@ class TestPassing:
 
 
 class TestSsh:
-    def test_the_words(self) -> None:
+    def test_ssh_command(self) -> None:
         way = replace(
             WAY,
             ssh=("ssh", "-J", "gate"),
@@ -261,7 +263,7 @@ class TestSsh:
         )
         assert "secret" not in " ".join(words)
 
-    def test_grid_engines_qrsh_gets_no_flags_of_ssh(self) -> None:
+    def test_qrsh_gets_no_flags_of_ssh(self) -> None:
         way = replace(WAY, ssh=("/usr/bin/qrsh", "-inherit"))
         words = command.ssh_command(way, Host("h2", 4))
         assert words[:-1] == ["/usr/bin/qrsh", "-inherit", "h2"]
@@ -277,7 +279,7 @@ class TestSsh:
             (("", "", ""), ("h2", "h3", "h2")),
         ],
     )
-    def test_each_host_looks_for_its_network_on_the_way_to_another(
+    def test_each_host_finds_network_on_route_to_another(
         self, reached: tuple[str, ...], leads_to: tuple[str, ...]
     ) -> None:
         remotes: list[Any] = [
@@ -295,7 +297,7 @@ class TestSsh:
     @pytest.mark.parametrize(
         ("code", "said", "message"),
         [
-            (81, "cd: no", "h2 has no folder /home/me/my work, where this run starts. Put"),
+            (81, "cd: no", "h2 has no folder /home/me/my work, where this run was started. Put"),
             (127, "", "h2 has no /opt/py. Install the same Python there"),
             (1, "/opt/py: No module named 'shardwise'", "/opt/py on h2 cannot import shardwise.l"),
             (
@@ -307,32 +309,32 @@ class TestSsh:
             (
                 255,
                 "ssh: connect to h2: refused",
-                "ssh to h2 fails: ssh: connect to h2: refused. Is",
+                "ssh to h2 fails: ssh: connect to h2: refused. Check",
             ),
-            (255, "", "ssh to h2 fails: no reason given. Is it spelt so"),
-            (-9, "", "The agent on h2 ended (signal 9). Look at: ssh alice@h2 /opt/py -m"),
-            (3, "oh", "The agent on h2 ended (exit code 3): oh. Look at"),
+            (255, "", "ssh to h2 fails: no reason given. Check its spelling"),
+            (-9, "", "The agent on h2 ended (signal 9). Try: ssh alice@h2 /opt/py -m"),
+            (3, "oh", "The agent on h2 ended (exit code 3): oh. Try"),
             (None, "", "The agent on h2 ended (exit code 0)"),
         ],
     )
-    def test_a_failure_in_words(self, code: int | None, said: str, message: str) -> None:
+    def test_start_failure_is_explained(self, code: int | None, said: str, message: str) -> None:
         assert message in command.start_failure(WAY, Host("h2", 4, "alice"), code, said)
 
-    def test_a_loss_in_words(self) -> None:
+    def test_lost_host_is_explained(self) -> None:
         share = Share(Host("h2"), 4, 2)
         assert command.lost_host(WAY, share, 255, "", 9.0).startswith(
-            "h2 (ranks 4-5) is lost: nothing was heard of it for 10 s. Did the host go down"
+            "h2 (ranks 4-5) is lost: no sign of life for 10 s. The host or the network"
         )
         assert command.lost_host(WAY, share, -9, "", 9.0).startswith(
             "h2 (ranks 4-5) is lost: the agent on h2 e"
         )
         assert command.lost_host(WAY, share, 255, "", 0.66).startswith(
-            "h2 (ranks 4-5) is lost: its agent ended 0.7 s after its last sign of life. Was it"
+            "h2 (ranks 4-5) is lost: its agent ended 0.7 s after its last sign of life. It or"
         )
 
 
 class TestWire:
-    def test_any_bytes_come_back_in_any_pieces_with_noise_between(self) -> None:
+    def test_messages_survive_splits_and_noise(self) -> None:
         data = bytes(range(256))
         message = protocol.encode("output", rank=1, stream=2, data=protocol.text_of(data))
         sent = b"Welcome!\n" + protocol.HEARTBEAT + message + b"Last login: " + message + b"\n"
@@ -345,7 +347,7 @@ class TestWire:
             assert [protocol.bytes_of(one["data"]) for one in taken] == [data, data]
             assert b"".join(noise) == b"Welcome!\nLast login: \n\n"
 
-    def test_an_end_is_told_by_our_clock(self) -> None:
+    def test_end_of_rank_uses_clock_of_launcher(self) -> None:
         report = ErrorReport(rank=3, time=9.0, secondary=True, message="m", text="t")
         sent = {
             "end": {"rank": 3, "code": 1, "time": 10.0, "stopped": False},
@@ -362,7 +364,7 @@ class TestWire:
 
 
 class TestPreview:
-    def test_many_hosts(self) -> None:
+    def test_dry_run_on_many_hosts(self) -> None:
         shares = (Share(Host("h1", 2), 0, 2), Share(Host("h22", 1, "al"), 2, 1))
         spec = replace(
             WAY,
@@ -376,7 +378,7 @@ class TestPreview:
         )
         lines = start.dry_run_words(spec, shares[:1]).splitlines()
         assert lines[0] == (
-            "3 ranks on 2 hosts; rank 0 listens on h1, on a port that is free of interface ib0"
+            "3 ranks on 2 hosts; rank 0 listens on h1, on a free port of interface ib0"
         )
         assert lines[1] == "  h1   ranks 0-1  here"
         assert lines[2].startswith("  h22  rank 2     ssh -T -x -o BatchMode=yes")
@@ -388,7 +390,7 @@ class TestPreview:
             "a log of each rank in: logs",
         ]
 
-    def test_one_host(self) -> None:
+    def test_dry_run_on_one_host(self) -> None:
         shares = (Share(Host("localhost", 1), 0, 1),)
         spec = replace(WAY, words=("pack.mod", "-v"), module=True, shares=shares, port=7)
         assert start.dry_run_words(spec, shares).splitlines() == [
@@ -415,7 +417,7 @@ class TestVoice:
         assert capfd.readouterr().out == ("[1] one\n[1] two\n" if shown else "")
         return (tmp_path / "logs" / "rank1.log").read_text()
 
-    def test_the_screen_and_the_log(
+    def test_output_goes_to_screen_and_log(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         head, *rest = self.heard(tmp_path, capfd, shown=True).splitlines()
@@ -423,13 +425,13 @@ class TestVoice:
         assert head.endswith("  rank 1 of 2  train.py -v")
         assert rest == ["one", "red", "two"]
 
-    def test_what_is_not_shown_is_kept_and_an_earlier_run_too(
+    def test_hidden_output_is_logged_after_earlier_run(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         self.heard(tmp_path, capfd, shown=False)
         assert self.heard(tmp_path, capfd, shown=False).count("two") == 2
 
-    def test_a_log_that_cannot_be(self, tmp_path: Path) -> None:
+    def test_refuses_unwritable_log(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(LaunchError, match="file cannot be written to: File exists"):
             open_logs(str(tmp_path / "file"), 1, ())
@@ -437,7 +439,7 @@ class TestVoice:
 
 
 class TestClosing:
-    def test_the_host_of_the_rank(self) -> None:
+    def test_closing_words_name_host(self) -> None:
         judged = Verdict(rank=1, exit_code=1)
         said = failure_report.closing_words(judged, "exit code 1", "E", size=2, host="h2")
         assert said.startswith("\nshardwise: rank 1 of 2 on h2 failed (exit code 1).")

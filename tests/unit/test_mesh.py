@@ -31,7 +31,7 @@ def test_tensor_ranks_are_neighbours():
         (2, 3, "Start 3 workers, or write --tensor with one of 1, 2."),
     ],
 )
-def test_an_impossible_product_names_what_would_fit(size, tensor, hint):
+def test_an_impossible_product_names_numbers_that_fit(size, tensor, hint):
     with pytest.raises(ConfigError, match=f"--tensor {tensor} does not divide {size}.*{hint}"):
         Mesh(size, tensor=tensor)
 

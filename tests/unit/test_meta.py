@@ -1,4 +1,4 @@
-"""Parameters without memory: their values, one by one, are those of a plain build."""
+"""Parameters without memory get the values of a plain build, one at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from examples.gpt import GPT, Shape
+from examples.helpers.gpt import GPT, Shape
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -25,7 +25,7 @@ Build = Callable[[], nn.Module]
 
 
 def both(build: Build, seed: int = 3) -> tuple[nn.Module, nn.Module, Tensor]:
-    """The plain model, the one on meta, and the generator's state after a plain build."""
+    """Return the plain model, the deferred one, and the generator's state after a plain build."""
     torch.manual_seed(seed)
     plain = build()
     state = torch.get_rng_state()
@@ -37,14 +37,14 @@ def both(build: Build, seed: int = 3) -> tuple[nn.Module, nn.Module, Tensor]:
 
 
 def check(build: Build) -> nn.Module:
-    """Compare a plain build with one on meta, made real from its last parameter to its first."""
+    """Compare a plain build with a deferred one, made real from its last parameter to its first."""
     plain, deferred, state = both(build)
     expected = dict(plain.named_parameters(remove_duplicate=False))
     found = dict(deferred.named_parameters(remove_duplicate=False))
     assert list(found) == list(expected)
     assert ties(found) == ties(expected)
     for name in reversed(found):
-        if not found[name].is_meta:  # tied to one that is real by now
+        if not found[name].is_meta:  # tied to a parameter that is already real
             continue
         assert is_deferred(found[name]), name
         value = materialise(found[name])
@@ -67,7 +67,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def ties(named: dict[str, nn.Parameter]) -> list[int]:
-    """For each name the place of the first that is the same parameter."""
+    """Return for each name the index of the first name of the same parameter."""
     first: dict[int, int] = {}
     return [first.setdefault(id(p), place) for place, p in enumerate(named.values())]
 
@@ -150,7 +150,7 @@ GENERATOR = torch.Generator()
 
 
 class Drawn(nn.Module):
-    """Parameters that `draw` fills, with random numbers used for others before and after."""
+    """Parameters that `draw` fills, with unrelated random numbers before and after."""
 
     def __init__(self, draw: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -172,14 +172,14 @@ def test_every_way_to_fill_a_parameter(kind: str) -> None:
 
 
 class FromOutside(nn.Module):
-    """Parameters and buffers from numpy, python and torch, some through one another."""
+    """Parameters and buffers from numpy, Python and torch, some computed from each other."""
 
     def __init__(self) -> None:
         super().__init__()
         numbers = np.arange(12, dtype=np.float32)
         self.copied = nn.Parameter(torch.empty(12))
         self.copied.data.copy_(torch.from_numpy(numbers))
-        numbers *= 2  # what was copied stays as it was
+        numbers *= 2  # the copy must not change
         self.shared = nn.Parameter(torch.from_numpy(numbers).view(3, 4))
         self.listed = nn.Parameter(torch.tensor([1.0, 2.5]), requires_grad=False)
         self.drawn = nn.Parameter(torch.randn(5, 3) * 0.02)
@@ -210,7 +210,7 @@ def test_values_from_outside_are_kept() -> None:
 
 
 class Unusual(nn.Module):
-    """Buffers and parameters by way of complex and sparse tensors, of views, and of `out=`."""
+    """Buffers and parameters computed through complex and sparse tensors, views, and `out=`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_unusual_tensors_take_part() -> None:
 
 
 class Aliases(nn.Module):
-    """A tensor that goes on being used after a parameter was made of it."""
+    """A tensor that is used after a parameter was created from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def test_aliases_see_one_memory() -> None:
 
 
 class Crossed(nn.Module):
-    """Parameters read by others, and changed after."""
+    """Parameters that others read, and that change afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class Crossed(nn.Module):
         nn.init.normal_(self.one.bias)
 
 
-def test_parameters_read_by_others_have_the_values_of_that_time() -> None:
+def test_parameters_read_by_others_have_the_values_of_that_moment() -> None:
     check(Crossed)
 
 
@@ -289,7 +289,7 @@ def test_the_default_dtype_of_the_block_is_kept() -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_any_parameter_any_time_and_again() -> None:
+def test_parameters_can_be_materialised_in_any_order_and_repeatedly() -> None:
     plain, deferred, _ = both(lambda: nn.Linear(20, 20))
     torch.manual_seed(77)
     state = torch.get_rng_state()
@@ -301,7 +301,7 @@ def test_any_parameter_any_time_and_again() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_what_is_overwritten_is_not_repeated() -> None:
+def test_overwritten_values_are_not_replayed() -> None:
     _, deferred, _ = both(lambda: nn.Linear(4, 4).apply(ones_))
     done = []
 
@@ -340,7 +340,7 @@ def test_an_old_graph_refuses_backward() -> None:
     deferred = both(lambda: nn.Linear(2, 2))[1]
     graph = (deferred.weight * 2).sum()
     make_real(deferred.weight, materialise(deferred.weight))
-    with pytest.raises(ModelError, match="made before its parameters had memory"):
+    with pytest.raises(ModelError, match="from before the parameters had memory"):
         graph.backward()
     deferred.weight.sum().backward()
     assert torch.equal(deferred.weight.grad, torch.ones(2, 2))
@@ -360,16 +360,16 @@ def test_a_parameter_with_a_view_is_not_made_real() -> None:
 def test_the_old_weight_norm_is_refused_and_the_new_one_named() -> None:
     plain, deferred, _ = both(lambda: nn.utils.weight_norm(nn.Linear(3, 4)))
     assert torch.equal(materialise(deferred.weight_v), plain.weight_v)
-    with pytest.raises(ModelError, match=r"weight norm by torch.nn.utils.parametrizations"):
+    with pytest.raises(ModelError, match=r"weight norm with torch.nn.utils.parametrizations"):
         make_real(deferred.weight_v, materialise(deferred.weight_v))
 
 
-def test_the_tree_copies_and_pickles_as_on_meta() -> None:
+def test_copies_and_pickles_stay_on_meta() -> None:
     _, deferred, _ = both(lambda: nn.Linear(2, 2))
     for twin in (copy.deepcopy(deferred), pickle.loads(pickle.dumps(deferred))):
         assert twin.weight.is_meta
         assert not is_deferred(twin.weight)
-        with pytest.raises(ModelError, match=r"build the model, and copy or cast it, inside"):
+        with pytest.raises(ModelError, match=r"Build the model, and copy or cast it, inside"):
             materialise(twin.weight)
     assert is_deferred(deferred.weight)
 
@@ -442,14 +442,14 @@ def test_parameters_built_on_the_meta_device_are_reset_on_request() -> None:
 
 
 class Unreset(nn.Module):
-    """A module with a parameter that its reset_parameters forgets."""
+    """A module whose reset_parameters forgets a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(2))
 
     def reset_parameters(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 @pytest.mark.parametrize(

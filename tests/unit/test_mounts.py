@@ -1,4 +1,4 @@
-"""Which file system a folder lies on."""
+"""The file system that contains a folder."""
 
 from pathlib import Path
 
@@ -26,5 +26,5 @@ TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
         ("/data/deep", Mount(Path("/data"), "tmpfs")),
     ],
 )
-def test_the_mount_of_a_folder(folder: str, mount: Mount) -> None:
+def test_finds_the_mount_of_a_folder(folder: str, mount: Mount) -> None:
     assert find(Path(folder), TABLE) == mount

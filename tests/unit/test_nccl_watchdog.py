@@ -1,4 +1,4 @@
-"""What the launcher makes of a rank that torch's watchdog of NCCL has ended."""
+"""The launcher's report about a rank that torch's NCCL watchdog has aborted."""
 
 import signal
 import threading
@@ -15,7 +15,7 @@ WORDS = Path(__file__).parents[1] / "system" / "scripts" / "nccl_watchdog.txt"
 
 
 def late(rank: int = 0, number: int = 7, kind: str = "ALLREDUCE") -> str:
-    """What torch 2.9 and later write when a rank has waited for 600 seconds."""
+    """Return the output of torch 2.9 and later when a rank has waited for 600 seconds."""
     text = WORDS.read_text().replace("OpType=ALLREDUCE", f"OpType={kind}")
     return text.replace("SeqNum=7", f"SeqNum={number}").replace("Rank 0", f"Rank {rank}")
 
@@ -39,9 +39,8 @@ STUCK = (
     "Rank 1] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in "
     "monitoring enqueued collectives."
 )
-STOOD_STILL = (
-    "torch's watchdog of NCCL stood still for 480 s, so that a call of CUDA or NCCL has not "
-    "returned there"
+NOT_RETURNED = (
+    "torch's NCCL watchdog was stuck for 480 s in a call of CUDA or NCCL that did not return"
 )
 
 
@@ -57,7 +56,7 @@ STOOD_STILL = (
         (ended(LOST), Failed(LOST)),
         (ended(f"[Rank 0] {ASSERTED}\n{ADVICE}\n"), Failed(ASSERTED, ADVICE)),
         (ended(ASSERTED) + late(), Failed(ASSERTED)),
-        (STUCK, Failed(STOOD_STILL)),
+        (STUCK, Failed(NOT_RETURNED)),
         (late() + STUCK, Waited("all-reduce number 7", 600.027, "0")),
     ],
 )
@@ -70,21 +69,21 @@ def said(tails: dict[int, str], size: int = 2) -> dict[int, str]:
     return {report.rank: report.message for report in found}
 
 
-def test_a_rank_that_waited_says_in_what_and_what_to_do() -> None:
+def test_report_of_timeout_names_call_and_advice() -> None:
     assert said({0: late(), 1: "nothing"}) == {
         0: "CollectiveError: Rank 0 of 2 waited 600 s in all-reduce number 7 over NCCL for a rank "
-        "that did not come. Every rank must make the same calls in the same order; --timeout sets "
-        "how long to wait, --warn-after when the ranks' lines are shown."
+        "that did not arrive. Every rank must make the same calls in the same order. --timeout "
+        "sets how long to wait, --warn-after when to show the ranks' lines."
     }
 
 
-def test_ranks_in_different_calls_say_so() -> None:
+def test_report_names_different_calls_of_ranks() -> None:
     found = said({0: late(), 1: late(1, 9, "BROADCAST"), 2: late(2)}, 3)
-    assert "did not come. Meanwhile rank 1 waited in broadcast number 9. Every" in found[0]
+    assert "did not arrive. Meanwhile rank 1 waited in broadcast number 9. Every" in found[0]
     assert "Meanwhile rank 0 waited in all-reduce number 7, rank 2 waited in all" in found[1]
 
 
-def test_numbers_of_two_process_groups_are_not_compared() -> None:
+def test_calls_of_two_process_groups_are_not_compared() -> None:
     beside = late(1).replace("PG ID 0 PG GUID 0(default_pg)", "PG ID 0 PG GUID 3(data)")
     found = said({0: late(), 1: beside, 2: late(2).replace("PG ID 0", "PG ID 4")}, 3)
     assert "Meanwhile rank 1 waited in all-reduce number 7 of another process group. E" in found[0]
@@ -105,17 +104,14 @@ Extension modules: numpy._core (total: 1)
 """
 
 
-def test_the_users_own_line_is_known_from_the_stacks() -> None:
+def test_finds_line_of_user_in_stacks() -> None:
     stacks = STACKS.format(threading=threading.__file__, ours=nccl_watchdog.__file__)
     assert users_line(late() + stacks) == "/home/me/train.py:31"
     assert users_line(late()) == ""
 
 
-def test_a_rank_that_lost_another_points_there() -> None:
-    assert (
-        f"a call of NCCL: {LOST}. The cause is on the rank that went away"
-        in said({0: ended(LOST)})[0]
-    )
+def test_report_of_lost_peer_points_to_peer() -> None:
+    assert f"a call of NCCL: {LOST}. The cause is on the lost rank" in said({0: ended(LOST)})[0]
     assert f"Rank 0 of 2 failed in a call of NCCL: {SYSTEM}." in said({0: ended(SYSTEM)})[0]
 
 
@@ -131,7 +127,7 @@ def test_a_rank_that_lost_another_points_there() -> None:
         (ended("CUDA error: uncorrectable ECC error encountered"), False),
     ],
 )
-def test_another_rank_is_at_fault_only_for_a_wait_or_a_loss(tail: str, secondary: bool) -> None:
+def test_only_timeout_or_loss_is_secondary(tail: str, secondary: bool) -> None:
     ends = [
         ExitStatus(rank=0, code=-signal.SIGABRT, time=1.0),
         ExitStatus(rank=1, code=-signal.SIGTERM, time=2.0, stopped=True),
@@ -143,14 +139,16 @@ def test_another_rank_is_at_fault_only_for_a_wait_or_a_loss(tail: str, secondary
     assert (judged.rank, judged.late) == (int(secondary), secondary)
 
 
-def test_an_error_of_the_device_keeps_the_words_and_the_advice_of_torch() -> None:
+def test_device_error_keeps_message_of_torch() -> None:
     [found] = nccl_watchdog.reports({0: ended(f"{ASSERTED}\n{ADVICE}")}, {0: 1.0}, 2)
     assert found.message.startswith("Rank 0 of 2 failed on its GPU")
-    assert f"{ASSERTED}. The GPU tells of an error some calls later: with CUDA_L" in found.message
+    assert (
+        f"{ASSERTED}. The GPU reports an error only some calls later. With CUDA_L" in found.message
+    )
     assert found.text == f"{found.message}\n\n{ADVICE}"
 
 
-def test_the_rank_that_said_nothing_is_blamed() -> None:
+def test_blames_silent_rank() -> None:
     ends = [
         ExitStatus(rank=0, code=-signal.SIGABRT, time=1.0),
         ExitStatus(rank=1, code=-signal.SIGTERM, time=2.0, stopped=True),
@@ -160,7 +158,7 @@ def test_the_rank_that_said_nothing_is_blamed() -> None:
 
 
 class Rows:
-    """Rows of a collective; `seen` is the wait that was noted while they were read."""
+    """Rows of a collective. `seen` is the wait that was recorded while they were read."""
 
     def __init__(self, group: Nccl) -> None:
         self._group = group
@@ -172,7 +170,7 @@ class Rows:
         return "the rows"
 
 
-def test_who_reads_what_nccl_brings_is_known_to_wait() -> None:
+def test_reader_of_nccl_result_is_known_to_wait() -> None:
     import torch
 
     group = Nccl(1, 3, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The rows of a nest: tensors, numpy arrays and columns; what cannot be told is refused by name."""
+"""The rows of nested batches: tensors, arrays and columns, and errors for ambiguous parts."""
 
 from collections import namedtuple
 
@@ -13,7 +13,7 @@ Pair = namedtuple("Pair", "x, name")
 
 
 class Encoding(dict):
-    """A container that torch's nests do not know."""
+    """A container that torch's pytree does not know."""
 
     __getattr__ = dict.__getitem__
 
@@ -58,7 +58,7 @@ def same(one, two):
     ],
     ids=str,
 )
-def test_what_has_rows_is_cut_and_what_has_none_is_left(batch, rows):
+def test_cuts_parts_with_rows_and_keeps_the_others(batch, rows):
     found = Rows(batch, call="share")
     assert found.total == 6
     assert same(found.taken(2, 4), rows)
@@ -70,20 +70,20 @@ def test_what_has_rows_is_cut_and_what_has_none_is_left(batch, rows):
         ((X, [1, 2, 3]), r"share: batch\[1\] is a list of length 3, and the batch has 6 row"),
         ((X, (28, 28)), r"batch\[1\] is a tuple of length 2"),
         ({"x": X, "n": [[1, 2], [3]]}, r"batch\['n'\] is a list of length 2"),
-        ((X[:2], [[1, 2], [3, 4]]), r"batch\[1\] is a list of 2 columns, and the batch has as ma"),
+        ((X[:2], [[1, 2], [3, 4]]), r"batch\[1\] is a list of 2 columns, and the batch has the s"),
         ((X, torch.arange(5)), r"not \[5, 6\] \(batch\[1\]: 5, batch\[0\]: 6\)"),
         ((X, np.arange(5)), r"not \[5, 6\]"),
-        ((X, Encoding(x=X)), r"cannot tell the rows of batch\[1\], a Encoding"),
-        ((X, Sample()), r"cannot tell the rows of batch\[1\], a Sample"),
-        (Sample(), "cannot tell the rows of batch, a Sample"),
+        ((X, Encoding(x=X)), r"cannot determine the rows of batch\[1\], a Encoding"),
+        ((X, Sample()), r"cannot determine the rows of batch\[1\], a Sample"),
+        (Sample(), "cannot determine the rows of batch, a Sample"),
         ((X, {1, 2, 3, 4, 5, 6}), "a set"),
-        ([[1, 2], [3, 4]], "cannot tell the rows of batch, a list"),
-        ({"a": 3}, r"not \[\], and numpy"),
+        ([[1, 2], [3, 4]], "cannot determine the rows of batch, a list"),
+        ({"a": 3}, r"not \[\]. numpy"),
         ([torch.tensor(1), torch.tensor(2)], r"not \[0\] \(batch\[0\]: 0\)"),
     ],
     ids=str,
 )
-def test_what_cannot_be_told_is_refused_by_name(batch, words):
+def test_refuses_parts_with_ambiguous_rows_by_name(batch, words):
     with pytest.raises(DataError, match=words):
         Rows(batch, call="share")
 
@@ -100,7 +100,7 @@ def samples(count, *shape):
         {"images": samples(6, 8)},
         [x.numpy() for x in samples(6, 8)],
         [{"ids": x, "mask": x > 3} for x in samples(7, 8)],
-        (samples(8, 8), torch.arange(8)),  # each part has 8 rows, whichever it is
+        (samples(8, 8), torch.arange(8)),  # each part has 8 rows
     ],
 )
 def test_a_list_that_may_be_of_samples_is_refused(batch):
@@ -150,13 +150,13 @@ def test_the_rows_of_a_nested_tensor_are_its_components(layout):
     for one, other in zip(mine.unbind(), components[1:4], strict=True):
         assert torch.equal(one, other)
     assert rows.digest() == Rows(torch.arange(5), call="share").digest()
-    with pytest.raises(DataError, match=r"batch cannot be cut along dimension 1, since a nested"):
+    with pytest.raises(DataError, match=r"batch cannot be cut along dimension 1: a nested"):
         Rows(nested, 1, call="share")
 
 
 def test_a_tensor_of_sparse_blocks_is_refused():
     blocks = torch.eye(4).to_sparse_bsr((2, 2))
-    with pytest.raises(DataError, match="is made of blocks that rows would cut: give a dense"):
+    with pytest.raises(DataError, match=r"a row would cut the blocks of .* Pass a dense"):
         Rows({"x": blocks}, call="share")
 
 
@@ -173,7 +173,7 @@ def test_rows_along_another_dimension_are_contiguous_where_the_batch_is():
     assert Rows(image, call="share").taken(1, 3).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_part_without_rows_has_the_first_one():
+def test_an_empty_range_gives_the_first_row():
     assert Rows((X + 1, list("abcdef")), call="share").taken(3, 3) == (torch.tensor([1]), ["a"])
 
 

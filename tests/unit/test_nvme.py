@@ -1,4 +1,4 @@
-"""The nvme tier: records on a file, against plain bytes in memory."""
+"""Records of the nvme tier, compared with plain bytes in memory."""
 
 import os
 import threading
@@ -83,7 +83,7 @@ def test_records_view_as_any_dtype(folder: Path) -> None:
         assert torch.equal(take(store, 1).view(torch.float64), torch.arange(1000) + 0.5)
 
 
-def test_a_record_read_while_it_is_written_has_its_new_bytes(
+def test_record_read_during_its_write_has_new_bytes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow(monkeypatch, "pwritev")
@@ -93,12 +93,12 @@ def test_a_record_read_while_it_is_written_has_its_new_bytes(
             assert torch.equal(take(store, 0), pattern(seed, 5 * MB))
 
 
-def test_the_last_of_two_writes_behind_wins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_of_two_writes_wins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, "pwritev")
     with closing(Store(folder, "state", [MB] * 4, rank=0)) as store:
         for seed in range(3):
             put(store, 0, pattern(seed, MB))
-        for index in (1, 2, 3):  # all other buffers, so that record 0 comes from the disk
+        for index in (1, 2, 3):  # all other buffers, so that record 0 is read from the disk
             put(store, index, pattern(index, MB))
         drain(store)
         assert torch.equal(take(store, 0), pattern(2, MB))
@@ -130,7 +130,7 @@ def test_reads_run_ahead_of_an_update_and_writes_behind(
         drain(store)
 
 
-def test_short_transfers_are_gone_on_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continues_short_transfers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("preadv", "pwritev"):
         real: Callable[..., int] = getattr(os, name)
         monkeypatch.setattr(
@@ -142,7 +142,7 @@ def test_short_transfers_are_gone_on_with(folder: Path, monkeypatch: pytest.Monk
         assert torch.equal(take(store, 0), pattern(0, 50_000))
 
 
-def test_an_update_that_raises_leaves_its_record_and_gives_the_buffers_back(folder: Path) -> None:
+def test_failed_update_keeps_its_record_and_returns_buffers(folder: Path) -> None:
     with closing(Store(folder, "state", [4096] * 6, rank=0)) as store:
         with pytest.raises(ZeroDivisionError):
             update_that_raises(store, at=3)
@@ -168,7 +168,7 @@ def test_a_closed_store(folder: Path) -> None:
             call()
 
 
-def test_closing_gives_the_disk_back(folder: Path) -> None:
+def test_closing_frees_the_disk(folder: Path) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -181,7 +181,7 @@ def test_closing_gives_the_disk_back(folder: Path) -> None:
 
 
 def test_a_store_without_records_has_no_buffers(folder: Path) -> None:
-    """As of a rank that owns nothing of a bucket; pinned memory is never asked for in vain."""
+    """The store of a rank that owns no element of a bucket must not ask for pinned memory."""
 
     def pages(nbytes: int, count: int) -> list[torch.Tensor]:
         assert nbytes * count > 0
@@ -192,13 +192,13 @@ def test_a_store_without_records_has_no_buffers(folder: Path) -> None:
 
 
 class LostCopy:
-    """The event of a copy of an accelerator that has failed."""
+    """The event of a failed copy on an accelerator."""
 
     def synchronize(self) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_all_is_given_back_where_the_accelerator_has_failed(folder: Path) -> None:
+def test_frees_everything_after_a_failed_copy(folder: Path) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -209,7 +209,7 @@ def test_all_is_given_back_where_the_accelerator_has_failed(folder: Path) -> Non
     for store in stores[1:]:
         lease = store.blank(0)
         lease.wait()
-        lease.copied(LostCopy())
+        lease.add_copy(LostCopy())
         lease.write()
     with pytest.raises(RuntimeError, match="illegal memory access"):
         factory.close()
@@ -217,7 +217,7 @@ def test_all_is_given_back_where_the_accelerator_has_failed(folder: Path) -> Non
     factory.close()
 
 
-def test_a_forked_process_is_refused_and_can_end(folder: Path) -> None:
+def test_refuses_forked_process_which_can_exit(folder: Path) -> None:
     with closing(Store(folder, "state", [4096] * 2, rank=0)) as store:
         put(store, 0, pattern(0, 4096))
         lease = store.read(1)

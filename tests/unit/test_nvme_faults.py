@@ -1,4 +1,4 @@
-"""The nvme tier: what a folder, a file system and a disk can do to it."""
+"""Failures of the nvme tier: bad folders, file systems and disks."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ from tests.disk import (
 
 def test_a_missing_folder(folder: Path) -> None:
     with pytest.raises(
-        TierError, match=r"moments cannot rest in .*no-such: there is no such folder"
+        TierError, match=r"moments cannot be stored in .*no-such: there is no such folder"
     ):
         Store(folder / "no-such", "moments", [10], rank=3)
 
@@ -44,7 +44,7 @@ def test_a_file_in_place_of_a_folder() -> None:
 def test_a_folder_that_may_not_be_written_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         failing(patched, "open", errno.EACCES)
-        with pytest.raises(TierError, match=r"no file can be made there \(Permission denied\)"):
+        with pytest.raises(TierError, match=r"no file can be created there \(Permission denied\)"):
             Store(folder, "moments", [10], rank=0)
 
 
@@ -67,7 +67,7 @@ def test_more_than_is_free_on_the_disk(folder: Path) -> None:
         Store(folder, "moments", [needed], rank=0)
 
 
-def test_a_disk_that_fills_up_while_room_is_reserved(
+def test_disk_that_fills_up_during_reservation(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(monkeypatch, "posix_fallocate", errno.ENOSPC)
@@ -102,7 +102,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_failed_write_behind_is_told_by_the_next_call(
+def test_next_call_reports_failed_write(
     call: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(Store(folder, "grads", [5 * MB] * 3, rank=2)) as store:
@@ -116,7 +116,7 @@ def test_a_failed_write_behind_is_told_by_the_next_call(
             CALLS[call](store)
         if call != "close":
             with pytest.raises(TierError, match=message):
-                store.read(2)  # and by each after it
+                store.read(2)  # and in each later call
 
 
 def test_a_failed_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +128,7 @@ def test_a_failed_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lease.give_back()
 
 
-def test_a_failure_within_a_sweep_leaves_it_at_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_in_a_sweep_ends_it_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def update(store: Store) -> None:
@@ -145,18 +143,18 @@ def test_a_failure_within_a_sweep_leaves_it_at_once(
     assert len(seen) < 3
 
 
-def test_a_file_that_something_cut(folder: Path) -> None:
+def test_truncated_file(folder: Path) -> None:
     with closing(Store(folder, "state", [4096], rank=0)) as store:
         os.ftruncate(store._file._fd, 0)
-        with pytest.raises(TierError, match="ends at byte 0, before what was written"):
+        with pytest.raises(TierError, match="ends at byte 0, but more was written"):
             take(store, 0)
 
 
-# Direct and not.
+# with and without O_DIRECT
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_what_rests_on_the_disk_is_not_in_the_page_cache(
+def test_data_on_the_disk_is_not_in_the_page_cache(
     direct: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not direct:
@@ -174,17 +172,15 @@ def test_what_rests_on_the_disk_is_not_in_the_page_cache(
         assert cached(store._file._fd, store.nbytes) < store.nbytes / 10
 
 
-def test_an_error_of_the_first_transfer_is_not_taken_for_a_missing_feature(
+def test_error_of_the_first_transfer_is_not_a_missing_feature(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(monkeypatch, "pwritev", errno.EIO)
-    with pytest.raises(TierError, match="could not try 4096 bytes at 0"):
+    with pytest.raises(TierError, match="could not transfer 4096 bytes at 0"):
         Store(folder, "state", [4096], rank=0)
 
 
-def test_a_file_system_without_nameless_files(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_system_without_unnamed_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         refuse_nameless(patched)
         store = Store(folder, "state", [4096], rank=0)

@@ -14,7 +14,7 @@ class Counting(optim.SGD):
 
 
 def followed(*changing):
-    """An optimizer and what follows its copies; the first leads."""
+    """Return an optimizer and the attributes that follow its copies; the first copy leads."""
     user = Counting([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     user.count = 0
     return user, [
@@ -24,7 +24,7 @@ def followed(*changing):
 
 
 @pytest.mark.parametrize("leading", [[], ["other"]])
-def test_attributes_that_the_first_copy_does_not_change_are_assigned_back(leading):
+def test_assigns_back_attributes_that_only_a_later_copy_changes(leading):
     user, copies = followed(leading, ["count"], ["count"])
     for each in copies[1:]:
         each._inner.count = 3
@@ -32,7 +32,7 @@ def test_attributes_that_the_first_copy_does_not_change_are_assigned_back(leadin
     assert user.count == 3
 
 
-def test_copies_that_change_an_attribute_differently_are_refused():
+def test_refuses_copies_that_change_an_attribute_differently():
     _, copies = followed([], ["count"], ["count"])
     copies[1]._inner.count, copies[2]._inner.count = 3, 4
     with pytest.raises(ModelError, match="keeps count in an attribute"):

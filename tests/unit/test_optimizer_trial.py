@@ -1,4 +1,4 @@
-"""What a trial finds of optimizers that users write, and that torch's own need none."""
+"""Trials of optimizers that users write; torch's own need none."""
 
 import pytest
 import torch
@@ -11,7 +11,10 @@ CPU = torch.device("cpu")
 
 
 class Own(optim.Optimizer):
-    """`looks` makes the update of a tensor, of its gradient, its number of steps and its state."""
+    """An optimizer whose updates `looks` computes.
+
+    It gets a tensor, its gradient, step count and state.
+    """
 
     def __init__(self, params, looks, **options):
         super().__init__(params, {"lr": 0.05, **options})
@@ -83,7 +86,7 @@ def parameters(*shapes):
         (by_blocks_where_large, [(5, 5)], False),
     ],
 )
-def test_a_trial_finds_who_looks_at_whole_tensors(looks, shapes, elementwise):
+def test_trial_finds_optimizers_that_need_whole_tensors(looks, shapes, elementwise):
     optimizer = Own(parameters(*shapes), looks)
     kind = examine(optimizer, optimizer.param_groups[0], CPU)
     assert (kind.elementwise, kind.separable, kind.known) == (elementwise, True, False)
@@ -103,7 +106,7 @@ class GlobalNorm(optim.Optimizer):
             p.sub_(0.05 * min(1.0, 1e4 / norm) * p.grad)
 
 
-def test_a_norm_over_all_tensors_is_found():
+def test_trial_finds_norm_over_all_tensors():
     optimizer = GlobalNorm(parameters((5, 5), (5,)))
     assert not examine(optimizer, optimizer.param_groups[0], CPU).separable
 
@@ -112,7 +115,7 @@ OWN = [*optimizer_kind.ELEMENTWISE, *optimizer_kind.BY_TENSOR]
 
 
 @pytest.mark.parametrize("own", OWN, ids=lambda own: own.__name__)
-def test_what_is_known_of_torch_is_what_a_trial_finds(own):
+def test_trials_agree_with_the_known_kinds_of_torch(own):
     derived = type(f"Derived{own.__name__}", (own,), {})
     kinds = [
         examine(o, o.param_groups[0], CPU) for o in (c(parameters((5, 5))) for c in (own, derived))
@@ -124,7 +127,7 @@ def test_what_is_known_of_torch_is_what_a_trial_finds(own):
     assert kinds[0].tensor_keys <= kinds[1].tensor_keys
 
 
-def test_groups_that_differ_in_rates_alone_are_tried_once(monkeypatch):
+def test_groups_that_differ_only_in_rates_need_one_trial(monkeypatch):
     tried = []
     monkeypatch.setattr(optimizer_trial, "examine", lambda *about, **_: tried.append(about))
     shapes = [(5, 5), (5, 5), (5,), (5, 5)]
@@ -135,10 +138,10 @@ def test_groups_that_differ_in_rates_alone_are_tried_once(monkeypatch):
     optimizer, kinds = Own(groups, plain, decay=0), OptimizerKinds()
     for group in optimizer.param_groups:
         kinds.of(optimizer, group, CPU)
-    assert len(tried) == 3  # of two shapes, and once with another option
+    assert len(tried) == 3  # two shapes, and one more with another option
 
 
-def test_a_trial_leaves_the_optimizer_as_it_was():
+def test_trial_leaves_the_optimizer_unchanged():
     optimizer = Own(parameters((5, 5)), lars)
     before = optimizer.param_groups[0]["params"][0].detach().clone()
     examine(optimizer, optimizer.param_groups[0], CPU)
@@ -147,14 +150,14 @@ def test_a_trial_leaves_the_optimizer_as_it_was():
 
 
 class Drawing(torch.optim.SGD):
-    """Draws in its steps, as an optimizer with noise does."""
+    """Draws random numbers in its steps, as an optimizer with noise does."""
 
     def step(self, closure=None):
         torch.rand(3)
         super().step(closure)
 
 
-def test_trials_leave_the_generator_where_it_was():
+def test_trials_leave_the_random_state_unchanged():
     optimizer = Drawing(nn.Linear(3, 2).parameters(), lr=0.1)
     before = torch.get_rng_state()
     OptimizerKinds().of(optimizer, optimizer.param_groups[0], torch.device("cpu"))

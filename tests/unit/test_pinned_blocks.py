@@ -1,4 +1,4 @@
-"""States in pinned memory lie in a few blocks, since torch rounds each up to a power of two."""
+"""Intervals in pinned memory share a few blocks, because torch rounds each up to a power of two."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def test_packed(sizes, blocks, places):
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=40))
-def test_nothing_overlaps_and_all_is_inside(sizes):
+def test_intervals_are_disjoint_and_inside_blocks(sizes):
     blocks, places = packed(sizes)
     assert all(size & (size - 1) == 0 for size in blocks)
     ends = [0] * len(blocks)
@@ -47,14 +47,14 @@ def test_nothing_overlaps_and_all_is_inside(sizes):
 
 @pytest.mark.parametrize("each", [17 * MB, 25 * MB, 33 * MB])
 def test_many_buckets_take_little_more_than_their_bytes(each):
-    """Each in a block of its own would take up to twice as much."""
+    """In a separate block each would take up to twice its bytes."""
     sizes = [each] * 100
     blocks, _ = packed(sizes)
     assert sum(blocks) <= 1.05 * sum(sizes)
 
 
 class OnAnAccelerator(StorageFactory):
-    """Keeps states of the CPU as those of an accelerator are kept."""
+    """Stores states of the CPU as if it were an accelerator."""
 
     def is_apart(self, device):
         return True
@@ -73,13 +73,13 @@ def test_states_of_one_kind_share_blocks():
     assert len({each.memory.untyped_storage().data_ptr() for each in made}) == 3
 
 
-def test_a_copy_stream_takes_what_it_is_told():
+def test_copy_stream_allocates_requested_memory():
     first, second = CopyStream(torch.device("cpu")).memories([3, 5], torch.float64)
     assert (first.numel(), second.numel(), second.dtype) == (3, 5, torch.float64)
 
 
-def test_a_thread_is_at_the_device_before_it_is_at_a_stream():
-    """Left to the stream's block alone, torch would set it back to a stream of device 0."""
+def test_thread_selects_the_device_before_the_stream():
+    """Otherwise torch would restore a stream of device 0 on leaving the block."""
     done = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, and the schedules' tables: pure."""
+"""Partitions of models into stages, and schedule tables."""
 
 from itertools import combinations, pairwise
 
@@ -38,7 +38,7 @@ def test_every_rank_is_in_one_group_of_each_axis(data):
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
-def test_rows_are_as_even_as_they_can_be(sizes, data):
+def test_stages_are_as_even_as_possible(sizes, data):
     parts = data.draw(st.integers(1, len(sizes)))
 
     def largest(starts):
@@ -52,11 +52,11 @@ def test_rows_are_as_even_as_they_can_be(sizes, data):
     assert largest(found) == min(map(largest, every))
 
 
-def test_what_a_model_is_cut_into():
+def test_partitions_models_into_layers():
     model = GPT()
     cut = partition.partition_model(model, 2)
     assert [a.name for a in cut.layers] == ["tokens", "blocks.0", "blocks.1", "norm", "head"]
-    assert cut.owners[model.places] == 0  # in no layer, and used before the first
+    assert cut.owners[model.places] == 0  # in no layer, and used before the first layer
     assert cut.tied == {model.tokens.weight: [1]}
     assert [cut.describe_stage(stage) for stage in range(2)] == [
         "tokens to blocks.0",
@@ -75,7 +75,7 @@ def test_what_a_model_is_cut_into():
 
 @settings(deadline=None)
 @given(st.sampled_from(SCHEDULES), st.integers(2, 4), st.integers(1, 3), st.data())
-def test_every_action_is_there_once_and_can_be_run(name, ranks, rounds, data):
+def test_every_action_runs_once_without_deadlock(name, ranks, rounds, data):
     stages = ranks * (2 if name == "interleaved" else 1)
     micros = ranks * rounds
     actions = [a for rank in range(ranks) for a in actions_of(name, ranks, stages, micros, rank)]
@@ -96,12 +96,12 @@ def test_every_action_is_there_once_and_can_be_run(name, ranks, rounds, data):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("ranks", "micros"), [(2, 2), (2, 8), (4, 4), (4, 16)])
-def test_the_bubble_is_that_of_the_formula(name, ranks, micros):
+def test_idle_fraction_matches_the_formula(name, ranks, micros):
     """(S - 1) / (M + S - 1), Huang et al., 2019."""
     times = {"F": [1.0] * ranks, "B": [2.0] * ranks, "I": [1.0] * ranks, "W": [1.0] * ranks}
     wanted = (ranks - 1) / (micros + ranks - 1)
     assert schedule.idle_fraction(name, ranks, ranks, micros, times) == pytest.approx(wanted)
-    # Backward in two fills gaps, and two stages on each rank halve them.
+    # Splitting backwards fills gaps, and two stages on each rank halve them.
     assert schedule.idle_fraction("zero-bubble", ranks, ranks, micros, times) < wanted
     halves = {kind: [t / 2 for t in several] * 2 for kind, several in times.items()}
     assert schedule.idle_fraction("interleaved", ranks, 2 * ranks, micros, halves) < wanted
@@ -116,6 +116,8 @@ def test_1f1b_holds_no_more_micro_batches_than_stages():
     assert Action(0, "F", 0) == actions_of("1f1b", 4, 4, 16, 0)[0]
 
 
-def test_what_a_schedule_cannot_have():
-    with pytest.raises(ConfigError, match="interleaved on 4 workers cannot have 9 micro-batches"):
+def test_rejects_micro_batches_that_a_schedule_does_not_support():
+    with pytest.raises(
+        ConfigError, match="interleaved on 4 workers does not support 9 micro-batches"
+    ):
         actions_of("interleaved", 4, 8, 9, 0)

@@ -38,7 +38,7 @@ def test_every_row_is_legal_or_refused(sharded: tuple[str, ...]) -> None:
         (("parameters", "gradients"), "sharded gradients need a sharded optimizer", "--zero 3"),
     ],
 )
-def test_a_refusal_names_row_cell_and_nearest(
+def test_error_names_row_cell_and_nearest_row(
     sharded: tuple[str, ...], fault: str, nearest: str
 ) -> None:
     with pytest.raises(PlacementError) as refused:
@@ -55,7 +55,7 @@ def test_there_are_four_rows(level: int) -> None:
         Placement.zero(level)
 
 
-def test_cells_are_said_in_words() -> None:
+def test_cells_in_words() -> None:
     assert Placement.zero(1).cells() == (
         "parameters replicated, gradients replicated, optimizer sharded"
     )
@@ -74,13 +74,13 @@ def test_cells_are_said_in_words() -> None:
         ("nvme:a:b", Tier("nvme", "a:b")),
     ],
 )
-def test_a_tier_is_read_as_it_is_written(text: str, tier: Tier) -> None:
+def test_parses_tier(text: str, tier: Tier) -> None:
     assert Tier.parse(text) == tier
     assert str(tier) == text
 
 
 @pytest.mark.parametrize("text", ["", "disk", "nvme", "nvme:", "cpu:/scratch"])
-def test_what_is_no_tier(text: str) -> None:
+def test_refuses_unknown_tiers(text: str) -> None:
     with pytest.raises(ValueError, match="nvme:FOLDER"):
         Tier.parse(text)
 
@@ -90,7 +90,7 @@ CPU, DISK = Tier("cpu"), Tier("nvme", "/scratch")
 
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("tier", [CPU, DISK])
-def test_every_state_rests_elsewhere_where_that_is_legal(level: int, tier: Tier) -> None:
+def test_states_can_be_on_another_tier_if_sharded(level: int, tier: Tier) -> None:
     row = Placement.zero(level)
     assert row.resting(optimizer=tier).tier("optimizer") == tier
     for state in ("gradients", "parameters"):
@@ -98,11 +98,11 @@ def test_every_state_rests_elsewhere_where_that_is_legal(level: int, tier: Tier)
             assert row.resting(**{state: tier}).tier(state) == tier
             continue
         needed = {"gradients": 2, "parameters": 3}[state]
-        with pytest.raises(PlacementError, match=f"{state} can rest on .* --zero {needed}"):
+        with pytest.raises(PlacementError, match=f"{state} can be on the tier .* --zero {needed}"):
             row.resting(**{state: tier})
 
 
-def test_gradients_follow_the_optimizer_unless_said() -> None:
+def test_gradients_follow_the_optimizer_by_default() -> None:
     assert Placement.zero(2).resting(optimizer=DISK).tier("gradients") == DISK
     assert Placement.zero(1).resting(optimizer=DISK).tier("gradients") == Tier()
     said = Placement.zero(2).resting(optimizer=DISK, gradients=Tier())

@@ -1,4 +1,4 @@
-"""Who is let in: proofs over connections, what is sealed, and the table behind them."""
+"""Authentication of connections, sealed messages, and the key-value store behind them."""
 
 import os
 import socket
@@ -33,7 +33,7 @@ def soon(seconds: float = 10.0) -> float:
 
 
 class TestProof:
-    def test_both_know_the_secret(self, listener: socket.socket) -> None:
+    def test_both_ends_authenticate(self, listener: socket.socket) -> None:
         with (
             ThreadPoolExecutor(1) as pool,
             rpc.Acceptor(listener, KNOWN, ROLE) as acceptor,
@@ -51,7 +51,7 @@ class TestProof:
                 assert ours.receive() == b"x" * 200_000
             assert ours.receive() is None
 
-    def test_who_knows_another_is_cut_off_unread(self, listener: socket.socket) -> None:
+    def test_peer_with_other_secret_is_disconnected_unread(self, listener: socket.socket) -> None:
         with (
             ThreadPoolExecutor(1) as pool,
             rpc.Acceptor(listener, KNOWN, ROLE) as acceptor,
@@ -62,7 +62,7 @@ class TestProof:
                 rpc.prove(stranger, b"guessed", ROLE, soon())
             assert accepted.result() is None
 
-    def test_who_listens_must_know_it_too(self, listener: socket.socket) -> None:
+    def test_server_must_know_secret(self, listener: socket.socket) -> None:
         def pretend() -> None:
             accepted, _ = listener.accept()
             with accepted:
@@ -79,7 +79,7 @@ class TestProof:
                 rpc.prove(mine, KNOWN, ROLE, soon())
             pretended.result()
 
-    def test_what_was_heard_once_proves_nothing_later(self, listener: socket.socket) -> None:
+    def test_replayed_proof_is_invalid(self, listener: socket.socket) -> None:
         with (
             ThreadPoolExecutor(1) as pool,
             rpc.Acceptor(listener, KNOWN, ROLE) as acceptor,
@@ -98,7 +98,7 @@ class TestProof:
                 assert stranger.recv(1) == b""
                 assert again.result() is None
 
-    def test_silent_strangers_keep_nobody_waiting(self, listener: socket.socket) -> None:
+    def test_silent_strangers_do_not_block(self, listener: socket.socket) -> None:
         with ExitStack() as stack:
             acceptor = stack.enter_context(rpc.Acceptor(listener, KNOWN, ROLE))
             place = listener.getsockname()
@@ -114,13 +114,13 @@ class TestProof:
             found.close()
             assert time.monotonic() - began < rpc.PATIENCE
 
-    def test_a_bell_ends_the_waiting(self, listener: socket.socket) -> None:
+    def test_bell_ends_accept(self, listener: socket.socket) -> None:
         ours, theirs = socket.socketpair()
         with theirs, rpc.Acceptor(listener, KNOWN, ROLE, theirs) as acceptor:
             ours.close()
             assert acceptor.accept() is None
 
-    def test_who_says_nothing_is_given_up(self, listener: socket.socket) -> None:
+    def test_silent_server_is_given_up(self, listener: socket.socket) -> None:
         with (
             socket.create_connection(listener.getsockname()) as mine,
             pytest.raises(TimeoutError),
@@ -129,11 +129,9 @@ class TestProof:
 
 
 class TestRelay:
-    """Someone in between who does not know the secret, and passes on what others say."""
+    """An attacker in between, who does not know the secret and relays messages."""
 
-    def test_a_proof_for_one_process_proves_nothing_to_another(
-        self, listener: socket.socket
-    ) -> None:
+    def test_relayed_proof_is_invalid(self, listener: socket.socket) -> None:
         with (
             ThreadPoolExecutor(1) as pool,
             rpc.Acceptor(listener, KNOWN, b"status 2") as acceptor,
@@ -145,10 +143,10 @@ class TestRelay:
             assert accepted.result() is None
 
     def ends(self) -> tuple[authentication.Seals, authentication.Seals]:
-        """The seals of the two ends of a connection."""
+        """Return the seals of the two ends of a connection."""
         return authentication.Seals(b"one", b"other"), authentication.Seals(b"other", b"one")
 
-    def test_a_message_that_is_added_is_forged(self) -> None:
+    def test_added_message_is_forged(self) -> None:
         one, other = self.ends()
         stranger = authentication.Seals(b"guessed", b"other")
         other.take(one.frame(b"first") + stranger.frame(b"second"))
@@ -157,7 +155,7 @@ class TestRelay:
             other.next()
 
     @pytest.mark.parametrize("order", [[0, 0], [1], [0, 2]])
-    def test_messages_that_are_repeated_or_left_out_are_forged(self, order: list[int]) -> None:
+    def test_repeated_or_omitted_messages_are_forged(self, order: list[int]) -> None:
         one, other = self.ends()
         frames = [one.frame(f"{number}".encode()) for number in range(3)]
         *before, last = order
@@ -168,13 +166,13 @@ class TestRelay:
         with pytest.raises(authentication.Forged):
             other.next()
 
-    def test_a_message_that_is_sent_back_is_forged(self) -> None:
+    def test_reflected_message_is_forged(self) -> None:
         one, _ = self.ends()
         one.take(one.frame(b"mine"))
         with pytest.raises(authentication.Forged):
             one.next()
 
-    def test_a_length_that_no_message_has_is_not_waited_for(self) -> None:
+    def test_impossible_length_is_forged(self) -> None:
         one, _ = self.ends()
         one.take(b"\xff" * 100)
         with pytest.raises(authentication.Forged, match="is longer than any"):
@@ -182,7 +180,7 @@ class TestRelay:
 
 
 class TestSeals:
-    def test_what_is_sealed_comes_back(self) -> None:
+    def test_unsealed_returns_data(self) -> None:
         assert (
             authentication.unsealed(KNOWN, "p", authentication.sealed(KNOWN, "p", b"data"))
             == b"data"
@@ -198,13 +196,13 @@ class TestSeals:
             authentication.sealed(KNOWN, "p", b"data") + b"more",
         ],
     )
-    def test_all_else_is_forged(self, data: bytes) -> None:
+    def test_altered_data_is_forged(self, data: bytes) -> None:
         with pytest.raises(authentication.Forged):
             authentication.unsealed(KNOWN, "p", data)
 
 
 class TestSecret:
-    def test_the_launchers_own_comes_first(self) -> None:
+    def test_secret_of_launcher_wins(self) -> None:
         assert environment.given_secret({}) is None
         assert environment.given_secret({environment.SECRET_VARIABLE: "s" * 16}) == "s" * 16
         assert (
@@ -214,7 +212,7 @@ class TestSecret:
             == "ours"
         )
 
-    def test_a_short_one_is_refused(self) -> None:
+    def test_refuses_short_secret(self) -> None:
         with pytest.raises(LaunchError, match=r"has 5 characters.*openssl rand -hex 32"):
             environment.given_secret({environment.SECRET_VARIABLE: "short"})
 
@@ -234,7 +232,7 @@ class TestTable:
             lambda: "shardwise-store" not in {thread.name for thread in threading.enumerate()}
         )
 
-    def test_torchs_verbs(self, stores: tuple[HostStore, ClientStore]) -> None:
+    def test_store_has_methods_of_torch(self, stores: tuple[HostStore, ClientStore]) -> None:
         hosted, reaching = stores
         reaching.set("bytes", bytes(range(256)))
         assert hosted.get("bytes") == bytes(range(256))
@@ -251,7 +249,7 @@ class TestTable:
         )
         assert (reaching.delete_key("word"), reaching.delete_key("word")) == (True, False)
 
-    def test_one_waits_for_what_the_other_sets(self, stores: tuple[HostStore, ClientStore]) -> None:
+    def test_wait_ends_when_key_is_set(self, stores: tuple[HostStore, ClientStore]) -> None:
         hosted, reaching = stores
         for first, second in ((hosted, reaching), (reaching, hosted)):
             with ThreadPoolExecutor(1) as pool:
@@ -260,13 +258,13 @@ class TestTable:
                 second.set(f"{first}", "here")
                 assert waited.result() == b"here"
 
-    def test_a_wait_ends(self, stores: tuple[HostStore, ClientStore]) -> None:
+    def test_wait_times_out(self, stores: tuple[HostStore, ClientStore]) -> None:
         for store in stores:
             store.set("here", "")
             with pytest.raises(dist.DistStoreError, match=r"after 0\.1 s, for gone"):
                 store.wait(["here", "gone"], timedelta(seconds=0.1))
 
-    def test_a_late_answer_is_not_taken_for_the_next(
+    def test_late_reply_is_not_taken_for_next(
         self, stores: tuple[HostStore, ClientStore], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hosted, reaching = stores
@@ -286,13 +284,13 @@ class TestTable:
         with pytest.raises(dist.DistStoreError, match="rank 0 has not answered"):
             reaching.check(["here"])
 
-    def test_rank_0_goes(self, stores: tuple[HostStore, ClientStore]) -> None:
+    def test_client_reports_end_of_rank_0(self, stores: tuple[HostStore, ClientStore]) -> None:
         hosted, reaching = stores
         hosted.close()
         with pytest.raises(dist.DistStoreError, match="rank 0 is gone"):
             reaching.get("key")
 
-    def test_nobody_comes_late(self, listener: socket.socket) -> None:
+    def test_accept_no_more_refuses_connections(self, listener: socket.socket) -> None:
         place = listener.getsockname()
         hosted = HostStore(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
         hosted.accept_no_more()
@@ -300,19 +298,19 @@ class TestTable:
             socket.create_connection(place)
         hosted.close()
 
-    def test_nothing_is_done_for_a_stranger(self, listener: socket.socket) -> None:
+    def test_stranger_cannot_set_keys(self, listener: socket.socket) -> None:
         place = listener.getsockname()
         hosted = HostStore(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
         with socket.create_connection(place) as stranger:
             stranger.settimeout(5)
             stranger.recv(authentication.NONCE)
             stranger.sendall(b"\0" * authentication.CLAIM + b'["set", "key", {"bytes": "mine"}]\n')
-            with suppress(ConnectionResetError):  # it hung up on what it has not read
+            with suppress(ConnectionResetError):  # the server closed with unread data
                 assert stranger.recv(1) == b""
         assert not hosted.check(["key"])
         hosted.close()
 
-    def test_absent_ones_are_told(self) -> None:
+    def test_absent_lists_missing_keys(self) -> None:
         table = KeyValueTable()
         table.set("b", b"")
         assert table.absent(["a", "b", "c"]) == ["a", "c"]

@@ -1,4 +1,4 @@
-"""A recomputed unit that writes to its input in place is refused."""
+"""A recomputed unit that changes its input in place is refused."""
 
 import pytest
 import torch
@@ -13,10 +13,10 @@ class InPlace(nn.Module):
         return x.mul_(2).tanh()
 
 
-def test_a_unit_that_writes_to_its_input_is_not_recomputed():
+def test_a_unit_that_changes_its_input_is_refused():
     unit = InPlace()
     RecomputedForward(unit, compiled=False)
-    with pytest.raises(ModelError, match=r"InPlace writes to its input in place.*x\.clone\(\)"):
+    with pytest.raises(ModelError, match=r"InPlace changes its input in place.*x\.clone\(\)"):
         unit(torch.ones(3, requires_grad=True) * 1.0)
     plain = nn.Tanh()
     RecomputedForward(plain, compiled=False)

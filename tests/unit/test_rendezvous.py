@@ -1,4 +1,4 @@
-"""How ranks that were given no address find rank 0: its rendezvous file, and the rendezvous."""
+"""The rendezvous file, and the rendezvous of ranks without an address of rank 0."""
 
 import json
 import os
@@ -29,7 +29,7 @@ NOTE = RendezvousFile(
 
 
 class TestPath:
-    def test_one_host_looks_in_a_folder_of_the_users_own(
+    def test_file_of_one_host_is_in_folder_of_user(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
@@ -40,38 +40,38 @@ class TestPath:
             replace(alone, job="slurm 1.1 0")
         )
 
-    def test_many_hosts_look_in_the_working_directory(self) -> None:
+    def test_file_of_many_hosts_is_in_working_directory(self) -> None:
         assert rendezvous_file.path(FIRST).parent == Path.cwd()
         assert rendezvous_file.path(FIRST, "/shared/").parent == Path("/shared")
 
-    def test_nothing_names_the_run(self) -> None:
+    def test_refuses_run_without_name(self) -> None:
         with pytest.raises(LaunchError, match=r"Name rank 0's host .*SHARDWISE_RENDEZVOUS="):
             rendezvous_file.path(Identity(launcher="MPICH", size=2))
 
 
 class TestNote:
-    def test_it_lies_there_as_long_as_it_is_needed(self, tmp_path: Path) -> None:
+    def test_file_exists_during_block(self, tmp_path: Path) -> None:
         place = tmp_path / "note"
         assert rendezvous_file.read(place) is None
-        with rendezvous_file.written(place, NOTE):
+        with rendezvous_file.publish(place, NOTE):
             assert rendezvous_file.read(place) == NOTE
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_reports_missing_folder(self, tmp_path: Path) -> None:
         with (
             pytest.raises(
                 LaunchError, match=r"cannot write the rendezvous file in .*: No such file"
             ),
-            rendezvous_file.written(tmp_path / "none" / "note", NOTE),
+            rendezvous_file.publish(tmp_path / "none" / "note", NOTE),
         ):
             pass
 
-    def test_a_run_that_is_ended_leaves_none(self, tmp_path: Path) -> None:
+    def test_terminated_run_removes_file(self, tmp_path: Path) -> None:
         code = (
             "import sys, time; from pathlib import Path\n"
             "from shardwise.net import rendezvous_file as files\n"
             "note = files.RendezvousFile(addresses=(), port=1, host='h', pid=1)\n"
-            "with files.written(Path(sys.argv[1]), note): print('left', flush=True); time.sleep(60)"
+            "with files.publish(Path(sys.argv[1]), note): print('left', flush=True); time.sleep(60)"
         )
         words = [sys.executable, "-c", code, str(tmp_path / "note")]
         with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
@@ -82,7 +82,7 @@ class TestNote:
             assert process.wait(20) == 128 + signal.SIGTERM
         assert list(tmp_path.iterdir()) == []
 
-    def test_notes_of_killed_runs_are_swept(self, tmp_path: Path) -> None:
+    def test_removes_files_of_killed_runs(self, tmp_path: Path) -> None:
         ended = subprocess.Popen(["true"])
         ended.wait()
         mine, theirs, old = (
@@ -100,12 +100,12 @@ class TestNote:
             os.utime(place, (1, 1))
         fresh = old.with_name(old.name + "e")
         fresh.write_text(json.dumps(asdict(replace(NOTE, pid=ended.pid))))
-        with rendezvous_file.written(tmp_path / "note", NOTE):
+        with rendezvous_file.publish(tmp_path / "note", NOTE):
             left = {place.name for place in tmp_path.iterdir()}
         kept = {place.name for place in (mine, theirs, broken, fresh)}
         assert left == {"note", *kept}
 
-    def test_a_number_that_another_user_has_now_is_no_error(
+    def test_keeps_file_whose_process_id_was_reused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refuse(pid: int, number: int) -> None:
@@ -115,17 +115,17 @@ class TestNote:
         old.write_text(json.dumps(asdict(NOTE)))
         os.utime(old, (1, 1))
         monkeypatch.setattr(os, "kill", refuse)
-        with rendezvous_file.written(tmp_path / "note", NOTE):
+        with rendezvous_file.publish(tmp_path / "note", NOTE):
             assert old.exists()
 
-    def test_what_is_no_note_is_not_read(self, tmp_path: Path) -> None:
+    def test_ignores_malformed_file(self, tmp_path: Path) -> None:
         place = tmp_path / "note"
         for text in ("", "{", "[]", "{}", json.dumps(asdict(NOTE) | {"more": 1})):
             place.write_text(text)
             assert rendezvous_file.read(place) is None
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
-    def test_a_note_of_another_user_is_not_believed(self, tmp_path: Path) -> None:
+    def test_ignores_file_of_other_user(self, tmp_path: Path) -> None:
         place = tmp_path / "note"
         place.write_text(json.dumps(asdict(NOTE)))
         os.chown(place, 65534, 65534)
@@ -146,7 +146,7 @@ class TestMeeting:
         yield f"{tmp_path}/"
         assert list(tmp_path.iterdir()) == []
 
-    def test_both_come(self, folder: str) -> None:
+    def test_ranks_meet(self, folder: str) -> None:
         stores: dict[int, Any] = {}
 
         def come(identity: Identity) -> None:
@@ -163,28 +163,28 @@ class TestMeeting:
             assert not met.is_open
             met.close()
 
-    def test_one_does_not_come(
+    def test_rank_0_names_missing_ranks(
         self, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(rendezvous, "WARN", 0.1)
         with pytest.raises(LaunchError, match=r"Ranks 1, 2 of the 3 .*share .*SHARDWISE_REND"):
             rendezvous.meet(replace(FIRST, size=3), 0.3, folder)
-        assert "Waiting on." in capsys.readouterr().err
+        assert "Still waiting." in capsys.readouterr().err
 
-    def test_rank_0_does_not_come(self, folder: str) -> None:
+    def test_reports_missing_rank_0(self, folder: str) -> None:
         with pytest.raises(
             LaunchError, match=r"Rank 1 of 2, .* found no rendezvous file of rank 0 in"
         ):
             rendezvous.meet(SECOND, 0.2, folder)
 
-    def test_a_note_that_leads_nowhere(self, folder: str) -> None:
+    def test_reports_unreachable_addresses(self, folder: str) -> None:
         place = rendezvous_file.path(SECOND, folder)
         with socket.create_server(("127.0.0.1", 0)) as closed:
             port = closed.getsockname()[1]
         note = replace(NOTE, addresses=("127.0.0.1", "no.such.host.invalid"), port=port)
         began = time.monotonic()
         with (
-            rendezvous_file.written(place, note),
+            rendezvous_file.publish(place, note),
             pytest.raises(
                 LaunchError,
                 match=rf"at 127.0.0.1 or no.such.*, port {port}, within 0.2 s",
@@ -193,10 +193,8 @@ class TestMeeting:
             rendezvous.meet(SECOND, 0.2, folder)
         assert time.monotonic() - began < 15
 
-    def test_rank_0_was_told_where_to_listen_and_stands_still(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv(environment.RUN_SECRET_VARIABLE, "what all ranks know")
+    def test_reports_silent_rank_0(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(environment.RUN_SECRET_VARIABLE, "the secret of the run")
         with socket.create_server(("127.0.0.1", 0)) as inherited:  # the kernel accepts for it
             port = inherited.getsockname()[1]
             told = Identity(
@@ -208,8 +206,8 @@ class TestMeeting:
         assert error.value.at_fault == (0,)
         assert time.monotonic() - began < 5
 
-    def test_one_that_does_not_come_is_named_by_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(environment.RUN_SECRET_VARIABLE, "what all ranks know")
+    def test_all_ranks_name_missing_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(environment.RUN_SECRET_VARIABLE, "the secret of the run")
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         told = Identity(launcher="shardwise run", size=3, address="127.0.0.1", port=port)
@@ -218,13 +216,13 @@ class TestMeeting:
             second = pool.submit(rendezvous.meet, replace(told, rank=1), 1.0, None)
             error = second.exception()
             assert isinstance(error, LaunchError)
-            assert "came to rank 0, but rank 2 did not come within 1 s" in str(error)
+            assert "reached rank 0, but rank 2 did not within 1 s" in str(error)
             assert error.at_fault == (2,)
             error = first.exception()
             assert isinstance(error, LaunchError)
             assert error.at_fault == (2,)
 
-    def test_told_by_the_setting(self) -> None:
+    def test_meets_at_address_of_setting(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         alone = replace(FIRST, size=1)

@@ -1,4 +1,4 @@
-"""Whether a failed run starts again, what a rank tells of its progress, and signals it heeds."""
+"""Restarts of failed runs, the recorded progress of ranks, and signals that end a run."""
 
 import os
 import signal
@@ -25,33 +25,33 @@ class TestTheLine:
     @pytest.mark.parametrize(
         ("failed", "said"),
         [
-            (failure(57, 40), "at step 57 (SIGKILL). Starting again, 1 of 3, from the checkpoint"),
+            (failure(57, 40), "at step 57 (SIGKILL). Restart 1 of 3, from the checkpoint"),
             (failure(57, 40), "of step 40: 17 steps are lost.\n"),
             (failure(41, 40), ": 1 step is lost.\n"),
             (failure(57), "from the beginning: there is no checkpoint yet, and 57 steps are lost"),
-            (failure(57, 40, resumes=False), "calls no engine.resume(folder): 57 steps are lost"),
-            (failure(0), "before the first step (SIGKILL). Starting again, 1 of 3, from the begin"),
-            (Failure(what="x", why="y", progress=None), "x before the first step (y). Starting"),
+            (failure(57, 40, resumes=False), "not call engine.resume(folder): 57 steps are lost"),
+            (failure(0), "before the first step (SIGKILL). Restart 1 of 3, from the begin"),
+            (Failure(what="x", why="y", progress=None), "x before the first step (y). Restart"),
         ],
     )
-    def test_tells_cause_and_loss(self, failed: Failure, said: str) -> None:
+    def test_line_names_cause_and_loss(self, failed: Failure, said: str) -> None:
         again, line = Restarts(3).after(failed)
         assert again
         assert said in line
         assert line.startswith("shardwise: ")
         assert line.count("\n") == 1
 
-    def test_so_often_and_no_more(self) -> None:
+    def test_restarts_are_limited(self) -> None:
         several = Restarts(2)
         assert several.after(failure(1))[0]
         assert several.after(failure(2))[0]
         assert several.after(failure(3)) == (
             False,
-            "\nshardwise: it was started again 2 times, and no more.\n",
+            "\nshardwise: the limit of 2 restarts (--restarts) is reached.\n",
         )
         assert Restarts(0).after(failure(1)) == (False, "")
 
-    def test_a_failure_at_the_same_step_without_a_newer_checkpoint_is_not_chance(self) -> None:
+    def test_gives_up_after_failures_at_same_step(self) -> None:
         several = Restarts(9)
         assert several.after(failure(7, 4))[0]
         assert several.after(failure(7, 4))[0]
@@ -59,34 +59,35 @@ class TestTheLine:
         assert several.after(failure(7, 6))[0]
         again, line = several.after(failure(7, 6))
         assert not again
-        assert "3 failures in a row at step 7, and no newer checkpoint" in line
+        assert "3 failures in a row at step 7, without a newer checkpoint" in line
 
-    def test_islands_that_were_started_again_count(self) -> None:
+    def test_restarts_of_islands_count(self) -> None:
         several = Restarts(2)
         several.island_started()
         assert (several.number, several.is_spent) == (2, False)
-        assert "Starting again, 2 of 2" in several.after(failure(1))[1]
+        assert "Restart 2 of 2" in several.after(failure(1))[1]
         assert several.is_spent
-        assert "it was started again 2 times, and no more." in several.after(failure(9))[1]
+        assert "the limit of 2 restarts (--restarts) is reached." in several.after(failure(9))[1]
 
 
 class TestRepeated:
-    def test_until_it_ends_well(self) -> None:
+    def test_repeats_until_success(self) -> None:
         endings = [Ending(code=1, words="why", failure=failure(3, 2)), Ending(code=0)]
         said: list[str] = []
         assert restarts.repeated(Restarts(1), lambda: endings.pop(0), said.append) == 0
         assert "".join(said).count("\n") == 1
         assert "why" not in said
 
-    def test_the_last_words_come_once_it_is_over(self) -> None:
+    def test_last_words_are_shown_at_end(self) -> None:
         said: list[str] = []
         code = restarts.repeated(
             Restarts(1), lambda: Ending(code=7, words="why\n", failure=failure(3)), said.append
         )
         assert code == 7
-        assert "".join(said).endswith("why\n\nshardwise: it was started again once, and no more.\n")
+        limit = "shardwise: the limit of 1 restart (--restarts) is reached.\n"
+        assert "".join(said).endswith(f"why\n\n{limit}")
 
-    def test_a_start_that_is_refused(self) -> None:
+    def test_refused_restart_ends_run(self) -> None:
         endings = [Ending(code=7, failure=failure(3))]
 
         def once() -> Ending:
@@ -96,11 +97,11 @@ class TestRepeated:
 
         said: list[str] = []
         assert restarts.repeated(Restarts(3), once, said.append) == 7
-        assert "it cannot start again. node2 is gone." in said[-1]
+        assert "the restart failed. node2 is gone." in said[-1]
 
 
 class TestProgress:
-    def test_is_read_as_it_was_told(self, tmp_path: Path) -> None:
+    def test_progress_round_trips(self, tmp_path: Path) -> None:
         assert progress.read(tmp_path, 3) is None
         writer = ProgressWriter({REPORTS_VARIABLE: str(tmp_path), RANK_VARIABLE: "3"})
         assert progress.read(tmp_path, 3) == Progress(step=0, kept=0)
@@ -116,12 +117,12 @@ class TestProgress:
         writer.ended()
         assert progress.read(tmp_path, 3) == Progress(**{**vars(told), "ended": True})
 
-    def test_nobody_listens(self) -> None:
+    def test_progress_without_launcher(self) -> None:
         ProgressWriter({}).stepped(0, 1)
 
 
 class Engine:
-    """What saves, as an engine does."""
+    """An object that saves, like an engine."""
 
     def __init__(self, *, ready: bool = True) -> None:
         self.is_ready, self.saved = ready, 0
@@ -145,9 +146,7 @@ def asked() -> Iterator[tuple[Preemption, list[str]]]:
 
 
 class TestPreemption:
-    def test_a_signal_is_noted_and_the_end_comes_between_two_steps(
-        self, asked: tuple[Preemption, list[str]]
-    ) -> None:
+    def test_signal_ends_run_between_two_steps(self, asked: tuple[Preemption, list[str]]) -> None:
         preemption, said = asked
         first, second = Engine(), Engine(ready=False)
         for engine in (first, second):
@@ -165,9 +164,7 @@ class TestPreemption:
         assert (first.saved, second.saved) == (1, 1)
         assert said[0].startswith("shardwise: SIGUSR1: saved there/step-3 and there/step-3, ending")
 
-    def test_what_the_user_handles_stays_the_users(
-        self, asked: tuple[Preemption, list[str]]
-    ) -> None:
+    def test_keeps_signal_handler_of_user(self, asked: tuple[Preemption, list[str]]) -> None:
         preemption, _ = asked
         seen: list[int] = []
         before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
@@ -180,7 +177,7 @@ class TestPreemption:
         assert seen == [signal.SIGTERM]
         assert preemption.asked == 0
 
-    def test_what_has_ended_is_not_saved(self, asked: tuple[Preemption, list[str]]) -> None:
+    def test_ended_run_is_not_saved(self, asked: tuple[Preemption, list[str]]) -> None:
         preemption, said = asked
         over, other = Engine(), Engine()
         for engine in (over, other):
@@ -191,7 +188,9 @@ class TestPreemption:
             preemption.leave_between_steps()
         assert (over.saved, other.saved, len(said)) == (0, 1, 1)
 
-    def test_another_thread_cannot_listen(self, asked: tuple[Preemption, list[str]]) -> None:
+    def test_signals_are_only_handled_in_main_thread(
+        self, asked: tuple[Preemption, list[str]]
+    ) -> None:
         preemption, _ = asked
         engine = Engine()
         thread = threading.Thread(target=preemption.heed, args=(engine.ready, engine.save))

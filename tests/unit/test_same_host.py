@@ -26,7 +26,7 @@ class Told(Solo):
     [
         (lambda key: "elsewhere boot 1", "rank 1 elsewhere (elsewhere)"),
         (lambda key: key + "2", "in one network namespace"),
-        (lambda key: None, "needs Linux and a readable /proc on every host, which rank 1 has not"),
+        (lambda key: None, "needs Linux and a readable /proc on every host, and rank 1 lacks them"),
     ],
 )
 def test_ranks_apart_keep_their_group(other, said, capsys):
@@ -48,7 +48,7 @@ def test_a_host_that_refuses_memory_is_said_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "shardwise: no shared memory, so Gloo is used: rank 0: Function not implemented\n"
     )
-    with pytest.raises(LaunchError, match="--transport gloo does without"):
+    with pytest.raises(LaunchError, match="Write --transport gloo"):
         same_host.share_memory(group, 1.0, required=True)
 
 

@@ -1,4 +1,4 @@
-"""Rates and their intervals, what ranks recorded, and what is written of it."""
+"""Rates and their intervals, records of ranks, and the report."""
 
 import csv
 import json
@@ -36,7 +36,7 @@ def test_quantiles_of_student(degrees: int, expected: float) -> None:
     assert student(0.975, degrees) == pytest.approx(expected, abs=5e-3)
 
 
-def test_a_rate_is_all_samples_over_all_time() -> None:
+def test_rate_is_all_samples_over_all_time() -> None:
     found = rate([100, 100, 20], [1.0, 1.0, 0.5])
     assert found.value == 220 / 2.5
     assert rate([64] * 8, [0.5] * 8) == Rate(128, 128, 128)
@@ -45,8 +45,8 @@ def test_a_rate_is_all_samples_over_all_time() -> None:
     assert math.isnan(alone.low)
 
 
-def test_the_interval_holds_the_true_rate_19_times_in_20() -> None:
-    """For steps whose lengths are independent of each other."""
+def test_interval_contains_the_true_rate_19_times_in_20() -> None:
+    """For steps whose lengths are independent."""
     draw = random.Random(0)
     held = 0
     for _ in range(400):
@@ -65,7 +65,7 @@ def step(number: int, **changed: Any) -> dict[str, Any]:
     return row | {"loss": 2.0 - number / 8, "weight": 16.0} | changed
 
 
-def test_records_of_all_ranks_are_put_together(tmp_path: Path) -> None:
+def test_merges_records_of_all_ranks(tmp_path: Path) -> None:
     mean = {"epoch": 1, "training": False, "means": {"accuracy": 0.75}}
     record(tmp_path, 0, [step(n, between=1.0) for n in range(8)] + [mean])
     waiting = [step(n, seconds=2.0, samples=4) for n in range(9)]
@@ -78,30 +78,30 @@ def test_records_of_all_ranks_are_put_together(tmp_path: Path) -> None:
     assert records.steps_made(tmp_path) == 8
 
 
-def test_jitter_in_when_ranks_end_a_step_changes_no_rate(tmp_path: Path) -> None:
-    for rank in (0, 1):  # by turns, one ends 0.1 s later than the other
+def test_jitter_between_ranks_does_not_change_the_rate(tmp_path: Path) -> None:
+    for rank in (0, 1):  # in turn, one ends 0.1 s later than the other
         record(tmp_path, rank, [step(n, seconds=1.1 - 0.2 * ((n + rank) % 2)) for n in range(8)])
     assert records.read(tmp_path, ranks=2, warmup=2).rate.value == pytest.approx(16.0)
 
 
-def test_a_run_of_too_few_steps_says_what_to_do(tmp_path: Path) -> None:
+def test_too_few_steps_raise_with_a_remedy(tmp_path: Path) -> None:
     record(tmp_path, 0, [step(0), step(1)])
     with pytest.raises(TooFew, match="a smaller --warmup"):
         records.read(tmp_path, ranks=1, warmup=5)
     record(tmp_path, 1, [])
-    with pytest.raises(TooFew, match="made no step"):
+    with pytest.raises(TooFew, match="no step was recorded"):
         records.read(tmp_path, ranks=2, warmup=0)
 
 
-def test_records_that_lie_on_another_host_are_missed(tmp_path: Path) -> None:
+def test_missing_records_of_other_hosts_raise(tmp_path: Path) -> None:
     record(tmp_path, 0, [step(0), step(1)])
-    with pytest.raises(TooFew, match=r"no record of rank\(s\) 1, 2: .* all of them share"):
+    with pytest.raises(TooFew, match=r"no record of rank\(s\) 1, 2\. .* all of them share"):
         records.read(tmp_path, ranks=3, warmup=0)
 
 
-def test_a_run_whose_samples_nobody_counted_says_whose_are(tmp_path: Path) -> None:
+def test_steps_without_samples_raise_with_a_remedy(tmp_path: Path) -> None:
     record(tmp_path, 0, [step(0), *(step(n, samples=0) for n in range(1, 4))])
-    with pytest.raises(TooFew, match=r"no samples were counted.*sw\.Loader"):
+    with pytest.raises(TooFew, match=r"steps have no samples.*sw\.Loader"):
         records.read(tmp_path, ranks=1, warmup=1)
 
 
@@ -110,7 +110,7 @@ OUTCOME = SimpleNamespace(loss=1.0, weight=4.0)
 
 class TestStepLog:
     def train(self, world: World, folder: Path, stop_after: int | None = None) -> list[Any]:
-        """What is recorded of 2 epochs of 5 samples, in batches of 2, with evaluations."""
+        """Return the record of 2 epochs of 5 samples, in batches of 2, with evaluations."""
         world.step_log = StepLog(folder, 0, stop_after)
         model = torch.nn.Linear(2, 1)
         engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
@@ -142,25 +142,23 @@ class TestStepLog:
             {"epoch": epoch, "training": False, "means": {"accuracy": 1.0}} for epoch in (0, 1)
         ]
 
-    def test_the_run_ends_after_the_steps_that_were_asked_for(
-        self, solo: World, tmp_path: Path
-    ) -> None:
+    def test_run_ends_after_the_requested_steps(self, solo: World, tmp_path: Path) -> None:
         with pytest.raises(SystemExit) as ended:
             self.train(solo, tmp_path, stop_after=4)
         assert ended.value.code == 0
         assert records.steps_made(tmp_path) == 4
 
-    def test_a_run_that_resumes_makes_as_many_steps_of_its_own(self, tmp_path: Path) -> None:
+    def test_resumed_run_counts_only_its_own_steps(self, tmp_path: Path) -> None:
         log = StepLog(tmp_path, 0, stop_after=2)
         log.stepped(0, 201, OUTCOME)
         with pytest.raises(SystemExit):
             log.stepped(0, 202, OUTCOME)
         log.close()
 
-    def test_what_lies_between_steps_is_not_of_them(self, tmp_path: Path) -> None:
+    def test_time_between_steps_does_not_count(self, tmp_path: Path) -> None:
         log = StepLog(tmp_path, 0)
         log.asked()
-        log.closed()  # the epoch was over; now comes an evaluation
+        log.closed()  # the epoch is over; now an evaluation follows
         time.sleep(0.5)
         log.asked()
         log.given(4, epoch=1)
@@ -169,7 +167,7 @@ class TestStepLog:
         row = json.loads((tmp_path / "rank-0.jsonl").read_text())
         assert row["seconds"] < 0.4
 
-    def test_means_of_a_later_training_are_left_out(self, tmp_path: Path) -> None:
+    def test_means_of_a_later_training_are_ignored(self, tmp_path: Path) -> None:
         log = StepLog(tmp_path, 0)
         for engines, accuracy in ([0, 1], 0.5), ([1, 0, 1, 1], 0.6), ([1], 0.1), ([2], 0.2):
             log.began()
@@ -185,7 +183,7 @@ class TestStepLog:
         assert found == [0.5, 0.5, 0.6, 0.6]
 
     @pytest.mark.parametrize("of", ["sw.Loader", "torch's DataLoader"])
-    def test_a_batch_that_a_break_left_is_not_of_the_next_step(
+    def test_batch_before_a_break_does_not_count_for_the_next_step(
         self, of: str, solo: World, tmp_path: Path
     ) -> None:
         solo.step_log = StepLog(tmp_path, 0)
@@ -202,7 +200,7 @@ class TestStepLog:
         time.sleep(0.5)
         for _ in loader:
             break
-        solo.step_log.stepped(0, 3, OUTCOME)  # of the batch in hand
+        solo.step_log.stepped(0, 3, OUTCOME)  # for the current batch
         if samples:
             samples.close()
         solo.step_log.close()
@@ -211,7 +209,7 @@ class TestStepLog:
         assert max(row["seconds"] for row in rows) < 0.4
 
 
-def test_a_batch_of_each_worker(solo: World) -> None:
+def test_batch_per_worker(solo: World) -> None:
     solo.size = 3
     solo.settings = Settings(batch="worker")
     data = torch.utils.data.TensorDataset(torch.ones(60, 2))
@@ -250,18 +248,18 @@ def made(tmp_path: Path) -> ScalingReport:
     return ScalingReport(plan=plan, runs=runs)
 
 
-def test_efficiency_is_against_the_smallest_size_that_ran(made: ScalingReport) -> None:
+def test_efficiency_is_relative_to_the_smallest_measured_size(made: ScalingReport) -> None:
     assert [(row.speedup, row.efficiency) for row in made.rows("strong")] == [(1, 1), (1.5, 0.75)]
     assert [(row.speedup, row.efficiency) for row in made.rows("weak")] == [(2, 1), (3, 0.75)]
 
 
-def test_what_counts_in_a_horovod_script_is_noted(made: ScalingReport) -> None:
+def test_notes_explain_horovod_scripts(made: ScalingReport) -> None:
     assert not any("torch.no_grad()" in note for note in made.notes())
     horovod = replace(made.runs[0], measured=measured(100, loss={}))
     assert any("torch.no_grad()" in note for note in replace(made, runs=[horovod]).notes())
 
 
-def test_it_is_said_which_loss_and_which_accuracy_are_shown(made: ScalingReport) -> None:
+def test_notes_explain_loss_and_accuracy(made: ScalingReport) -> None:
     notes = " ".join(made.notes())
     assert "loss is the mean training loss of the last epoch" in notes
     assert "accuracy is the last evaluation accuracy that" in notes
@@ -272,15 +270,15 @@ def test_it_is_said_which_loss_and_which_accuracy_are_shown(made: ScalingReport)
     assert not any(note.startswith(("loss is", "accuracy is")) for note in bare.notes())
 
 
-def test_steps_that_were_dropped_are_not_among_the_measured(
+def test_dropped_steps_are_not_measured(
     made: ScalingReport, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measure._say(made.runs[0], Console(width=200))
     said = capsys.readouterr().out
-    assert said.endswith("100 samples/s over 15 steps, after 5 that were dropped\n")
+    assert said.endswith("100 samples/s over 15 steps, without the first 5\n")
 
 
-def test_the_table_has_no_column_without_a_figure(made: ScalingReport) -> None:
+def test_table_has_no_empty_column(made: ScalingReport) -> None:
     def headings(report_: ScalingReport) -> list[object]:
         return [column.header for column in report.table(report_).columns]
 
@@ -289,7 +287,7 @@ def test_the_table_has_no_column_without_a_figure(made: ScalingReport) -> None:
     assert headings(replace(made, runs=bare)) == list(report.COLUMNS)[:-2]
 
 
-def test_json_and_csv_have_every_run(made: ScalingReport, tmp_path: Path) -> None:
+def test_json_and_csv_contain_every_run(made: ScalingReport, tmp_path: Path) -> None:
     report.write(made, tmp_path)
     found = json.loads((tmp_path / "scaling.json").read_text())
     assert [each["error"] for each in found["results"]] == [None] * 2 + [
@@ -303,7 +301,7 @@ def test_json_and_csv_have_every_run(made: ScalingReport, tmp_path: Path) -> Non
     assert [row["efficiency"] for row in rows] == ["1.0", "0.75", "", "1.0", "0.75"]
 
 
-def test_the_page_is_in_itself_and_says_what_failed(made: ScalingReport, tmp_path: Path) -> None:
+def test_page_is_self_contained_and_shows_failures(made: ScalingReport, tmp_path: Path) -> None:
     pictures = plots.draw(made, tmp_path)
     assert list(pictures) == ["throughput", "efficiency", "loss", "accuracy"]
     for name in pictures:
@@ -322,7 +320,7 @@ def test_the_page_is_in_itself_and_says_what_failed(made: ScalingReport, tmp_pat
 
 
 @pytest.mark.parametrize(("epochs", "unit"), [(1, "step"), (2, "epoch")])
-def test_losses_are_drawn_by_step_where_there_is_one_epoch(
+def test_losses_of_a_single_epoch_are_drawn_by_step(
     made: ScalingReport, epochs: int, unit: str
 ) -> None:
     loss = {epoch: 2.0 - epoch for epoch in range(epochs)}
@@ -339,11 +337,11 @@ def test_losses_are_drawn_by_step_where_there_is_one_epoch(
     [
         (["-n", "2,x", "train.py"], "numbers of workers such as 1,2,4,8"),
         (["-n", "0", "train.py"], "numbers of workers"),
-        ([], "What shall be measured?"),
+        ([], "No script given. Example: shardwise scale"),
         (["--zero", "7", "train.py"], "zero"),
     ],
 )
-def test_wrong_use_is_explained(
+def test_refuses_wrong_arguments_with_a_remedy(
     words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scale", *words]) == 2
@@ -358,7 +356,7 @@ print(world.settings.batch)
 
 
 @pytest.mark.parametrize(("kind", "batch"), [("strong", "total"), ("weak", "worker")])
-def test_the_kind_says_what_a_batch_counts_whatever_else_is_set(
+def test_kind_overrides_the_batch_setting(
     kind: str, batch: str, made: ScalingReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "settled.py"
@@ -368,14 +366,14 @@ def test_the_kind_says_what_a_batch_counts_whatever_else_is_set(
     assert ended.log.read_text().splitlines()[-1] == batch
 
 
-def test_only_what_an_earlier_run_left_is_removed(tmp_path: Path) -> None:
+def test_removes_only_files_of_an_earlier_run(tmp_path: Path) -> None:
     for name in ("output.txt", "rank-0.jsonl", "rank-0.pt", "notes.txt"):
         (tmp_path / name).write_text("")
     assert runs._folder(tmp_path) == tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"rank-0.pt", "notes.txt"}
 
 
-def test_ticks_of_a_narrow_range_of_accuracies_differ(
+def test_ticks_of_a_narrow_accuracy_range_differ(
     made: ScalingReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plots, "accuracy", lambda _: {0: 0.1490, 1: 0.1530})

@@ -39,7 +39,7 @@ def test_lines_of_a_pipe(pieces: list[bytes], seen: bytes) -> None:
     assert b"".join(map(lines.feed, pieces)) + lines.close() == seen
 
 
-def test_a_line_without_end_is_cut_and_a_bar_without_end_is_forgotten() -> None:
+def test_endless_line_is_cut_and_endless_bar_is_dropped() -> None:
     endless = Lines(b"[1] ")
     assert endless.feed(b"x" * (screen.LONGEST_LINE + 1)) == b"[1] " + b"x" * 65537 + b"\n"
     bar = Lines(b"[1] ")
@@ -61,12 +61,12 @@ def test_a_line_without_end_is_cut_and_a_bar_without_end_is_forgotten() -> None:
             [b"a\nb", b"\r\x1b[2K\x1b[1A\x1b[2KA\nB"],
             b"[0] a\n[0] b\r\x1b[2K\x1b[1A\x1b[2K[0] A\n[0] B",
         ),
-        # the colour follows the prefix, which has one of its own
+        # the colour follows the prefix, which has its own colour
         ([b"\x1b[31mred\x1b[0m\n"], b"[0] \x1b[31mred\x1b[0m\n"),
         ([b"\xc3", b"\xa9"], b"[0] \xc3\xa9"),
     ],
 )
-def test_what_a_live_source_shows(pieces: list[bytes], seen: bytes) -> None:
+def test_live_row_forwards_with_prefix(pieces: list[bytes], seen: bytes) -> None:
     live = LiveRow(b"[0] ")
     assert b"".join(map(live.feed, pieces)) == seen
 
@@ -83,7 +83,7 @@ def test_what_a_live_source_shows(pieces: list[bytes], seen: bytes) -> None:
         (b"\x1b[32m##", b"[0] \x1b[32m##"),
     ],
 )
-def test_room_for_a_line_from_elsewhere(drawn: bytes, redraw: bytes) -> None:
+def test_live_row_makes_room_for_other_lines(drawn: bytes, redraw: bytes) -> None:
     live = LiveRow(b"[0] ")
     live.feed(drawn)
     assert live.clear() == (screen.CLEAR if redraw else b"")
@@ -99,13 +99,13 @@ def test_room_for_a_line_from_elsewhere(drawn: bytes, redraw: bytes) -> None:
         (b"\x1b[?25l 50%\n\x1b[?25h", b""),
     ],
 )
-def test_the_end_of_a_live_source_tidies_the_terminal(drawn: bytes, end: bytes) -> None:
+def test_close_resets_terminal(drawn: bytes, end: bytes) -> None:
     live = LiveRow(b"[0] ")
     live.feed(drawn)
     assert live.close() == end
 
 
-def test_the_tail_is_plain_text_of_the_last_lines() -> None:
+def test_tail_is_plain_text_of_last_lines() -> None:
     tail = Tail(length=2)
     tail.feed(b"one\n\x1b[31mtwo\x1b[0m\n 1%\r 2")
     tail.feed(b"%\nthree")
@@ -132,7 +132,7 @@ def test_the_tail_is_plain_text_of_the_last_lines() -> None:
         ),
     ],
 )
-def test_after_ctrl_c_only_its_own_traceback_is_forgotten(
+def test_interrupt_filter_hides_only_keyboard_interrupt(
     pieces: list[bytes], now: bytes, later: bytes
 ) -> None:
     hush = InterruptFilter()
@@ -141,7 +141,7 @@ def test_after_ctrl_c_only_its_own_traceback_is_forgotten(
 
 
 class Terminal:
-    """Draws what is written to it, as far as bars move the cursor."""
+    """A terminal that understands the cursor movements of progress bars."""
 
     def __init__(self) -> None:
         self.rows, self.row = [""], 0
@@ -169,7 +169,7 @@ SEVERAL = [b"one 0%\ntwo 0%", b"\r\x1b[2K\x1b[1A\x1b[2Kone 50%\ntwo 50%"] * 2
 
 
 @pytest.mark.parametrize("bars", [NESTED, SEVERAL], ids=["nested", "several"])
-def test_lines_of_other_ranks_stay_beside_bars_of_several_rows(bars: list[bytes]) -> None:
+def test_lines_of_other_ranks_survive_bars_with_several_rows(bars: list[bytes]) -> None:
     terminal, live = Terminal(), LiveRow(b"[0] ")
     for number, piece in enumerate(bars):
         terminal.write(live.feed(piece))

@@ -1,5 +1,4 @@
-"""Engines saved together: what belongs to each other, on disks that take no more, and when asked
-to end meanwhile."""
+"""Engines saved together: joint saves, full disks, and signals during a save."""
 
 import json
 import signal
@@ -31,7 +30,7 @@ def refused(*_: Any, **__: Any) -> None:
     raise CheckpointNotWritten("the disk takes no more")
 
 
-def test_what_was_replaced_belongs_to_no_older_save(
+def test_an_older_save_is_invalid_once_a_checkpoint_is_replaced(
     tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both, seen = sw.Engines(one=engines[0], other=engines[1]), {"batches": 1}
@@ -51,7 +50,7 @@ def test_what_was_replaced_belongs_to_no_older_save(
     assert seen == {"batches": 1}
 
 
-def test_asked_to_end_in_the_first_save(solo: World, tmp_path: Path, engines: list[Engine]) -> None:
+def test_signal_during_the_first_save(solo: World, tmp_path: Path, engines: list[Engine]) -> None:
     """All are saved and joined before the process ends."""
     both = sw.Engines(one=engines[0], other=engines[1])
     step(engines[0])
@@ -63,7 +62,7 @@ def test_asked_to_end_in_the_first_save(solo: World, tmp_path: Path, engines: li
     assert both.resume(tmp_path) == 1
 
 
-def test_training_goes_on_without_the_file_that_joins(
+def test_training_continues_without_the_joint_file(
     tmp_path: Path,
     engines: list[Engine],
     monkeypatch: pytest.MonkeyPatch,
@@ -79,18 +78,18 @@ def test_training_goes_on_without_the_file_that_joins(
         saver = engines[0]._checkpoints.saver
         patch.setattr(saver, "_spec", replace(spec, settings=settings))
         assert both.save(tmp_path) is None
-    assert "No space left on device. Training goes on." in capsys.readouterr().err
+    assert "No space left on device. Training continues." in capsys.readouterr().err
     assert both.saves == 0
     assert both.save(tmp_path) == tmp_path / "together-1.json"
 
 
-def test_who_stepped_last_is_known_after_a_resume(
+def test_resume_restores_which_engine_stepped_last(
     solo: World, tmp_path: Path, engines: list[Engine]
 ) -> None:
     both = sw.Engines(one=engines[0], other=engines[1])
     step(engines[0])
     both.save(tmp_path)
-    solo.stepped_last = -1
+    solo.last_stepped_engine = -1
     both.resume(tmp_path)
     both.save(tmp_path / "copy")
     assert told(tmp_path / "copy" / "together-2.json")["last"] == "one"
@@ -99,7 +98,7 @@ def test_who_stepped_last_is_known_after_a_resume(
 def test_a_save_elsewhere_is_joined_there(
     solo: World, tmp_path: Path, engines: list[Engine]
 ) -> None:
-    """And asked to end, all are saved where they resumed from."""
+    """After a signal, all are saved in the folder they resumed from."""
     both = sw.Engines(one=engines[0], other=engines[1])
     both.resume(tmp_path / "home")
     both.save(tmp_path / "copy")

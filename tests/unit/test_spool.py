@@ -1,4 +1,4 @@
-"""Records in a file without a name: they come back as they were, and leave nothing behind."""
+"""Records in a file without a name: they are read unchanged, and leave nothing behind."""
 
 import errno
 import gc
@@ -36,7 +36,7 @@ def read(spool: Spool, record: SpoolRecord) -> Tensor:
 
 class TestSpool:
     @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, 2 * CHUNK + 5])
-    def test_a_record_comes_back_as_it_was(self, folder: Path, nbytes: int) -> None:
+    def test_record_is_read_unchanged(self, folder: Path, nbytes: int) -> None:
         spool, data = make(folder), pattern(0, nbytes)
         record = written(spool, data)
         for _ in range(2):
@@ -55,7 +55,7 @@ class TestSpool:
             record.wait()
             assert torch.equal(memory, piece)
 
-    def test_space_of_what_is_dropped_is_used_again(self, folder: Path) -> None:
+    def test_reuses_space_of_dropped_records(self, folder: Path) -> None:
         spool = make(folder)
         starts = set()
         for _ in range(5):
@@ -65,7 +65,7 @@ class TestSpool:
         assert starts == {0}
         assert spool.in_use == 0
 
-    def test_space_is_not_used_again_while_it_is_written(self, folder: Path) -> None:
+    def test_does_not_reuse_space_during_a_write(self, folder: Path) -> None:
         spool, may_write = make(folder), []
         lock = threading.Lock()
         lock.acquire()
@@ -94,9 +94,9 @@ class TestSpool:
                 return error.errno == errno.EBADF
             return False
 
-        wait_until(closed)  # a thread may be the one that lets go last
+        wait_until(closed)  # a thread may drop the last reference
 
-    def test_it_lives_as_long_as_its_records(self, folder: Path) -> None:
+    def test_spool_lives_as_long_as_its_records(self, folder: Path) -> None:
         spool, data = make(folder), pattern(0, 100)
         record = written(spool, data)
         del spool
@@ -104,7 +104,7 @@ class TestSpool:
         assert torch.equal(read(record._spool, record), data)
 
     @pytest.mark.parametrize("direct", [True, False])
-    def test_what_was_written_is_not_in_the_page_cache(
+    def test_written_data_is_not_in_the_page_cache(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
     ) -> None:
         if not direct:
@@ -117,7 +117,7 @@ class TestSpool:
         assert torch.equal(read(spool, record), data)
         assert cached(spool.file._fd, 3 * CHUNK) < CHUNK
 
-    def test_on_a_file_system_without_nameless_files(
+    def test_file_system_without_unnamed_files(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with monkeypatch.context() as patched:
@@ -129,11 +129,11 @@ class TestSpool:
 
 
 class TestFailures:
-    """What the file itself refuses is in test_nvme_faults.py."""
+    """Errors of the file itself are tested in test_nvme_faults.py."""
 
     def test_no_such_folder(self, folder: Path) -> None:
         with pytest.raises(
-            TierError, match=r"activations cannot rest in .*there is no such folder"
+            TierError, match=r"activations cannot be stored in .*there is no such folder"
         ):
             make(folder / "nowhere")
 
@@ -142,7 +142,7 @@ class TestFailures:
         with pytest.raises(TierError, match="a tmpfs, which is memory and not a disk"):
             make(Path("/dev/shm"))
 
-    def test_a_full_disk_is_told_by_the_write_and_not_by_the_start(
+    def test_full_disk_is_reported_by_the_write(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         spool = make(folder)
@@ -153,7 +153,7 @@ class TestFailures:
             with pytest.raises(TierError, match=said):
                 record.wait()
 
-    def test_a_failed_write_holds_nothing_of_its_caller(
+    def test_failed_write_keeps_no_objects_of_its_caller(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         spool = make(folder)
@@ -172,10 +172,10 @@ class TestFailures:
         spool = make(folder)
         record = written(spool, pattern(0, 2 * PAGE))
         os.ftruncate(spool.file._fd, PAGE)
-        with pytest.raises(TierError, match=f"ends at byte {PAGE}, before what was written"):
+        with pytest.raises(TierError, match=f"ends at byte {PAGE}, but more was written"):
             read(spool, record)
 
-    def test_a_forked_process_is_refused_and_can_end(self, folder: Path) -> None:
+    def test_refuses_forked_process_which_can_exit(self, folder: Path) -> None:
         spool = make(folder)
         gate = threading.Event()
         memory = mapped(PAGE).copy_(pattern(0, PAGE))

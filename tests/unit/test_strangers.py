@@ -1,4 +1,4 @@
-"""Other users of the host: what they left in the temporary folder, and their silent sockets."""
+"""Other users of the host: their files in the temporary folder, and their silent sockets."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ SECRET = b"what all ranks know"
 
 @contextmanager
 def another_user(do: Callable[[], object]) -> Iterator[None]:
-    """Inside the block a process of nobody's has done something, and keeps what it opened."""
+    """Run a function as another user (nobody), whose process keeps its files open in the block."""
     told, tells = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -68,7 +68,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class TestFolder:
-    def test_it_is_ours_alone(self, temporary: Path) -> None:
+    def test_folder_is_private(self, temporary: Path) -> None:
         found = private_files.folder()
         assert found.parent == temporary
         assert stat.S_IMODE(found.stat().st_mode) == 0o700
@@ -82,7 +82,7 @@ class TestFolder:
         assert not found.exists()
 
     @pytest.mark.parametrize("kind", ["folder", "link", "open"])
-    def test_one_of_another_users_is_refused(self, temporary: Path, kind: str) -> None:
+    def test_refuses_folder_of_other_user(self, temporary: Path, kind: str) -> None:
         place = private_files.folder_path()
         if kind == "open":
             place.mkdir()
@@ -91,16 +91,16 @@ class TestFolder:
             make = place.mkdir if kind == "folder" else lambda: place.symlink_to(temporary)
             with another_user(make):
                 pass
-        with pytest.raises(LaunchError, match=rf"{place} is to be .* Remove it, .*TMPDIR=FOLDER"):
+        with pytest.raises(LaunchError, match=rf"{place} must be .* Remove it, .*TMPDIR=FOLDER"):
             private_files.folder()
 
-    def test_it_comes_again_when_another_run_has_tidied(self, temporary: Path) -> None:
+    def test_folder_is_created_again_after_tidy(self, temporary: Path) -> None:
         place = private_files.folder() / "text"
         private_files.tidy()
         private_files.write(place, "mine")
         assert private_files.read(place) == "mine"
 
-    def test_it_comes_again_when_another_run_tidies_meanwhile(
+    def test_folder_is_created_again_during_tidy(
         self, temporary: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         make, made = Path.mkdir, []
@@ -117,7 +117,7 @@ class TestFolder:
 
 
 class TestFiles:
-    def test_a_link_is_not_followed(self, temporary: Path) -> None:
+    def test_links_are_not_followed(self, temporary: Path) -> None:
         kept = temporary / "kept"
         kept.write_text("kept")
         link = temporary / "link"
@@ -127,16 +127,16 @@ class TestFiles:
                 private_files.create(link)
         assert kept.read_text() == "kept"
 
-    def test_a_pipe_keeps_nobody_waiting(self, temporary: Path) -> None:
+    def test_pipe_does_not_block(self, temporary: Path) -> None:
         os.mkfifo(temporary / "pipe")
         assert private_files.read(temporary / "pipe") is None
 
-    def test_a_file_of_another_user_is_not_believed(self, temporary: Path) -> None:
+    def test_ignores_file_of_other_user(self, temporary: Path) -> None:
         place = temporary / "note"
         with another_user(lambda: place.write_text("theirs")):
             assert private_files.read(place) is None
 
-    def test_a_commit_lies_where_nobody_else_writes(self, temporary: Path) -> None:
+    def test_commit_file_is_in_private_folder(self, temporary: Path) -> None:
         with another_user(
             lambda: torch.save(
                 {"number": 9, "state": {"epoch": 9}}, temporary / private_files.commit_file("run")
@@ -151,7 +151,7 @@ class TestFiles:
 
 
 def meet(name: str, rank: int, listener: socket.socket) -> list[int]:
-    """Connect two ranks; who was found."""
+    """Connect a rank to its peer, and return the ranks that it found."""
     with listener:
         found = socket_mesh.connect(listener, name, SECRET, rank, 2, 20.0)
     for peer in found.values():
@@ -159,7 +159,7 @@ def meet(name: str, rank: int, listener: socket.socket) -> list[int]:
     return list(found)
 
 
-def test_silent_sockets_of_another_user_do_not_keep_ranks_apart() -> None:
+def test_silent_sockets_of_other_user_do_not_block_ranks() -> None:
     name = uuid.uuid4().hex
     listeners = [socket_mesh.listen(name, rank, 2, 20.0) for rank in range(2)]
 
@@ -179,7 +179,7 @@ def test_silent_sockets_of_another_user_do_not_keep_ranks_apart() -> None:
         assert time.monotonic() - began < socket_mesh.GREETING
 
 
-def test_who_listens_in_the_place_of_a_rank_is_known_by_its_user() -> None:
+def test_detects_listener_of_other_user() -> None:
     name = uuid.uuid4().hex
     with (
         another_user(lambda: socket_mesh.listen(name, 0, 2, 20.0)),
@@ -189,7 +189,7 @@ def test_who_listens_in_the_place_of_a_rank_is_known_by_its_user() -> None:
         socket_mesh.connect(listener, name, SECRET, 1, 2, 20.0)
 
 
-def test_a_silent_process_of_this_user_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gives_up_silent_process_of_same_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket_mesh, "GREETING", 0.1)
     name = uuid.uuid4().hex
     listeners = [socket_mesh.listen(name, rank, 2, 20.0) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""What `engine.track` takes: generators and containers go back to where they were."""
+"""Objects that `engine.track` takes: generators and containers are restored in place."""
 
 import random
 from collections import deque
@@ -27,7 +27,7 @@ GENERATORS = [
 
 
 @pytest.mark.parametrize("make", GENERATORS)
-def test_a_generator_goes_on(make: Any, tmp_path: Any) -> None:
+def test_a_generator_continues(make: Any, tmp_path: Any) -> None:
     saved, fresh = make(1), make(2)
     drawn(saved)
     first, second = Tracking(), Tracking()
@@ -36,7 +36,7 @@ def test_a_generator_goes_on(make: Any, tmp_path: Any) -> None:
     fields, files = first.states()
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    second.give(second.read(tmp_path, {"tracked": fields, "files": {}}))
+    second.restore(second.read(tmp_path, {"tracked": fields, "files": {}}))
     assert drawn(fresh) == drawn(saved)
 
 
@@ -55,13 +55,13 @@ def test_containers_are_filled_in_place(saved: Any, fresh: Any, tmp_path: Any) -
     fields, files = first.states()
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    second.give(second.read(tmp_path, {"tracked": fields, "files": {}}))
-    second.add({"progress": fresh})  # what was loaded waits for it
+    second.restore(second.read(tmp_path, {"tracked": fields, "files": {}}))
+    second.add({"progress": fresh})  # its loaded state was kept until now
     assert list(fresh) == list(saved)
     assert not isinstance(saved, dict) or fresh == saved
 
 
-def test_a_number_is_refused_with_what_to_write() -> None:
+def test_a_number_is_refused_with_advice() -> None:
     with pytest.raises(UsageError, match=r"bests = \{...\}; engine.track\(bests=bests\)"):
         Tracking().add({"best": 0.5})
 
@@ -78,6 +78,6 @@ def test_what_another_engine_tracks_is_tracked() -> None:
         "Loader(data)", StreamShape(batch_size=1, micro_batches=1, steps_per_epoch=1)
     )
     one, other = Tracking(), Tracking()
-    assert len(list(other.lacks([], [stream]))) == 1
+    assert len(list(other.describe_losses([], [stream]))) == 1
     one.add({"loader": Loaderlike()})
-    assert list(other.lacks([], [stream])) == []
+    assert list(other.describe_losses([], [stream])) == []

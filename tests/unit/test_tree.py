@@ -1,4 +1,4 @@
-"""The tree of the exact mode: what is joined with what, and that turns are nodes of it."""
+"""The tree of the exact mode: the order of its sums, and turns as nodes."""
 
 import pytest
 import torch
@@ -37,14 +37,14 @@ def test_the_tree(leaves, fan_ins, sizes, whole):
 
 @st.composite
 def runs(draw):
-    """A number of micro-shards, and a number of workers that can run them."""
+    """Draws a number of micro-shards, and a number of workers that can run them."""
     count = draw(st.integers(1, 48))
     return count, draw(st.sampled_from(sum_tree.node_sizes(count)))
 
 
 @given(runs())
-def test_what_ranks_make_in_turns_is_joined_in_the_one_tree(run):
-    """The ranks' sum of each turn, and the turns' sums as an accumulator joins them."""
+def test_turns_of_ranks_add_up_in_the_same_tree(run):
+    """Sum over the ranks of each turn, and then over the turns as an accumulator does."""
     count, workers = run
     draw = torch.Generator().manual_seed(count)
     leaves = list(torch.randn(count, 5, generator=draw))
@@ -68,7 +68,7 @@ def test_every_micro_shard_is_run_once(run):
     assert found == list(range(count))
 
 
-def test_without_a_tree_parts_are_added_as_they_come():
+def test_without_a_tree_parts_are_added_in_order_of_arrival():
     sums = GradientSum(MemoryStorage(torch.zeros(1)))
     for number in range(1, 6):
         sums.add(torch.tensor([float(number)]))
@@ -76,19 +76,19 @@ def test_without_a_tree_parts_are_added_as_they_come():
 
 
 @pytest.mark.parametrize(
-    ("count", "workers", "said"),
+    ("count", "workers", "message"),
     [
         (
             6,
             3,
-            "--exact 6 gives the same bits on 1, 2 and 6 workers, the nodes of its tree of sums, "
-            "and cannot run on 3. Start one of these numbers of workers, or cut otherwise: "
-            "--exact 3 runs on 3.",
+            "--exact 6 gives the same bits on 1, 2 and 6 workers, the sizes of the nodes of its "
+            "tree of sums, but cannot run on 3. Start one of these numbers of workers, or use "
+            "--exact 3, which runs on 3.",
         ),
         (4, 8, "on 1, 2 and 4 workers, .* cannot run on 8"),
         (1, 2, "on 1 workers"),
     ],
 )
-def test_what_cannot_be_is_refused(count, workers, said):
-    with pytest.raises(ConfigError, match=said):
+def test_refuses_number_of_workers_without_node(count, workers, message):
+    with pytest.raises(ConfigError, match=message):
         MicroShards(count, workers, 0)

@@ -1,4 +1,4 @@
-"""`shardwise verify`: what follows from recorded runs, with runs that are made up."""
+"""`shardwise verify`: conclusions from recorded runs, which are made up here."""
 
 import json
 import math
@@ -17,8 +17,8 @@ from torch import Tensor
 from shardwise.errors import LaunchError
 from shardwise.launch.flags import ADOPTED
 from shardwise.layout import fingerprints
-from shardwise.model.module_records import tensors_beside
-from shardwise.testing import _imported, _train_plain
+from shardwise.model.module_records import other_tensors
+from shardwise.testing import _import_function, _train_plain
 from shardwise.tools.verify import (
     causes,
     flow,
@@ -34,7 +34,7 @@ from shardwise.tools.verify.command import LOGS, _log_folder
 from shardwise.tools.verify.comparing import compare
 from shardwise.tools.verify.flow import Verification
 from shardwise.tools.verify.placements import RunPlacement
-from shardwise.tools.verify.records import FeedRecord, RecordedTraining, Step, Whole
+from shardwise.tools.verify.records import FeedRecord, RecordedTraining, Step, WholeTensor
 from shardwise.tools.verify.report import VerifyReport
 from shardwise.tools.verify.request import VerifyRequest
 from shardwise.tools.verify.runs import Run, RunFailed, ScriptCommand, command, large_imports
@@ -43,17 +43,19 @@ from shardwise.world import tensor_log
 from shardwise.world.tensor_log import Part, TensorLog
 
 
-def whole(values: Tensor, *others: Tensor) -> Whole:
-    """A tensor of which rank 0 has `values`, and each further rank one of `others`."""
+def whole(values: Tensor, *others: Tensor) -> WholeTensor:
+    """Return a tensor: rank 0 has `values`, and each further rank one of `others`."""
     copies = {n: fingerprints.of(each) for n, each in enumerate((values, *others))}
-    return Whole(copies, values.flatten(), {n: [n] for n in copies})
+    return WholeTensor(copies, values.flatten(), {n: [n] for n in copies})
 
 
 def training(
     off: float = 0.0, *, begins: int = 1, steps: int = 4, fed: int = 7, **facts: Any
 ) -> RecordedTraining:
-    """A run of two tensors whose second differs by `off` from step `begins` on, and the loss from
-    the step after."""
+    """Return a run of two tensors.
+
+    The second tensor differs by `off` from step `begins` on, the loss from the step after.
+    """
     made = []
     for number in range(steps + 1):
         gone = off if number >= begins else 0.0
@@ -86,7 +88,7 @@ class TestComparing:
         assert found.first(0.0) is None
         assert found.largest == 0.0
 
-    def test_the_first_step_and_tensor_that_differ(self) -> None:
+    def test_finds_the_first_step_and_tensor_that_differ(self) -> None:
         found = compare(training(), training(1e-3, begins=2))
         assert not found.same_bits
         assert found.within(1e-2)
@@ -99,7 +101,7 @@ class TestComparing:
         assert tensor.relative == pytest.approx(1e-3 / 4.0)
         assert (tensor.exact, tensor.theirs, tensor.ours) == (True, 4.0, 4.001)
 
-    def test_tensors_stand_in_the_order_of_the_forward(self) -> None:
+    def test_tensors_are_in_the_order_of_the_forward(self) -> None:
         one, two = training(), training()
         for run, off in ((one, 0.0), (two, 1.0)):
             run.engines[0][1].tensors.clear()  # type: ignore[attr-defined]
@@ -112,7 +114,7 @@ class TestComparing:
         names = [each.name for each in first.tensors]
         assert names == ["unused", "head.w", "9.w", "9.w.exp_avg", "10.w"]
 
-    def test_copies_of_other_ranks_count_too(self) -> None:
+    def test_copies_of_other_ranks_are_compared(self) -> None:
         one, two = training(), training()
         values = torch.full((3,), 2.0).double()
         two.engines[0][1].tensors["model", "0.weight"] = whole(values, values + 0.5)  # type: ignore[index]
@@ -121,7 +123,7 @@ class TestComparing:
         assert first.tensors[0].strays == (1,)
         assert first.tensors[0].relative > 0.05
 
-    def test_what_is_zero_but_for_rounding_is_compared_with_its_kind(self) -> None:
+    def test_near_zero_tensor_is_compared_with_its_kind(self) -> None:
         one, two = training(), training()
         for run, tiny in ((one, 1e-18), (two, -1e-18)):
             run.engines[0][2].tensors["model", "bias"] = whole(torch.tensor([tiny]).double())  # type: ignore[index]
@@ -129,7 +131,7 @@ class TestComparing:
         assert not found.same_bits
         assert found.within(1e-8)
 
-    def test_a_loss_near_zero_is_compared_with_the_largest(self) -> None:
+    def test_near_zero_loss_is_compared_with_the_largest(self) -> None:
         one, two = training(), training()
         for run, tiny in ((one, 0.0), (two, 1e-18)):
             run.engines[0][4] = replace(run.engines[0][4], loss=tiny, grad_norm=2 * tiny)
@@ -139,7 +141,7 @@ class TestComparing:
         two.engines[0][4] = replace(two.engines[0][4], loss=1e-3)
         assert not compare(one, two).within(1e-8)
 
-    def test_without_values_the_sketch_says_how_far(self) -> None:
+    def test_fingerprints_estimate_a_difference_without_values(self) -> None:
         one, two = training(), training(1e-3)
         for step in two.engines[0]:
             for key, each in step.tensors.items():
@@ -150,17 +152,17 @@ class TestComparing:
         assert 1e-4 < first.tensors[0].relative < 1e-3
 
     @pytest.mark.parametrize("kind", ["optimizer", "buffer", "average"])
-    def test_what_only_one_engine_has_is_a_difference(self, kind: str) -> None:
+    def test_tensor_of_only_one_engine_is_a_difference(self, kind: str) -> None:
         one, two = training(), training()
         one.engines[0][1].tensors[kind, "0.x"] = whole(torch.ones(2))  # type: ignore[index]
         first = compare(one, two).first(1e-8)
         assert first is not None
         (tensor,) = first.tensors
         assert (tensor.name, tensor.missing, tensor.relative) == ("0.x", True, math.inf)
-        assert "which only one of the two has" in verdicts.what(first, 1e-8)
+        assert "which only one of the two runs has" in verdicts.describe_step(first, 1e-8)
         assert compare(training(driver="plain"), one).same_bits
 
-    def test_a_figure_that_is_nan_on_one_side_is_a_difference(self) -> None:
+    def test_nan_on_one_side_is_a_difference(self) -> None:
         one = training()
         one.engines[0][2] = replace(one.engines[0][2], loss=math.nan)
         assert compare(one, one).same_bits
@@ -169,28 +171,28 @@ class TestComparing:
         original = replace(one, facts={"driver": "plain"})
         assert compare(original, training()).same_bits
 
-    def test_a_tensor_that_is_nan_in_part_is_compared_beside_it(self) -> None:
+    def test_elements_next_to_nan_are_compared(self) -> None:
         one, two = training(), training()
         for run, last in ((one, 1.0), (two, 2.0)):
             values = torch.tensor([math.nan, last]).double()
             run.engines[0][1].tensors["model", "0.weight"] = whole(values)  # type: ignore[index]
         assert compare(one, two).largest == math.inf
 
-    def test_a_step_that_one_of_the_two_skipped_is_a_difference(self) -> None:
+    def test_step_skipped_by_one_run_is_a_difference(self) -> None:
         one = training()
         one.engines[0][2] = replace(one.engines[0][2], skipped=True)
         first = compare(one, training()).first(1e-8)
         assert first is not None
         assert first.number == 2
-        assert "One of the two skipped this step" in verdicts.what(first, 1e-8)
+        assert "One of the two skipped this step" in verdicts.describe_step(first, 1e-8)
 
-    def test_other_numbers_of_steps_are_a_difference(self) -> None:
+    def test_different_numbers_of_steps_are_a_difference(self) -> None:
         found = compare(training(), training(steps=3))
         assert not found.same_bits
         assert not found.within(1e9)
         assert compare(training(), training(steps=3), steps=2).same_bits
 
-    def test_names_of_an_original_are_matched_by_the_order_of_its_optimizer(self) -> None:
+    def test_matches_names_by_the_order_of_the_optimizer(self) -> None:
         one, two = training(), training()
         names = {"0.weight": "net.a", "1.weight": "net.b"}
         shapes = {"0.weight": (3,), "1.weight": (4,)}
@@ -207,7 +209,7 @@ class TestComparing:
 
 
 class TestRecords:
-    def test_parts_of_all_ranks_become_whole_tensors(self, tmp_path: Path) -> None:
+    def test_assembles_whole_tensors_from_all_ranks(self, tmp_path: Path) -> None:
         values = torch.randn(10, dtype=torch.float64)
         for rank, (first, end) in enumerate(((0, 6), (6, 10))):
             log = TensorLog(tmp_path, rank)
@@ -222,31 +224,31 @@ class TestRecords:
         assert found.facts["rank"] == ["a.py:0", "a.py:1"]
         (step,) = found.engines[0]
         weight, buffer = step.tensors["model", "w"], step.tensors["buffer", "b"]
-        assert weight.print.same_bits(fingerprints.of(values))
+        assert weight.fingerprint.same_bits(fingerprints.of(values))
         assert weight.values is not None
         assert torch.equal(weight.values, values)
         assert not weight.strays
         assert buffer.strays == [1]
         assert (step.fed.rows, step.fed.elements) == (5, 10)
 
-    def test_an_engine_that_ended_early_takes_no_other_with_it(self, tmp_path: Path) -> None:
+    def test_engine_that_ends_early_does_not_cut_others(self, tmp_path: Path) -> None:
         logs = [TensorLog(tmp_path, rank) for rank in range(2)]
         for rank, engine, step in ((0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 1, 0), (1, 1, 0)):
             logs[rank].write(engine, step, FIGURES | {"fed": fed(rank)}, [])
         found = records.read(tmp_path)
         assert {engine: len(steps) for engine, steps in found.engines.items()} == {0: 1, 1: 1}
 
-    def test_sparse_tensors_of_a_module_are_left_out(self) -> None:
+    def test_sparse_tensors_are_not_recorded(self) -> None:
         module = torch.nn.Module()
         module.register_buffer("sparse", torch.eye(3).to_sparse())
         module.register_buffer("dense", torch.ones(3))
         module.plain = torch.eye(3).to_sparse()
-        assert [part.name for part in tensors_beside([("", module)], 0)] == ["dense"]
+        assert [part.name for part in other_tensors([("", module)], 0)] == ["dense"]
         counted = tensor_log.FeedTotals()
         counted.add([torch.eye(3).to_sparse(), torch.ones(3)])
         assert (counted.elements, counted.rows) == (3, 3)
 
-    def test_values_that_were_not_wanted_are_left_out(self, tmp_path: Path) -> None:
+    def test_records_only_requested_values(self, tmp_path: Path) -> None:
         (tmp_path / "wanted.json").write_text(json.dumps({"names": ["a"]}))
         parts = [Part("model", name, torch.ones(3)) for name in ("a", "b")]
         TensorLog(tmp_path, 0).write(0, 0, FIGURES | {"fed": fed(0)}, parts)
@@ -284,7 +286,7 @@ BIG = P(
 
 
 class TestPlacements:
-    def test_words(self) -> None:
+    def test_placement_as_flags(self) -> None:
         assert str(P(size=2, settings={"zero": "3", "compile": "on", "overlap": "off"})) == (
             "-n 2 --zero 3 --compile --no-overlap"
         )
@@ -292,7 +294,7 @@ class TestPlacements:
         passing = P(size=2, launcher=("-H", "a:2", "-x", "A=1", "--ssh", "ssh -J b", "-x", "B"))
         assert str(passing.reference()) == "-n 1 -x A=1 -x B --zero 0"
 
-    def test_the_reference_trains_the_same_on_one(self) -> None:
+    def test_reference_keeps_training_settings_on_one_rank(self) -> None:
         assert str(BIG.reference()) == "-n 1 --zero 0 --seed 5"
         exact = P(size=2, settings={"exact": "4", "precision": "bf16-mixed", "zero": "1"})
         assert str(exact.reference()) == "-n 1 --zero 0 --exact 4 --precision bf16-mixed"
@@ -310,24 +312,24 @@ class TestPlacements:
             (lambda p: "offload_params" in p.settings, "-n 1 --offload-params cpu"),
         ],
     )
-    def test_the_smallest_that_differs(
+    def test_finds_the_smallest_placement_that_differs(
         self, differs: Callable[[RunPlacement], bool], smallest: str
     ) -> None:
-        found = placements.smallest(BIG, differs)
+        found = placements.find_smallest(BIG, differs)
         assert differs(found)
         words = str(found)
         kept = {word for word in smallest.split() if word.startswith("--")}
         assert words.startswith(smallest.split(" --")[0])
         assert {w for w in words.split() if w.startswith("--")} >= kept
 
-    def test_nothing_that_cannot_be_is_tried(self) -> None:
+    def test_tries_only_legal_placements(self) -> None:
         tried: list[RunPlacement] = []
 
         def differs(placement: RunPlacement) -> bool:
             tried.append(placement)
             return False
 
-        assert placements.smallest(BIG, differs) == BIG
+        assert placements.find_smallest(BIG, differs) == BIG
         assert all(each.is_legal for each in tried)
         assert len({str(each) for each in tried}) == len(tried)
 
@@ -335,11 +337,11 @@ class TestPlacements:
 class TestCauses:
     A, B, C = (Suspect(name=name, words=name) for name in "abc")
 
-    def test_the_first_that_takes_the_difference_away(self) -> None:
+    def test_first_suspect_that_removes_the_difference_is_the_cause(self) -> None:
         found = causes.find([self.A, self.B], lambda several: several == [self.B], "clue")
         assert found.causes == [self.B]
 
-    def test_two_together(self) -> None:
+    def test_two_causes_together(self) -> None:
         found = causes.find(
             [self.A, self.B, self.C],
             lambda several: {self.A.name, self.C.name} <= names(several),
@@ -347,8 +349,8 @@ class TestCauses:
         )
         assert names(found.causes) == {"a", "c"}
 
-    def test_the_number_of_workers_belongs_to_the_mistake_that_another_cause_names(self) -> None:
-        size = Suspect(name="size", words="Size.", beside="Beside it, at a.py:3.")
+    def test_number_of_workers_is_part_of_a_particular_cause(self) -> None:
+        size = Suspect(name="size", words="Size.", joint_words="Beside it, at a.py:3.")
         found = causes.find([self.A, size], lambda tried: len(tried) == 2, "")
         (one,) = found.causes
         assert (one.name, one.words) == ("a", "a Beside it, at a.py:3.")
@@ -361,7 +363,7 @@ class TestCauses:
             ((1.0, 0.8, 0.6), "0.8, 0.888889 times the reference's 0.9"),
         ],
     )
-    def test_rates_that_run_ahead_are_told_from_scaled_ones(
+    def test_distinguishes_fast_schedules_from_scaled_rates(
         self, rates: tuple[float, ...], said: str
     ) -> None:
         one, two = training(steps=6), training(steps=3)
@@ -369,20 +371,20 @@ class TestCauses:
             one.engines[0][number + 1] = replace(step, lr=(0.9**number,))
         for number, rate in enumerate(rates):
             two.engines[0][number + 1] = replace(two.engines[0][number + 1], lr=(rate,))
-        (found,) = learning_rates.suspects(one, two, 2)
+        (found,) = learning_rates.suspect_rates(one, two, 2)
         assert said in found.words
 
-    def test_of_several_explanations_the_particular_one(self) -> None:
+    def test_prefers_the_particular_cause(self) -> None:
         size = Suspect(name="size", words="")
         several = [self.A, self.B, size]
         found = causes.find(several, lambda tried: len(names(tried) - {"rank"}) >= 2, "")
         assert names(found.causes) == {"a", "b"}
 
-    def test_none_is_named_where_none_takes_it_away(self) -> None:
+    def test_no_cause_if_no_trial_removes_the_difference(self) -> None:
         found = causes.find([self.A, self.B], lambda several: False, "look there")
         assert (found.causes, found.clue) == ([], "look there")
 
-    def test_who_is_suspected_follows_from_what_was_seen(self) -> None:
+    def test_suspects_follow_from_the_notes(self) -> None:
         one = training()
         plain = compare(one, training(0.1))
         assert suspected(one, training(0.1), plain) == []
@@ -392,11 +394,11 @@ class TestCauses:
         assert suspected(one, other, compare(one, other)) == ["draws"]
 
     @pytest.mark.parametrize("library", ADOPTED)
-    def test_batches_of_a_library_that_grow_with_the_workers(self, library: str) -> None:
+    def test_suspects_batches_that_grow_with_the_workers(self, library: str) -> None:
         one, two = training(), training(0.1, fed=8, bridge=[library])
         apart = compare(one, two)
         grown = [replace(step, rows=(4, 8)) for step in apart.steps]
-        growing, *_ = suspects.worth_a_trial(one, two, replace(apart, steps=grown), 1e-8, 2)
+        growing, *_ = suspects.list_suspects(one, two, replace(apart, steps=grown), 1e-8, 2)
         assert growing.alter == {"batches": 2}
         assert (
             "trains on 8 rows, and on 4 in the reference). With batches of 1/2 of the rows the"
@@ -404,35 +406,38 @@ class TestCauses:
         )
         assert "to train as on one worker, " in growing.words
 
-    def test_weights_that_contradict_the_loss(self) -> None:
+    def test_suspects_a_weight_that_contradicts_the_loss(self) -> None:
         told = "worker 0: a mean over 6 items (mean), weighed by 4"
         one, two = training(), training(0.1, weight=["a.py:3"], losses=[told])
         compared = compare(one, two)
-        (suspect,) = suspects.worth_a_trial(one, two, compared, 1e-8, 2)
+        (suspect,) = suspects.list_suspects(one, two, compared, 1e-8, 2)
         assert suspect.alter == {"weight": True}
-        assert f"weight= at a.py:3 is not what this loss is a mean over ({told})" in suspect.words
+        assert (
+            f"weight= at a.py:3 is not the number of items that this loss is a mean over ({told})"
+            in suspect.words
+        )
         assert told in flow.clue(compared, two, against=False)
 
     @pytest.mark.parametrize("library", ADOPTED)
-    def test_losses_that_a_library_averages(self, library: str) -> None:
+    def test_suspects_losses_averaged_by_a_library(self, library: str) -> None:
         one = training()
         two = training(0.1, bridge=[library], **{"reduction ddp by a library": ["a.py:3"]})
-        (suspect,) = suspects.worth_a_trial(one, two, compare(one, two), 1e-8, 2)
+        (suspect,) = suspects.list_suspects(one, two, compare(one, two), 1e-8, 2)
         assert suspect.words.startswith(f"{library} averages the losses of the workers")
         assert ("exact_mean=True" in suspect.words) == (library != "deepspeed")
 
-    def test_a_loss_that_is_half_of_the_reference(self) -> None:
+    def test_suspects_a_divided_loss(self) -> None:
         one, two = training(), training()
         halved = [replace(s, loss=s.loss / 2) for s in two.engines[0]]
         two = replace(two, engines={0: halved})
-        (suspect,) = suspects.worth_a_trial(one, two, compare(one, two), 1e-8, 2)
+        (suspect,) = suspects.list_suspects(one, two, compare(one, two), 1e-8, 2)
         assert suspect.alter == {"loss": pytest.approx(2.0)}
         assert "divided by 2 (the number of workers)" in suspect.words
 
-    def test_a_rate_that_is_another(self) -> None:
+    def test_suspects_a_different_learning_rate(self) -> None:
         one, two = training(), training(0.1)
         two = replace(two, engines={0: [replace(s, lr=(0.2,)) for s in two.engines[0]]})
-        (suspect,) = suspects.worth_a_trial(one, two, compare(one, two), 1e-8, 2)
+        (suspect,) = suspects.list_suspects(one, two, compare(one, two), 1e-8, 2)
         assert suspect.alter == {"lr": {"0": [[0.1]] * 4}}
         assert "2 times" in suspect.words
 
@@ -442,7 +447,7 @@ def names(several: Any) -> set[str]:
 
 
 def suspected(one: RecordedTraining, two: RecordedTraining, comparison: Any) -> list[str]:
-    return [each.name for each in suspects.worth_a_trial(one, two, comparison, 1e-8, 2)]
+    return [each.name for each in suspects.list_suspects(one, two, comparison, 1e-8, 2)]
 
 
 def plan(tmp_path: Path, **more: Any) -> VerifyRequest:
@@ -473,7 +478,7 @@ def is_alone(run: Run) -> bool:
 
 
 class TestVerdicts:
-    def test_the_same_bits_take_two_runs(self, tmp_path: Path) -> None:
+    def test_equal_bits_need_two_runs(self, tmp_path: Path) -> None:
         made: list[str] = []
 
         def make(run: Run, words: str) -> RecordedTraining:
@@ -493,11 +498,11 @@ class TestVerdicts:
         assert result.verdict is TrainingVerdict.ROUNDING
         assert "in fp64 the same script agrees to" in verdicts.sentences(result)[0]
 
-    def test_what_agrees_as_it_is_needs_no_fp64(self, tmp_path: Path) -> None:
+    def test_agreement_as_it_is_needs_no_fp64(self, tmp_path: Path) -> None:
         result = judged(tmp_path, lambda run, words: training(0.0 if is_alone(run) else 1e-12))
         assert (result.verdict, result.wide) == (TrainingVerdict.ROUNDING, None)
 
-    def test_a_script_that_does_not_run_in_fp64_is_not_proved(self, tmp_path: Path) -> None:
+    def test_unproved_if_the_script_fails_in_fp64(self, tmp_path: Path) -> None:
         def make(run: Run, words: str) -> RecordedTraining:
             if is_wide(run):
                 raise RunFailed(words, 1, "RuntimeError: mat1 and mat2")
@@ -507,9 +512,7 @@ class TestVerdicts:
         assert result.verdict is TrainingVerdict.UNPROVED
         assert "RuntimeError: mat1 and mat2" in verdicts.sentences(result)[0]
 
-    def test_a_difference_is_named_with_step_tensor_placement_and_cause(
-        self, tmp_path: Path
-    ) -> None:
+    def test_names_step_tensor_placement_and_cause(self, tmp_path: Path) -> None:
         def make(run: Run, words: str) -> RecordedTraining:
             bad = not is_alone(run) and "dropout" not in run.alter
             return training(1e-3 if bad else 0.0, begins=2, dropout=["model.py:7"])
@@ -525,7 +528,7 @@ class TestVerdicts:
         assert smallest == "The smallest placement that differs: -n 2 --zero 0"
         assert cause.startswith("Cause: dropout at model.py:7")
 
-    def test_of_a_large_model_the_first_tensors_are_compared_by_value(self, tmp_path: Path) -> None:
+    def test_compares_first_tensors_of_a_large_model_by_value(self, tmp_path: Path) -> None:
         wanted: list[Any] = []
 
         def make(run: Run, words: str) -> RecordedTraining:
@@ -541,7 +544,7 @@ class TestVerdicts:
         assert wanted == [None] * 4 + [["1.weight"]] * 2
         assert "1.weight, by 0.00033 (element 0: 3.001, not 3)" in verdicts.sentences(result)[0]
 
-    def test_a_reference_that_does_not_repeat_itself_is_the_cause(self, tmp_path: Path) -> None:
+    def test_names_a_reference_that_is_not_repeatable(self, tmp_path: Path) -> None:
         count = iter(range(100))
 
         def make(run: Run, words: str) -> RecordedTraining:
@@ -551,7 +554,7 @@ class TestVerdicts:
         assert result.found is not None
         assert [each.name for each in result.found.causes] == ["nondeterministic"]
 
-    def test_a_script_without_a_seed(self, tmp_path: Path) -> None:
+    def test_names_a_missing_seed(self, tmp_path: Path) -> None:
         count = iter(range(100))
 
         def make(run: Run, words: str) -> RecordedTraining:
@@ -562,19 +565,19 @@ class TestVerdicts:
         assert result.found is not None
         assert [each.name for each in result.found.causes] == ["seed"]
 
-    def test_a_script_without_an_engine_is_told_so(self, tmp_path: Path) -> None:
+    def test_refuses_a_script_without_an_engine(self, tmp_path: Path) -> None:
         def make(run: Run, words: str) -> RecordedTraining:
             return replace(training(), facts={"driver": ""})
 
         with pytest.raises(LaunchError, match=r"train.py makes no sw.Engine"):
             judged(tmp_path, make)
 
-    def test_every_verdict_has_words_and_a_code_of_its_own(self) -> None:
+    def test_each_verdict_has_words_and_its_own_exit_code(self) -> None:
         assert len({each.words for each in TrainingVerdict}) == len(TrainingVerdict)
         assert TrainingVerdict.BITS.value == 0
         assert not {each.value for each in TrainingVerdict} & {1, 2}
 
-    def test_the_original_is_run_by_itself(self, tmp_path: Path) -> None:
+    def test_original_runs_without_a_launcher(self, tmp_path: Path) -> None:
         runs: list[Run] = []
 
         def make(run: Run, words: str) -> RecordedTraining:
@@ -593,7 +596,7 @@ class TestVerdicts:
 
 
 @pytest.mark.parametrize("off", [0.0, 1e-3])
-def test_a_report_has_page_picture_and_json(tmp_path: Path, off: float) -> None:
+def test_report_has_page_picture_and_json(tmp_path: Path, off: float) -> None:
     def make(run: Run, words: str) -> RecordedTraining:
         return training(0.0 if is_alone(run) else off)
 
@@ -613,7 +616,7 @@ def test_a_report_has_page_picture_and_json(tmp_path: Path, off: float) -> None:
 
 
 @pytest.mark.parametrize("module", ["inner.test_it", "test_it", "another"])
-def test_a_function_of_a_test_in_a_package_is_imported_with_it(
+def test_function_in_a_test_package_is_importable(
     tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "inner"
@@ -626,13 +629,13 @@ def test_a_function_of_a_test_in_a_package_is_imported_with_it(
     for name in ("inner", "inner.beside", "inner.test_it"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     try:
-        assert _imported(str(path), "make", module, str(tmp_path))() == 7
+        assert _import_function(str(path), "make", module, str(tmp_path))() == 7
     finally:
         for name in ("inner", "inner.beside", "inner.test_it"):
             sys.modules.pop(name, None)
 
 
-def test_the_plain_side_of_a_test_is_seeded_in_all_generators() -> None:
+def test_plain_run_seeds_all_generators() -> None:
     drawn: list[tuple[float, ...]] = []
 
     def make() -> Any:
@@ -646,7 +649,7 @@ def test_the_plain_side_of_a_test_is_seeded_in_all_generators() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_only_what_an_earlier_call_left_is_removed(tmp_path: Path) -> None:
+def test_removes_only_files_of_an_earlier_call(tmp_path: Path) -> None:
     logs = tmp_path / LOGS
     for folder in (tmp_path / "runs", logs / "record-abc", logs / "mine"):
         folder.mkdir(parents=True)
@@ -669,7 +672,7 @@ def test_only_what_an_earlier_call_left_is_removed(tmp_path: Path) -> None:
         ("import matplotlib", {"mine.py": "import os; os.environ.update()"}, "m"),
     ],
 )
-def test_what_is_imported_before_the_script_means_the_same_there(
+def test_early_imports_are_those_of_the_script(
     tmp_path: Path, script: str, beside: dict[str, str], found: str
 ) -> None:
     (tmp_path / "train.py").write_text(script)
@@ -680,29 +683,34 @@ def test_what_is_imported_before_the_script_means_the_same_there(
     assert "".join(name[0] for name in imported) == found
 
 
-def test_samples_that_only_one_of_the_two_trains_on_are_said() -> None:
+def test_lists_samples_of_only_one_run() -> None:
     one, two = training(), training(0.1, begins=2)
     one.engines[0][2] = replace(one.engines[0][2], samples=tuple(range(12)))
     two.engines[0][2] = replace(two.engines[0][2], samples=(0, 0, 1, 12))
     first = compare(one, two).first(1e-8)
     assert first is not None
     assert first.samples == (tuple(range(2, 12)), (0, 12))
-    assert "not on 2, 3, 4, 5, 6, 7 and 4 more, but also on 0, 12." in verdicts.what(first, 1e-8)
-    assert verdicts.samples((), (3,)) == "It trains on other samples of the dataset: also on 3."
-    assert "samples" not in verdicts.what(replace(first, samples=((), ())), 1e-8)
+    assert "not on 2, 3, 4, 5, 6, 7 and 4 more, but also on 0, 12." in verdicts.describe_step(
+        first, 1e-8
+    )
+    assert (
+        verdicts.describe_samples((), (3,))
+        == "It trains on different samples of the dataset: also on 3."
+    )
+    assert "samples" not in verdicts.describe_step(replace(first, samples=((), ())), 1e-8)
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
     [(4, "though the total batch is the same"), (8, "trains on 8 rows, and on 4 in the reference")],
 )
-def test_a_rate_that_is_another_one_says_whether_the_batch_is(rows: int, said: str) -> None:
+def test_rate_suspect_says_whether_the_batch_grows(rows: int, said: str) -> None:
     one, two = training(steps=3), training(steps=3)
     for run, rate, count in ((one, 0.1, 4), (two, 0.2, rows)):
         run.engines[0][1:] = [
             replace(s, lr=(rate,), fed=replace(s.fed, rows=count)) for s in run.engines[0][1:]
         ]
-    (found,) = learning_rates.suspects(one, two, 2)
+    (found,) = learning_rates.suspect_rates(one, two, 2)
     assert said in found.words
 
 
@@ -717,12 +725,12 @@ def test_a_rate_that_is_another_one_says_whether_the_batch_is(rows: int, said: s
         (lambda n: 0.1, lambda n: 0.2, 2, "scaled with the number of workers: 0.2, 2 times"),
     ],
 )
-def test_schedulers_that_are_stepped_by_micro_batch(
+def test_suspects_a_scheduler_stepped_per_micro_batch(
     theirs: Callable[[int], float], ours: Callable[[int], float], size: int, said: str
 ) -> None:
     one, two = training(steps=12), training(steps=3)
     for run, rate in ((one, theirs), (two, ours)):
         for number, step in enumerate(run.engines[0][1:]):
             run.engines[0][number + 1] = replace(step, lr=(rate(number),))
-    (found,) = learning_rates.suspects(one, two, size)
+    (found,) = learning_rates.suspect_rates(one, two, size)
     assert said in found.words

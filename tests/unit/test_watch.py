@@ -1,4 +1,4 @@
-"""watch/: who waits for whom, what is reported of it, and what one rank asks another."""
+"""The package watch: wait graphs, hang reports, and questions between ranks."""
 
 import os
 import signal
@@ -50,21 +50,21 @@ STOPPED = "is stopped (T)"
             [3],
             {3: waits(3, 1), 1: STOPPED},
             (1,),
-            "rank 3, and in the end for rank 1, which did not come. Rank 1 is stopped (T).",
+            "rank 3, blocked by rank 1, which did not join. Rank 1 is stopped (T).",
         ),
-        ([1], {1: STOPPED}, (1,), "rank 1, which did not come. Rank 1 is stopped (T)."),
+        ([1], {1: STOPPED}, (1,), "rank 1, which did not join. Rank 1 is stopped (T)."),
         (
             [1, 2],
             {1: busy(1), 2: waits(2, 1)},
             (1,),
-            "ranks 1, 2, and in the end for rank 1, which did not come. "
+            "ranks 1, 2, blocked by rank 1, which did not join. "
             "Rank 1 is in no collective, at train.py:30.",
         ),
         (
             [1],
             {1: waits(1, 0, verb="engine.save", line="train.py:88")},
             (1,),
-            "rank 1, which did not come. "
+            "rank 1, which did not join. "
             "Rank 1 is in engine.save (train.py:88): reduce-scatter (call 12), for rank 0.",
         ),
     ],
@@ -77,7 +77,7 @@ def test_the_rank_that_blocks_rank_0_is_named(missing, world, found, said):
     assert wait_graph.describe_wait(missing, followed) == said
 
 
-def test_who_aborted_on_the_way_has_said_why():
+def test_finds_a_rank_that_has_aborted_with_its_reason():
     abort = Abort(rank=2, text="Rank 2 of 3 waited for rank 1.", lost=False)
     world = {2: waits(2, 1, abort=abort)}
     assert (
@@ -130,11 +130,11 @@ class TestHangReport:
             "rank 1 is in world.barrier (train.py:9): is the call under an `if`?"
         )
 
-    def test_a_forward_that_others_leave_out(self):
-        """A coin that each worker tosses for itself."""
+    def test_a_forward_that_other_ranks_skip(self):
+        """Each worker decides by its own random number."""
         seen = {0: waits(0, 1), 1: waits(1, 0, verb="forward", line="train.py:9")}
         said = hang_report.call_difference(seen)
-        assert "rank 1 is in forward (train.py:9): do some run a forward that others leave" in said
+        assert "rank 1 is in forward (train.py:9): do some ranks skip a forward" in said
         assert "world.alike()" in said
         assert "engine.uneven()" in said
         assert "is_main" not in said
@@ -149,13 +149,13 @@ class TestHangReport:
         assert said.startswith("shardwise: rank 0 has waited 60 s for rank 1.")
         assert "  rank 1 is in no collective, at train.py:30\n" in said
 
-    def test_nothing_where_all_go_on(self):
+    def test_no_warning_if_no_rank_waits(self):
         assert hang_report.wait_warning({0: busy(0), 1: busy(1)}, 300.0) == ""
 
 
 class TestWhereabouts:
     def frame(self):
-        """The innermost frame of a user who is in a verb of ours, which is in a hook of torch."""
+        """Return the innermost frame of user code inside our function inside a hook of torch."""
         scope: dict[str, object] = {"sys": sys}
         library = next(one for one in process_status._libraries() if "site-packages" in one)
         source = {
@@ -178,7 +178,7 @@ class TestWhereabouts:
         assert names[-4:] == ["main", "backward", "_go", "hook"]
 
     def test_libraries_of_another_interpreter_are_no_lines_of_the_user(self):
-        """A venv laid over another one has torch in that one's folder."""
+        """A venv that uses packages of another interpreter has torch in that one's folder."""
         scope: dict[str, object] = {"sys": sys}
         file = "/elsewhere/lib/python3/site-packages/torch/nn/modules/module.py"
         exec(compile("def inner():\n    return sys._getframe()\n", file, "exec"), scope)
@@ -246,7 +246,7 @@ def test_the_state_of_a_process():
     assert process_status.process_state(process.pid, begun) == "stopped (T)"
     assert (
         process_status.process_state(process.pid, begun + 1) == "ended"
-    )  # another process of its number
+    )  # another process with the same PID
     process.kill()
     process.wait()
     assert process_status.process_state(process.pid, begun) == "ended"
@@ -254,7 +254,7 @@ def test_the_state_of_a_process():
 
 @pytest.fixture
 def pair() -> Iterator[tuple[StatusServer, StatusServer]]:
-    """The status servers of two ranks, both in this process."""
+    """Return the status servers of two ranks, both in this process."""
     both = StatusServer(0, 2, b"known"), StatusServer(1, 2, b"known")
     places = [one.listen("127.0.0.1", f"host{one.rank}") for one in both]
     for one in both:
@@ -275,7 +275,7 @@ class TestStatusServer:
         assert "test_watch.py" in found[0].line
         assert found[1].stack
 
-    def test_why_a_rank_aborted_is_known_to_the_others(self, pair):
+    def test_other_ranks_learn_why_a_rank_aborted(self, pair):
         zero, one = pair
         one.announce_abort(PeerLost("Rank 1 of 2 lost rank 7."))
         error = zero.error_of_another("Rank 0 of 2")
@@ -290,18 +290,18 @@ class TestStatusServer:
         one.close()
         assert zero.ask([1]) == {1: "does not answer: is its host cut off?"}
 
-    def test_who_does_not_know_the_secret_is_told_nothing(self, pair):
+    def test_answers_nothing_without_the_secret(self, pair):
         place = pair[0]._places[1]
         with socket.create_connection((place.address, place.port)) as stranger:
             stranger.settimeout(5)
             claim = authentication.Proof(b"guessed", b"status", stranger.recv(authentication.NONCE))
             stranger.sendall(claim.words + b'{"ask": "where"}\n')
-            with suppress(ConnectionResetError):  # it hung up on what it has not read
+            with suppress(ConnectionResetError):  # the connection was closed before it was read
                 assert stranger.recv(100) == b""
         assert pair[0].ask([1])[1].rank == 1
 
     def test_a_stranger_in_the_place_of_a_dead_rank_cannot_pass_a_proof_on(self, pair):
-        """Rank 0 asks rank 1, where a stranger listens by now, who connects to rank 0 itself."""
+        """Rank 0 asks rank 1, but a stranger listens there and forwards to rank 0 itself."""
         zero, _ = pair
         place = zero._places[0]
         with socket.create_server(("127.0.0.1", 0)) as stranger, ThreadPoolExecutor(1) as pool:
@@ -317,7 +317,7 @@ class TestStatusServer:
                     assert server.recv(100) == b""
             assert isinstance(asked.result()[1], str)
 
-    def test_those_that_say_nothing_do_not_keep_the_others_waiting(self, pair):
+    def test_a_silent_connection_does_not_block_others(self, pair):
         place = pair[0]._places[1]
         with ExitStack() as stack:
             for _ in range(2 * rpc.MOST):

@@ -1,4 +1,4 @@
-"""What differences become on slow links, and what comes back of them."""
+"""Wire formats of differences: bytes, rounding, and error feedback."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_bytes(name, numel, dtype, nbytes):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
-def test_nothing_is_lost_as_fp32(numel, dtype):
+def test_fp32_is_lossless(numel, dtype):
     values = torch.randn(numel, dtype=dtype)
     assert torch.equal(there_and_back("fp32", values), values)
     assert not Wire("fp32").loses
@@ -49,7 +49,7 @@ def test_nothing_is_lost_as_fp32(numel, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize(("name", "most"), [("int8", 127), ("int4", 7)])
-def test_blocks_come_back_within_half_a_scale(name, most, numel, dtype):
+def test_block_formats_round_within_half_a_scale(name, most, numel, dtype):
     torch.manual_seed(numel)
     values = torch.randn(numel, dtype=dtype) * torch.logspace(-3, 3, numel, dtype=dtype)
     back = there_and_back(name, values)
@@ -60,12 +60,12 @@ def test_blocks_come_back_within_half_a_scale(name, most, numel, dtype):
     assert torch.equal(there_and_back(name, torch.zeros(numel, dtype=dtype)), values * 0)
 
 
-def test_bf16_comes_back_rounded():
+def test_bf16_rounds():
     values = torch.randn(77)
     assert torch.equal(there_and_back("bf16", values), values.bfloat16().float())
 
 
-def test_two_codes_in_a_byte():
+def test_int4_stores_two_codes_per_byte():
     values = torch.tensor([7.0, -7.0, 1.0, 0.0, -2.0])  # the scale is 1
     packed = Wire("int4").pack(values)
     assert packed[:4].view(torch.float32).item() == 1.0
@@ -75,7 +75,7 @@ def test_two_codes_in_a_byte():
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_refused(name, bad):
+def test_refuses_values_that_are_not_finite(name, bad):
     values = torch.ones(300)
     values[280] = bad
     with pytest.raises(ValueError, match="a NaN or an infinity"):
@@ -83,25 +83,25 @@ def test_what_is_not_finite_is_refused(name, bad):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_what_no_scale_holds_is_refused(name):
-    with pytest.raises(ValueError, match=f"above what {name} can tell"):
+def test_refuses_values_beyond_the_scale(name):
+    with pytest.raises(ValueError, match=f"a value too large for {name}"):
         Wire(name).pack(torch.full((3,), 1e300, dtype=torch.float64))
 
 
-def test_what_bf16_rounds_to_infinity_is_refused():
-    with pytest.raises(ValueError, match="above what bf16 can tell"):
+def test_refuses_values_that_bf16_rounds_to_infinity():
+    with pytest.raises(ValueError, match="a value too large for bf16"):
         Wire("bf16").pack(torch.tensor([1.0, torch.finfo(torch.float32).max]))
 
 
-def test_the_smallest_numbers_are_lost_and_not_more():
+def test_only_the_smallest_values_are_lost():
     values = torch.tensor([1e-45, 0.0, -1e-45])
     back = there_and_back("int8", values)
     assert (back - values).abs().max() <= 1e-45
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=600), st.sampled_from(["int8", "int4", "bf16"]))
-def test_what_is_lost_and_sent_later_arrives(numbers, name):
-    """Error feedback: what came of many messages differs from what was sent by one rounding."""
+def test_error_feedback_sends_losses_later(numbers, name):
+    """Error feedback: the sum of many messages differs from the sum of values by one rounding."""
     values, wire = torch.tensor(numbers, dtype=torch.float64), Wire(name)
     residual, came = torch.zeros_like(values), torch.zeros_like(values)
     for _ in range(4):

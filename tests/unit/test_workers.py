@@ -1,4 +1,4 @@
-"""Processes of ranks, once they have ended: their numbers may be those of others."""
+"""Processes of ranks after their end: their ids may be reused by other processes."""
 
 import os
 import selectors
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 class Reaper(orphan_reaper.OrphanReaper):
-    """Notes what it is told of."""
+    """A reaper that only records its messages."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -35,7 +35,7 @@ def open_files() -> list[str]:
     return sorted(os.listdir("/proc/self/fd"))
 
 
-def test_one_that_cannot_start_leaves_no_file_open() -> None:
+def test_failed_start_leaves_no_file_open() -> None:
     before = open_files()
     begin, worker = program(["/no/such/program"]), Worker(0, lambda stream, data: None)
     with pytest.raises(LaunchError, match="/no/such/program cannot be started: No such file"):
@@ -43,10 +43,8 @@ def test_one_that_cannot_start_leaves_no_file_open() -> None:
     assert open_files() == before
 
 
-def test_nobody_is_sent_a_signal_that_was_for_one_who_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the reaper forgets it, once, when all that it had started is gone too."""
+def test_no_signal_to_reused_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reaper forgets a group once, when all processes of the group have ended."""
     reaper, ended = Reaper(), list[RankExit]()
     with selectors.DefaultSelector() as selector:
         workers = LocalWorkers(
@@ -65,7 +63,7 @@ def test_nobody_is_sent_a_signal_that_was_for_one_who_is_gone(
         while not ended:
             workers.reap()
             time.sleep(0.01)
-        assert not workers.release()  # what it has started runs on
+        assert not workers.release()  # a child of the rank still runs
         while not workers.release():
             time.sleep(0.01)
     (worker,) = workers._workers
@@ -81,7 +79,7 @@ def sleeper() -> "subprocess.Popen[bytes]":
     return subprocess.Popen(["sleep", "60"], start_new_session=True)
 
 
-def test_a_stopped_reaper_does_not_keep_its_launcher_waiting(
+def test_stopped_reaper_does_not_block_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orphan_reaper, "LAST_WAIT", 0.5)
@@ -111,8 +109,8 @@ with OrphanReaper(Path(sys.argv[1]), limit=2.0) as reaper:
 """
 
 
-def test_an_agent_that_is_stopped_ends_with_its_ranks(tmp_path: Path) -> None:
-    """But not while it beats."""
+def test_stopped_agent_is_killed_with_its_ranks(tmp_path: Path) -> None:
+    """The reaper kills it only once it has stopped beating."""
     folder = tmp_path / "run"
     folder.mkdir()
     words = [sys.executable, "-c", STOPS, str(folder)]

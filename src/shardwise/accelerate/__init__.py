@@ -1,13 +1,13 @@
 """Hugging Face Accelerate over this engine: `from shardwise.accelerate import Accelerator`.
 
-accelerator.py   the Accelerator: engines train what it prepares
-clipping.py      clip_grad_norm_ and clip_grad_value_
-repeated_samples.py  which samples of a batch are repeated, for exact_mean=True
-optimizer.py     a prepared optimizer, which steps its engine
-pretrained.py    save_pretrained of sharded models; resize_token_embeddings
-checkpoints.py   save_state and load_state: any placement and number of workers
+accelerator.py       the Accelerator, whose prepared models are trained by engines
+clipping.py          clip_grad_norm_ and clip_grad_value_
+repeated_samples.py  the repeated samples in a batch, for exact_mean=True
+optimizer.py         a prepared optimizer, which steps its engine
+pretrained.py        save_pretrained of sharded models; resize_token_embeddings
+checkpoints.py       save_state and load_state: any placement and number of workers
 deepspeed_plugin.py  settings, optimizer and schedule of a DeepSpeed JSON
-refusals.py      refuses options that this engine lacks
+refusals.py          errors for options that this engine lacks
 """
 
 from shardwise.accelerate.accelerator import Accelerator

@@ -46,21 +46,35 @@ _PRECISION = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 class Accelerator(Clipping, Stock):
     """Accelerate's Accelerator over engines: ZeRO and offload by flags, environment or keywords.
 
-    Takes Accelerate's arguments, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
-    `prepare` returns models as they are, not wrapped. Losses are reduced as in Accelerate with
-    DistributedDataParallel, and generators are the script's own. docs/from_accelerate.md lists the
-    differences.
+    `prepare` returns models unwrapped. Losses are averaged as in Accelerate with
+    DistributedDataParallel, and the script seeds its own generators. docs/from_accelerate.md lists
+    the differences.
 
-    With `exact_mean=True` each sample of a step counts once: repeated samples are dropped, losses
-    are not divided by the accumulation steps, and `backward(loss, weight=...)` takes means over
-    other items.
+    Args:
+        *arguments: Arguments of Accelerate's Accelerator, by position or by keyword.
+        exact_mean: Count each sample of a step once (default False). Repeated samples are dropped,
+            losses are not divided by the accumulation steps, and `backward(loss, weight=...)`
+            accepts means over other items.
+        **keywords: Settings of Shardwise, such as `zero=3` or `offload_optimizer="cpu"`.
 
     Attributes:
-        world: the run
-        engines: one for each set of models and optimizers with parameters in common
+        world: The run.
+        engines: One engine for each set of models and optimizers with parameters in common.
 
     Raises:
-        UsageError: for plugins of other engines
+        UsageError: For plugins of other engines.
+
+    Example:
+        ```python
+        from shardwise.accelerate import Accelerator
+
+        accelerator = Accelerator(zero=3)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for x, y in loader:
+            accelerator.backward(loss_fn(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        ```
     """
 
     _optimizers: list[Any]
@@ -68,21 +82,27 @@ class Accelerator(Clipping, Stock):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self._settings = {n: keywords.pop(n) for n in SETTINGS & keywords.keys()}
         is_exact = bool(keywords.pop("exact_mean", False))
-        given = _bound(arguments, keywords)
-        self._json = deepspeed_plugin.taken_from(given)
+        stock_arguments = _bind_arguments(arguments, keywords)
+        self._json = deepspeed_plugin.pop_json(stock_arguments)
         if self._json is not None:
             self._settings = settings_of(self._json.job) | self._settings
-        refusals.check_arguments(given)
-        self._settings = refusals.settings_of(given.get("kwargs_handlers")) | self._settings
-        if given.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+        refusals.check_arguments(stock_arguments)
+        self._settings = (
+            refusals.settings_of(stock_arguments.get("kwargs_handlers")) | self._settings
+        )
+        if stock_arguments.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
+            "1",
+            "true",
+        ):
             self._settings.setdefault("device", "cpu")
         self.world = join(self._settings, "shardwise.accelerate.Accelerator")
         if self.world.device.type == "cpu":
-            given["cpu"] = True
+            stock_arguments["cpu"] = True
         if self._json is not None:
             self._json.say(self.world)
-        with deepspeed_plugin.without_switch():
-            super().__init__(**given)
+        with deepspeed_plugin.without_deepspeed_variable():
+            super().__init__(**stock_arguments)
+        # Again, because Accelerate may have read the precision from a variable.
         refusals.check_arguments({"mixed_precision": self.mixed_precision})
         refusals.check_compiler(self.state.dynamo_plugin)
         refusals.refuse_local_steps(Accelerator)
@@ -93,12 +113,12 @@ class Accelerator(Clipping, Stock):
         self._batches = PreparedBatches(self.world, self._is_training) if is_exact else None
         self._more_to_come = 0
         self._are_whole = False
-        """Whether parameters are whole now, for the user's hooks."""
+        """Whether parameters are whole now, because the user's hooks are running."""
         self._leaves_weights = False
-        """Whether weights are the engines' to save: nobody needs them whole."""
+        """Whether the engines save the weights, so that no state_dict needs them."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process, without what is prepared."""
+        """Return the state for another process, without the prepared objects."""
         prepared = dict.fromkeys(_PREPARED_LISTS, ())
         is_exact = self._batches is not None
         return vars(self) | prepared | {"world": None, "_trained": None, "_batches": is_exact}
@@ -114,30 +134,41 @@ class Accelerator(Clipping, Stock):
 
     def _check_ranks(self) -> None:
         if self.num_processes != self.world.size:
+            # So that a second attempt, for example in a notebook, starts from a clean state.
             PartialState._reset_state()
             AcceleratorState._reset_state()
             raise UsageError(
-                f"Accelerate was set up for {self.num_processes} process(es) before this run of "
-                f"{self.world.size} was joined, as by TrainingArguments or PartialState: call "
-                "shardwise.accelerate.Accelerator, or shardwise.init(reseed=False), before."
+                f"Accelerate was set up for {self.num_processes} process(es) before this process "
+                f"joined its run of {self.world.size}, for example by TrainingArguments or "
+                "PartialState. Call shardwise.accelerate.Accelerator or "
+                "shardwise.init(reseed=False) first."
             )
 
     @property
     def engines(self) -> list[sw.Engine]:
-        """The engines, in the order of their making."""
+        """The engines, oldest first."""
         return [each.engine for each in self._trained]
 
     def is_trained(self, model: nn.Module) -> bool:
-        """Return whether an engine trains `model`, of this Accelerator or of another one."""
+        """Return whether an engine of this Accelerator, or of another one, trains `model`."""
         return self._trained.of_model(model) is not None
 
     # -- preparing ----------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models, optimizers, data loaders and schedulers, as Accelerate does. Models are
-        not wrapped. An engine is made once all models of an optimizer are prepared. Collective."""
+        """Prepare models, optimizers, data loaders and schedulers, as Accelerate does. Collective.
+
+        Models are not wrapped. When all models of an optimizer are prepared, their engine is made.
+
+        Args:
+            *args: The objects, in any order.
+            device_placement: For each object, whether to move it to the device.
+
+        Returns:
+            The prepared objects, in the same order; a single one is not in a tuple.
+        """
         if self._json is not None:
-            args = self._json.replaced(args, self)
+            args = self._json.replace_dummies(args, self)
         prepared = super().prepare(*args, device_placement=device_placement)
         self._trained.form(self._models, [each.optimizer for each in self._optimizers])
         if self._json is not None:
@@ -154,10 +185,12 @@ class Accelerator(Clipping, Stock):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Place `model` on the device. `prepare` makes its engine, with the precision."""
+        """Move `model` to the device. `prepare` makes its engine, which has the precision."""
         del evaluation_mode  # a model is wrapped in neither mode
         if self.is_trained(model):
-            device_placement = False  # an engine has placed it, in parts maybe
+            device_placement = False  # its engine has placed it, perhaps sharded
+        # Without a backend, or Accelerate would compile the model as a whole: engines compile
+        # their units.
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO
         try:
@@ -169,17 +202,17 @@ class Accelerator(Clipping, Stock):
         self, optimizer: optim.Optimizer, device_placement: bool | None = None
     ) -> optim.Optimizer:
         """Wrap `optimizer` for the script. `prepare` makes its engine."""
-        del device_placement  # its state is the engine's to place
+        del device_placement  # the engine places its state
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             optimizer = ShardedOptimizer(optimizer, self._trained)
         elif isinstance(optimizer, ShardedOptimizer):
-            optimizer.move_to(self._trained)  # where another Accelerator has prepared it
+            optimizer.move_to(self._trained)  # another Accelerator may have prepared it
         if not any(optimizer is each for each in self._optimizers):
             self._optimizers.append(optimizer)
         return optimizer
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader; with `exact_mean` batches to train on have no repeated samples."""
+        """Prepare a loader. With `exact_mean`, training batches have no repeated samples."""
         loader = super().prepare_data_loader(*args, **kwargs)
         return loader if self._batches is None else self._batches.watch(loader)
 
@@ -190,7 +223,7 @@ class Accelerator(Clipping, Stock):
 
     def _make_engine(self, models: list[nn.Module], optimizers: list[optim.Optimizer]) -> sw.Engine:
         settings: dict[str, Any] = {}
-        for model in models:  # the engine has the precision from now on
+        for model in models:  # the engine casts and autocasts in place of Accelerate
             extract_model_from_parallel(model, keep_fp32_wrapper=False)
             follow(model)
         if self.native_amp and self.mixed_precision in _PRECISION:
@@ -205,36 +238,36 @@ class Accelerator(Clipping, Stock):
     # -- a step -----------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward of `loss`, divided by the accumulation steps, in every engine it
-        reaches.
+        """Run the backward of `loss`, divided by the accumulation steps, in all engines it reaches.
 
-        Without a prepared optimizer, gradients of prepared models are averaged instead and are in
-        `p.grad`; that is collective, in the last micro-batch of a step.
+        Without a prepared optimizer, the gradients of prepared models are averaged into `p.grad`
+        instead. That is collective in the last micro-batch of a step.
 
         Args:
-            retain_graph: as in torch
-            weight: with `exact_mean`, the number of items that the loss is a mean over (default:
-                the samples of the batch); the loss is not divided then
-            same_items: with `exact_mean`, as in the engine's backward
+            loss: A scalar: the mean over this rank's micro-batch.
+            retain_graph: As in torch.
+            weight: With `exact_mean`, the number of items that the loss averages (default: the
+                samples of the batch). The loss is not divided by the accumulation steps then.
+            same_items: With `exact_mean`, as in the engine's backward.
 
         Raises:
-            UsageError: for other arguments of torch's backward
+            UsageError: For other arguments of torch's backward.
         """
         retain_graph = bool(kwargs.pop("retain_graph", False))
         weight = self._items_of(kwargs)
         if kwargs:
             raise UsageError(
-                f"accelerator.backward(loss, {next(iter(kwargs))}=...): gradients go to all "
-                "prepared parameters that the loss reaches, and once. Leave it out."
+                f"accelerator.backward(loss, {next(iter(kwargs))}=...) is not supported: gradients "
+                "go to all prepared parameters that the loss reaches, exactly once. Leave it out."
             )
         if weight is None:
             loss = loss / self.gradient_accumulation_steps
         last = self.sync_gradients and not self._more_to_come
         if self._trains_by_hand and weight is None:
             self.world.say_once(
-                "no optimizer is prepared: each accelerator.backward averages the gradients of "
-                "prepared models over the workers, as DistributedDataParallel does, and nothing "
-                "is sharded"
+                "no optimizer is prepared, so nothing is sharded: each accelerator.backward "
+                "averages the gradients of prepared models over the workers, as "
+                "DistributedDataParallel does"
             )
             loss = loss if self.scaler is None else self.scaler.scale(loss)
             keep = retain_graph
@@ -243,13 +276,14 @@ class Accelerator(Clipping, Stock):
         self._trained.backward(loss, last=last, retain_graph=retain_graph, weight=weight)
 
     def _items_of(self, kwargs: dict[str, Any]) -> LossItems | None:
-        """Pop `weight` and `same_items`; return what a loss is a mean over, with `exact_mean`."""
+        """Pop `weight` and `same_items`, and return the items of a loss. None unless exact."""
         setting = "Accelerator(exact_mean=True)"
         return items_of_loss(self._batches, kwargs, "accelerator.backward", setting)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Declare that more backwards of this step follow the block, to communicate only once."""
+        """Declare that more backwards of this step follow the block, so that only the last one
+        communicates."""
         del model
         self._more_to_come += 1
         try:
@@ -261,15 +295,15 @@ class Accelerator(Clipping, Stock):
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Set `even_batches` inside the block. Raises UsageError for uneven batches on several
-        ranks."""
+        """Set `even_batches` inside the block. Raises UsageError if batches would be uneven."""
         del joinables
         even = self.even_batches if even_batches is None else even_batches
         if self.use_distributed and not even:
             raise UsageError(
-                "join_uneven_inputs with even_batches=False: a worker without a batch would have "
-                "to run the backwards of the others. Leave even_batches on, which repeats samples; "
-                "or use a shardwise.Loader, which gives such a worker a sample of weight 0."
+                "join_uneven_inputs with even_batches=False is not supported: a worker without a "
+                "batch could not take part in the backwards of the others. Leave even_batches on, "
+                "which repeats samples; or use a shardwise.Loader, which gives such a worker a "
+                "sample of weight 0."
             )
         samplers: list[Any] = [getattr(each, "batch_sampler", None) for each in self._dataloaders]
         found = [(s, s.even_batches) for s in samplers if hasattr(s, "even_batches")]
@@ -285,10 +319,10 @@ class Accelerator(Clipping, Stock):
 
     @contextmanager
     def uneven(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Allow ranks to run different numbers of forwards inside the block, as for `generate` or
-        an evaluation on rank 0. All ranks enter and leave.
+        """Allow ranks to run different numbers of forwards inside the block. Collective.
 
-        It applies to the models that are trained here, and to `model`.
+        Use it for `generate`, or for an evaluation on rank 0. All ranks must enter and leave. It
+        applies to all models of this Accelerator, and to `model`.
         """
         engines = self.engines
         if model is not None and (trained := self._trained.of_model(model)) is not None:
@@ -309,8 +343,10 @@ class Accelerator(Clipping, Stock):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a copy of the whole state_dict of a prepared model. If parameters are sharded,
-        only rank 0 gets it and the others an empty one. Collective."""
+        """Return a copy of the whole state_dict of a prepared model. Collective.
+
+        If parameters are sharded, rank 0 gets the state_dict, and the other ranks an empty dict.
+        """
         if self._leaves_weights:
             return {}
         trained = None if self._are_whole else self._trained.of_model(model)
@@ -321,8 +357,11 @@ class Accelerator(Clipping, Stock):
         return trained.engine.model_state_dict(model)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather as Accelerate does; with `exact_mean` also training batches, whose last ones have
-        different numbers of rows on the ranks."""
+        """Gather values of all ranks without repeated samples, as Accelerate does. Collective.
+
+        With `exact_mean` it also gathers training batches, the last of which may have different
+        numbers of rows on the ranks.
+        """
         last = None if self._batches is None else self._batches.last
         at_end = self.gradient_state.end_of_dataloader
         if last is None or not at_end or not self.world.any(last.is_cut):
@@ -338,18 +377,25 @@ class Accelerator(Clipping, Stock):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
-        """Save all prepared and registered objects, as Accelerate does. Weights and optimizers are
-        in the engine's format, for any placement and number of ranks. Collective.
+        """Save all prepared and registered objects, as Accelerate does. Collective.
 
-        Raises UsageError between micro-batches of a step.
+        Weights and optimizers are saved in the engine's format, for any placement and world size.
+
+        Returns:
+            The folder of the save.
+
+        Raises:
+            UsageError: If called between micro-batches of a step.
         """
         if self.engines and not self.sync_gradients:
             raise UsageError(
                 "accelerator.save_state() between micro-batches of a step would lose the gradients "
-                "of those before it. Write before it: if accelerator.sync_gradients:"
+                "of the earlier ones. Write before it: if accelerator.sync_gradients:"
             )
         if not safe_serialization:
-            self.world.say_once("save_state writes safetensors: safe_serialization is not used.")
+            self.world.say_once(
+                "save_state always writes safetensors: safe_serialization=False is ignored."
+            )
         if self.world.settings.trial:
             return output_dir
 
@@ -364,7 +410,7 @@ class Accelerator(Clipping, Stock):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Load a save of `save_state`, of this class or of stock Accelerate. Collective."""
+        """Load a `save_state` folder of this class or of stock Accelerate. Collective."""
         found: list[str] = []
 
         def take(models: list[nn.Module], folder: str) -> None:
@@ -376,14 +422,14 @@ class Accelerator(Clipping, Stock):
         self.load_engines(found[0])
 
     def load_engines(self, folder: str, *, model_only: bool = False) -> None:
-        """Load only the weights in `folder`, which `save_state` has written, and unless
-        `model_only` the optimizers. Collective."""
+        """Load the weights and, unless `model_only`, the optimizers from a `save_state` folder.
+        Collective."""
         checkpoints.load(list(self._trained), Path(folder), self.world, model_only=model_only)
 
     @contextmanager
     def _hooks_see_whole(self, hooks: Any, last: Any, write: bool = False) -> Iterator[None]:
-        """Show whole weights to the user's `hooks` inside the block, and add the hook `last`. Hides
-        optimizers, which the engines save."""
+        """Make weights whole for the user's `hooks` inside the block, and add the hook `last`."""
+        # Without the optimizers, or Accelerate would save them too: the engines save them.
         optimizers, self._optimizers = self._optimizers, []
         key = object()
         with ExitStack() as blocks:
@@ -404,8 +450,9 @@ class Accelerator(Clipping, Stock):
         loader = super().skip_first_batches(dataloader, num_batches)
         if self._batches is not None:
             self._batches.watch(loader)
-        # A loop over a DataLoader draws a seed when it begins. Draw it from a copy of torch's
-        # generator, so that a resumed run goes on with the numbers of the first run.
+        # A loop over a DataLoader draws a seed when it begins. The run that saved has drawn it
+        # already. So draw it from a copy of torch's generator, to leave the generator where the
+        # first run had it.
         plain = getattr(loader, "base_dataloader", loader)
         if getattr(plain, "generator", None) is None:
             plain.generator = torch.Generator()
@@ -418,17 +465,17 @@ class Accelerator(Clipping, Stock):
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """Finish the trackers. The process group is left when the process ends."""
+        """Finish the trackers. The process group stays until the process ends."""
         for tracker in self.trackers:
             tracker.finish()
 
 
-def _bound(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Accelerate's constructor by name. Raises TypeError as it does."""
+def _bind_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of Accelerate's constructor by name. Raises TypeError like it."""
     signature = inspect.signature(Stock.__init__)
     for name in keywords.keys() - signature.parameters.keys():
         if sentence := hint(name):
             raise TypeError(f"Accelerator takes no {name}. {sentence}")
-    given = dict(signature.bind(None, *arguments, **keywords).arguments)
-    given.pop("self")
-    return given
+    stock_arguments = dict(signature.bind(None, *arguments, **keywords).arguments)
+    stock_arguments.pop("self")
+    return stock_arguments

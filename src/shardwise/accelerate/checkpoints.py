@@ -2,11 +2,11 @@
 
 output_dir/
 ├── step-100/                   weights and optimizer state, as engine.save writes them
-├── shardwise.json              written last: which folders belong to it
-├── random_states_0.pkl         of each rank
+├── shardwise.json              the folders that belong to this save; written last
+├── random_states_0.pkl         one per rank
 └── scheduler.bin, custom_checkpoint_0.pkl ...
 
-With several engines each has a folder: engine_0/step-100, engine_1/step-500.
+With several engines, each has its own folder: engine_0/step-100, engine_1/step-500.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARK = "shardwise.json"
 
 
 def save(engines: Sequence[sw.Engine], folder: Path, world: sw.World) -> None:
-    """Save `engines` into `folder`; a save into the same folder before is replaced. Collective."""
+    """Save `engines` into `folder`, replacing an earlier save there. Collective."""
     several = len(engines) > 1
     homes = [folder / f"engine_{number}" if several else folder for number in range(len(engines))]
     paths = []
@@ -37,11 +37,11 @@ def save(engines: Sequence[sw.Engine], folder: Path, world: sw.World) -> None:
         engine.leave_folders()
         paths.append(path)
     if None in paths or world.settings.trial:
-        return  # no room, which was said; or a trial, which leaves no trace
+        return  # the disk is full, and the engine has said so; or a trial, which writes no files
     if world.is_main:
         fields = {"engines": [os.path.relpath(str(p), folder) for p in paths]}
         write(folder / MARK, json.dumps(fields, indent=1).encode())
-        # After the mark: if the save is cut off before it, the earlier checkpoint is still whole.
+        # Only after the mark: if this save is killed before it, the earlier one is still complete.
         for path in (path for home in homes for path in home.glob("step-*")):
             if path not in paths and (path / "checkpoint.json").is_file():
                 shutil.rmtree(path, ignore_errors=True)
@@ -56,13 +56,12 @@ def is_ours(folder: Path) -> bool:
 def load(
     trained: Sequence[TrainedEngine], folder: Path, world: sw.World, *, model_only: bool = False
 ) -> None:
-    """Load a save of `save`, or of stock Accelerate; with `model_only` only its weights.
-    Collective.
+    """Load a save of `save`, or of stock Accelerate. With `model_only`, only its weights.
 
-    Raises BrokenCheckpoint for a save that was cut off, CheckpointMismatch for another number of
-    engines.
+    Raises BrokenCheckpoint if the save was killed before it was complete, and CheckpointMismatch
+    if it has another number of engines. Collective.
     """
-    names = None  # of the engines' folders; None if Accelerate itself has saved here
+    names = None  # the engines' folders; None if stock Accelerate wrote this save
     if world.is_main and is_ours(folder):
         names = json.loads((folder / MARK).read_text())["engines"]
     names = world.broadcast_object(names)
@@ -71,7 +70,7 @@ def load(
         return
     if len(names) != len(trained):
         raise CheckpointMismatch(
-            f"{folder} has {len(names)} engine(s), and this script has {len(trained)}: prepare the "
+            f"{folder} has {len(names)} engine(s), but this script has {len(trained)}. Prepare the "
             "same models and optimizers, in the same order."
         )
     for each, name in zip(trained, names, strict=True):
@@ -79,13 +78,13 @@ def load(
 
 
 def _load_stock(trained: Sequence[TrainedEngine], folder: Path, world: sw.World) -> None:
-    """Load the weights and optimizers that stock Accelerate has saved with torch or safetensors."""
+    """Load weights and optimizers that stock Accelerate has saved with torch or safetensors."""
     optimizers = 0
     for number, each in enumerate(trained):
         if len(each.models) > 1:
             raise CheckpointError(
-                f"{folder} was saved by Accelerate itself, and an engine here has several models "
-                "in one: load them before they are prepared."
+                f"{folder} was saved by stock Accelerate, and an engine of this script has several "
+                "models. Load them before they are prepared."
             )
         each.engine.load(_first(folder, "model", "pytorch_model", number), model_only=True)
         for optimizer in each.optimizers:
@@ -98,13 +97,12 @@ def _load_stock(trained: Sequence[TrainedEngine], folder: Path, world: sw.World)
 
 
 def _first(folder: Path, safe: str, plain: str, number: int) -> Path:
-    """Return the file of the `number`-th model or optimizer. Raises BrokenCheckpoint without
-    one."""
+    """Return the file of model or optimizer `number`. Raises BrokenCheckpoint if there is none."""
     ending = f"_{number}" if number else ""
     for path in (folder / f"{safe}{ending}.safetensors", folder / f"{plain}{ending}.bin"):
         if path.is_file():
             return path
     raise BrokenCheckpoint(
-        f"{folder} has neither {MARK} nor {plain}{ending}.bin: it is no checkpoint, or its save "
-        "was killed before it was complete. Load another one."
+        f"{folder} has neither {MARK} nor {plain}{ending}.bin: either it is no checkpoint, or its "
+        "save was killed before it was complete. Load another one."
     )

@@ -1,4 +1,4 @@
-"""Clips gradients of engines by norm or value, as Accelerate does."""
+"""Gradient clipping by norm or value with the methods of Accelerate, over engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Clipping:
 
     @property
     def _trains_by_hand(self) -> bool:
-        """Whether the script uses gradients itself, because it has prepared no optimizer."""
+        """Whether the script updates parameters itself, because it has prepared no optimizer."""
         return not self._trained.has_optimizers and self._json is None
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -31,13 +31,30 @@ class Clipping:
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clip the next step by the norm of `parameters` over all ranks. Returns the norm before
-        it. Collective.
+        """Clip the next step by the norm of the gradients over all ranks. Collective.
 
-        The 2-norm of all parameters of an engine takes one small collective. Other norms, and some
-        of the parameters, gather the whole gradients. Raises UsageError between micro-batches,
-        because the gradient is not complete; for parameters without an optimizer; and for a
-        `max_norm` of 0 or less.
+        The 2-norm of all parameters of an engine takes one small collective. Other norms, and norms
+        of some of its parameters, gather the whole gradients.
+
+        Args:
+            parameters: Prepared parameters.
+            max_norm: Largest norm, above 0.
+            norm_type: Order of the norm.
+
+        Returns:
+            The norm before clipping: a scalar on the device, in fp32 or wider.
+
+        Raises:
+            UsageError: If called between micro-batches, when gradients are incomplete; if a
+                parameter has no optimizer; or if `max_norm` is 0 or less.
+
+        Example:
+            ```python
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            ```
         """
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._trains_by_hand:
@@ -45,8 +62,8 @@ class Clipping:
         self._check_clipping("clip_grad_norm_", several)
         if not max_norm > 0:
             raise UsageError(
-                f"accelerator.clip_grad_norm_(..., {max_norm}) takes a norm above 0. To step "
-                "without clipping leave the call out; to update nothing leave the step out."
+                f"accelerator.clip_grad_norm_(..., {max_norm}) needs a norm above 0. To step "
+                "without clipping, leave the call out. To update nothing, leave the step out."
             )
         norm = self._trained.clip(several, float(max_norm)) if norm_type == 2 else None
         if norm is None:
@@ -56,7 +73,10 @@ class Clipping:
         return torch.tensor(norm, device=self.device, dtype=dtype)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip every element of the gradients. Gathers whole gradients. Collective."""
+        """Clip every element of the gradients to [-clip_value, clip_value]. Collective.
+
+        It gathers the whole gradients. Raises UsageError like `clip_grad_norm_`.
+        """
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._trains_by_hand:
             nn.utils.clip_grad_value_(several, clip_value)
@@ -68,8 +88,8 @@ class Clipping:
     def _check_clipping(self, call: str, parameters: list[Tensor]) -> None:
         if not self.sync_gradients:
             raise UsageError(
-                f"accelerator.{call} between micro-batches of a step would clip a part of the "
-                "gradient, another one on each worker. Write before it: "
+                f"accelerator.{call} between micro-batches of a step would clip an incomplete "
+                "gradient, which differs between workers. Write before it: "
                 "if accelerator.sync_gradients:"
             )
         self._trained.check_trained(parameters, f"accelerator.{call}")

@@ -1,9 +1,9 @@
-"""The DeepSpeed JSON of an Accelerator: settings of its engines, and a loop's optimizers.
+"""The DeepSpeed JSON of an Accelerator: its engines' settings, and its optimizer and schedule.
 
     Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config="ds.json"))     # in the script
     accelerate launch --use_deepspeed --zero_stage 2 script.py                # by its variables
 
-DeepSpeed need not be installed: the plugin is Accelerate's own class, and holds the JSON.
+DeepSpeed need not be installed: the plugin is a class of Accelerate that holds the JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn, optim
 
 import shardwise as sw
-from shardwise.bridging.deepspeed_json import made_twice, parse_for_loop, say_settings
+from shardwise.bridging.deepspeed_json import duplicate_error, parse_for_loop, say_settings
 from shardwise.bridging.trained_engine import TrainedEngine
 from shardwise.config.deepspeed import DeepSpeedJob
 from shardwise.deepspeed import optimizers
@@ -29,47 +29,54 @@ from shardwise.errors import ConfigError, UsageError
 
 VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 
-TAKEN: Any = object()
-"""The `deepspeed_plugin` of an Accelerator whose Trainer has read the JSON already."""
+ALREADY_READ: Any = object()
+"""The `deepspeed_plugin` of an Accelerator whose Trainer has already read the JSON."""
 
 _KEPT = "_shardwise_json"
 """The entry of Accelerate's own state with the JSON, for a second Accelerator."""
 
 for _kind in (DummyOptim, DummyScheduler):
-    # Where scripts import them from: without deepspeed Accelerate leaves them out there.
+    # Scripts import them from accelerate.utils, which lacks them if deepspeed is not installed.
     setattr(utils, _kind.__name__, _kind)
 
 
-def taken_from(given: MutableMapping[str, Any]) -> PluginJson | None:
-    """Return the JSON among the arguments of an Accelerator, or in the variables that `accelerate
-    launch --use_deepspeed` sets; None without one. Replaces its plugin in `given` by Accelerate's
-    own arguments."""
+def pop_json(given: MutableMapping[str, Any]) -> PluginJson | None:
+    """Return the JSON in the arguments `given` to an Accelerator, None if there is none.
+
+    It may also be in the variables that `accelerate launch --use_deepspeed` sets. In `given`, the
+    plugin is replaced by the arguments of Accelerate with the same effect.
+    """
     plugin = _plugin_of(given)
     if plugin is None:
         return None
-    found = PluginJson(plugin, given)
-    handlers = with_scaling(given.get("kwargs_handlers"), found.job)
-    given.update(found.arguments | ({} if handlers is None else {"kwargs_handlers": handlers}))
-    return found
+    plugin_json = PluginJson(plugin, given)
+    handlers = with_scaling(given.get("kwargs_handlers"), plugin_json.job)
+    given.update(
+        plugin_json.arguments | ({} if handlers is None else {"kwargs_handlers": handlers})
+    )
+    return plugin_json
 
 
 def _plugin_of(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
-    found = [given.pop(name, None) for name in ("deepspeed_plugin", "deepspeed_plugins")]
-    plugin = next((each for each in found if each is not None), None)
-    if plugin is TAKEN:
+    plugins = [given.pop(name, None) for name in ("deepspeed_plugin", "deepspeed_plugins")]
+    plugin = next((each for each in plugins if each is not None), None)
+    if plugin is ALREADY_READ:
         return None
     if isinstance(plugin, Mapping):
         if len(plugin) > 1:
             raise UsageError(
-                f"Accelerator(deepspeed_plugins=...) has {len(plugin)} of them: one Accelerator "
-                "trains with one. Make an Accelerator for each."
+                f"Accelerator(deepspeed_plugins=...) has {len(plugin)} plugins, but an Accelerator "
+                "trains with one. Make an Accelerator for each plugin."
             )
         plugin = next(iter(plugin.values()), None)
     return _plugin_of_process(given) if plugin is None else plugin
 
 
 def _plugin_of_process(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
-    """Return the plugin of an earlier Accelerator, with its precision, or of the variables."""
+    """Return the plugin of an earlier Accelerator, or the one that the variables describe.
+
+    The former also sets the precision in `given`.
+    """
     kept: PluginJson | None = AcceleratorState._shared_state.get(_KEPT)
     if kept is None:
         return DeepSpeedPlugin() if _is_asked() else None
@@ -83,9 +90,9 @@ def _is_asked() -> bool:
 
 
 @contextmanager
-def without_switch() -> Iterator[bool]:
-    """Remove the variable that asks for DeepSpeed inside the block, because Accelerate would import
-    deepspeed. Yields whether it asks."""
+def without_deepspeed_variable() -> Iterator[bool]:
+    """Unset the variable that asks for DeepSpeed inside the block. Yields whether it was on."""
+    # If it were set, Accelerate would import deepspeed.
     asked, before = _is_asked(), os.environ.pop(VARIABLE, None)
     try:
         yield asked
@@ -97,19 +104,19 @@ def without_switch() -> Iterator[bool]:
 class PluginJson:
     """The JSON of `plugin` for an Accelerator with the arguments `given`.
 
-    Raises ConfigError as `config.deepspeed.parse` does, and if an argument contradicts a key.
+    Raises ConfigError like `config.deepspeed.parse`, and if an argument contradicts a key.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, given: Mapping[str, Any]) -> None:
         self.plugin = plugin
         self._accumulation = given.get("gradient_accumulation_plugin")
         self._tree = dict(plugin.deepspeed_config)
-        self._tree.pop("steps_per_print", None)  # infinite: Accelerate's way to say none
+        self._tree.pop("steps_per_print", None)  # Accelerate writes infinity for "never"
         self._auto = _auto_of(given)
         for word in ("bf16", "fp16"):
             if self._auto[f"{word}.enabled"]:
                 self._tree.setdefault(word, {"enabled": True})
-        self._made: dict[int, tuple[DummyOptim, optim.Optimizer]] = {}
+        self._created: dict[int, tuple[DummyOptim, optim.Optimizer]] = {}
         self.job = parse_for_loop(self._tree, self._auto)
         self._check(given)
 
@@ -119,39 +126,39 @@ class PluginJson:
         of_json = self.job.document.get("gradient_accumulation_steps", steps)
         if steps not in (1, of_json):
             raise ConfigError(
-                f"{self.job.document.name} has gradient_accumulation_steps {of_json}, and "
-                f'Accelerator {steps}: write "auto" into the JSON.'
+                f"{self.job.document.name} has gradient_accumulation_steps {of_json}, but "
+                f'Accelerator has {steps}: write "auto" in the JSON.'
             )
         precision, wanted = given.get("mixed_precision"), self.mixed_precision
         if precision not in (None, "no", wanted):
             raise ConfigError(
-                f"{self.job.document.name} computes in {self.job.precision}, and Accelerator has "
-                f'mixed_precision={precision!r}: write "auto" as {precision}.enabled.'
+                f"{self.job.document.name} computes in {self.job.precision}, but Accelerator has "
+                f'mixed_precision={precision!r}: set {precision}.enabled to "auto" in the JSON.'
             )
 
     @property
     def mixed_precision(self) -> str:
-        """The precision under Accelerate's name: "no" for fp32."""
+        """The precision in Accelerate's words, such as "no" for fp32."""
         return {"fp32": "no", "bf16": "bf16", "bf16-mixed": "bf16"}.get(self.job.precision, "fp16")
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of Accelerate that the JSON sets."""
-        found: dict[str, Any] = {"mixed_precision": self.mixed_precision}
+        arguments: dict[str, Any] = {"mixed_precision": self.mixed_precision}
         steps = self.job.document.get("gradient_accumulation_steps")
         if steps is None:
-            return found
+            return arguments
         if self._accumulation is None:
-            return found | {"gradient_accumulation_steps": steps}
+            return arguments | {"gradient_accumulation_steps": steps}
         plugin = replace(self._accumulation, num_steps=steps)
-        return found | {"gradient_accumulation_plugin": plugin}
+        return arguments | {"gradient_accumulation_plugin": plugin}
 
     def keep(self) -> None:
         """Keep the JSON for later Accelerators, in Accelerate's own state."""
         AcceleratorState._shared_state[_KEPT] = self
 
     def say(self, world: sw.World) -> None:
-        """Print once which settings the JSON sets."""
+        """Print the settings of the JSON, once."""
         say_settings(world, self.job)
         norm = self.job.clipping
         clips = f"each step clips to {norm:g}" if norm else "nothing is clipped"
@@ -159,35 +166,37 @@ class PluginJson:
 
     # -- optimizers and schedules of the JSON ------------------------------------------------
 
-    def replaced(self, objects: tuple[Any, ...], accelerator: Any) -> tuple[Any, ...]:
-        """Return the `objects` to prepare, with the JSON's optimizer and schedule instead of
-        dummies. Raises ConfigError for an optimizer or schedule that the JSON has too."""
+    def replace_dummies(self, objects: tuple[Any, ...], accelerator: Any) -> tuple[Any, ...]:
+        """Return the `objects` to prepare, with the JSON's optimizer and schedule for dummies.
+
+        Raises ConfigError for an optimizer or schedule that the JSON has too.
+        """
         self._check_own(objects)
         models = [each for each in objects if isinstance(each, nn.Module)]
-        # Optimizers first: a dummy schedule may stand before its dummy optimizer in the call.
+        # Optimizers first: a dummy schedule may precede its dummy optimizer in the call.
         for each in objects:
             if isinstance(each, DummyOptim):
-                self._made[id(each)] = each, self._optimizer(each, models)
-        found = []
+                self._created[id(each)] = each, self._optimizer(each, models)
+        prepared = []
         for each in objects:
             if isinstance(each, DummyScheduler):
                 optimizer = self._in_place_of(each.optimizer)
                 each = SteppedSchedule(self._schedule(each, optimizer), optimizer, accelerator)
-            found.append(self._in_place_of(each))
-        return tuple(found)
+            prepared.append(self._in_place_of(each))
+        return tuple(prepared)
 
     def _check_own(self, objects: tuple[Any, ...]) -> None:
         for each in objects:
             if getattr(each, "_is_accelerate_prepared", False):
                 continue
             if self.job.optimizer is not None and isinstance(each, optim.Optimizer):
-                raise made_twice(self.job, "optimizer", "prepare()", "DummyOptim")
+                raise duplicate_error(self.job, "optimizer", "prepare()", "DummyOptim")
             if self.job.schedule is not None and isinstance(each, optim.lr_scheduler.LRScheduler):
-                raise made_twice(self.job, "scheduler", "prepare()", "DummyScheduler")
+                raise duplicate_error(self.job, "scheduler", "prepare()", "DummyScheduler")
 
     def _in_place_of(self, given: Any) -> Any:
-        """Return the optimizer that was made for a dummy; anything else as it is."""
-        return self._made[id(given)][1] if id(given) in self._made else given
+        """Return the optimizer made for a dummy. Anything else is returned unchanged."""
+        return self._created[id(given)][1] if id(given) in self._created else given
 
     def _optimizer(self, dummy: DummyOptim, models: list[nn.Module]) -> optim.Optimizer:
         params = "optimizer.params"
@@ -196,7 +205,8 @@ class PluginJson:
         self.job = parse_for_loop(self._tree, self._auto)
         if self.job.optimizer is None:
             raise ConfigError(
-                "DummyOptim stands for the optimizer of a DeepSpeed JSON without one."
+                "DummyOptim was prepared, but the DeepSpeed JSON has no optimizer: add one to the "
+                "JSON, or prepare a real optimizer."
             )
         return optimizers.one_of_json(self.job, list(dummy.params), models)
 
@@ -213,19 +223,23 @@ class PluginJson:
         self.job = parse_for_loop(self._tree, self._auto)
         if self.job.schedule is None:
             raise ConfigError(
-                "DummyScheduler stands for the scheduler of a DeepSpeed JSON without one."
+                "DummyScheduler was prepared, but the DeepSpeed JSON has no scheduler: add one to "
+                "the JSON, or prepare a real scheduler."
             )
         return optimizers.schedule_of_json(self.job.schedule, optimizer, self.job.document.name)
 
 
 class SteppedSchedule:
-    """A JSON's schedule in a loop of Accelerate. As in DeepSpeed's engine it steps with each update
-    of its optimizer, not when the loop calls `step`."""
+    """The schedule of a JSON in a loop of Accelerate.
+
+    As in DeepSpeed's engine, it steps with each update of its optimizer, and not when the loop
+    calls `step`.
+    """
 
     def __init__(self, schedule: Any, optimizer: Any, accelerator: Any) -> None:
         self.scheduler = schedule
         plain = getattr(optimizer, "optimizer", optimizer)
-        accelerator._schedulers.append(self)  # so that save_state has it
+        accelerator._schedulers.append(self)  # save_state saves the objects in this list
 
         def follow(trained: TrainedEngine) -> None:
             if any(each is plain for each in trained.optimizers):
@@ -237,7 +251,7 @@ class SteppedSchedule:
         return getattr(self.scheduler, name)
 
     def step(self, *arguments: Any, **keywords: Any) -> None:
-        """Do nothing: the optimizer's step has stepped it already."""
+        """Do nothing: the optimizer's step has already stepped the schedule."""
 
     def state_dict(self) -> Any:
         """Return the schedule's state."""
@@ -249,23 +263,25 @@ class SteppedSchedule:
 
 
 def with_scaling(given: list[Any] | None, job: DeepSpeedJob) -> list[Any] | None:
-    """Return `kwargs_handlers` with the loss scale of a JSON's fp16, unless they have one. Raises
-    ConfigError for a static scale."""
+    """Return `kwargs_handlers` with the loss scale of a JSON's fp16, unless they have one.
+
+    Raises ConfigError for a static scale.
+    """
     several = list(given or [])
     known = any(isinstance(each, GradScalerKwargs) for each in several)
     if not job.precision.startswith("fp16") or known:
         return given
     if job.scaling.static:
         raise ConfigError(
-            f"{job.document.name} has fp16.loss_scale {job.scaling.static:g}, and here the scale "
-            "follows overflows: write 0 there, or leave it out."
+            f"{job.document.name} has fp16.loss_scale {job.scaling.static:g}, but this loop needs "
+            "a dynamic scale: write 0, or leave the key out."
         )
     scale, window = float(2**job.scaling.power), job.scaling.window
     return [*several, GradScalerKwargs(init_scale=scale, growth_interval=window)]
 
 
 def _steps_of(given: Mapping[str, Any]) -> int:
-    """Return the number of micro-batches of a step, from the arguments of an Accelerator."""
+    """Return the number of micro-batches per step from the arguments of an Accelerator."""
     plugin = given.get("gradient_accumulation_plugin")
     steps = given.get("gradient_accumulation_steps") if plugin is None else plugin.num_steps
     return steps or 1

@@ -1,4 +1,4 @@
-"""A prepared optimizer, which steps the engine that trains with it."""
+"""A prepared optimizer, which steps its engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardwise.errors import UsageError
 
 
 class ShardedOptimizer(AcceleratedOptimizer):
-    """Replaces Accelerate's own: `step` and `zero_grad` act only in the last micro-batch of a step,
-    on the engine.
+    """The optimizer that `prepare` returns, in place of Accelerate's own class.
 
-    Before its engine is made it is the plain optimizer. With an engine `state_dict` and
-    `load_state_dict` are collective and have the whole state.
+    `step` and `zero_grad` have an effect only in the last micro-batch of a step. They act on the
+    engine. Before the engine is made, they act on the plain optimizer. With an engine,
+    `state_dict` and `load_state_dict` are collective and have the whole state.
     """
 
     def __init__(self, optimizer: optim.Optimizer, trained: TrainedModels) -> None:
@@ -26,24 +26,26 @@ class ShardedOptimizer(AcceleratedOptimizer):
         self._trained = trained
 
     def move_to(self, trained: TrainedModels) -> None:
-        """Belong to the Accelerator of `trained`."""
+        """Move to another Accelerator, whose engines are `trained`."""
         self._trained = trained
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update, in the last micro-batch of a step. Collective.
+        """Update the parameters, if this is the last micro-batch of a step. Collective.
 
-        Raises UsageError if no engine trains with it.
+        Raises UsageError if this optimizer has no engine.
         """
         if not self.gradient_state.sync_gradients:
             return
         trained = self._engine()
         trained.step(self.optimizer, closure)
         if not (trained.waits or trained.skipped):
-            self._trained.tell_followers(trained)
+            self._trained.call_followers(trained)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients since the last step, in the last micro-batch of a step. The step
-        itself clears the gradients that it used."""
+        """Clear the gradients since the last step, if this is the last micro-batch of a step.
+
+        The step itself has already cleared the gradients that it used.
+        """
         if self.gradient_state.sync_gradients:
             if (trained := self._trained.of(self.optimizer)) is not None:
                 trained.clear()
@@ -65,11 +67,14 @@ class ShardedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step updated nothing. Raises UsageError while it waits for the other
-        optimizers of its model, because a scheduler would be a step ahead."""
+        """Whether the last step updated nothing.
+
+        Raises UsageError if other optimizers of the model have not been stepped yet.
+        """
         trained = self._trained.of(self.optimizer)
         if trained is None:
             return False
+        # Schedulers read this. The engine has not stepped yet, so they would be a step ahead.
         trained.check_complete("A scheduler's step")
         return trained.skipped
 
@@ -77,8 +82,8 @@ class ShardedOptimizer(AcceleratedOptimizer):
         trained = self._trained.of(self.optimizer)
         if trained is None:
             why = self._trained.taken_over or (
-                "its parameters belong to no model that was prepared, or to a copy of one. Prepare "
-                "the model that it was made for"
+                "its parameters belong to no prepared model, or to a copy of one. Prepare the "
+                "model from whose parameters it was made"
             )
             raise UsageError(f"{type(self.optimizer).__name__}.step() trains nothing: {why}.")
         return trained

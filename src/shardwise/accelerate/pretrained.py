@@ -1,8 +1,9 @@
-"""Replaces two methods of transformers' models: `save_pretrained`, `resize_token_embeddings`.
+"""Replacements for two methods of transformers' models on sharded parameters.
 
-Scripts for Accelerate call `save_pretrained(..., is_main_process=...)` on all ranks, so that all
-can gather sharded weights, and one writes. Without that argument a rank may be alone, and the
-engine's error says what to do.
+They are `save_pretrained` and `resize_token_embeddings`. Scripts for Accelerate call
+`save_pretrained(..., is_main_process=...)` on all ranks, so that all can gather sharded weights and
+one writes them. Without that argument only some ranks may make the call; then the engine's error
+says what to write.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from shardwise.errors import UsageError
 Method = Callable[..., Any]
 
 _FOLLOWED = "_shardwise_follows"
-"""The attribute that marks our methods."""
+"""The attribute that marks these replacements."""
 
 
 def follow(model: nn.Module) -> None:
-    """Put ours before the two methods, in the classes in which `model` has them; once more does
-    nothing."""
-    for name, ours in (("save_pretrained", _gathering), ("resize_token_embeddings", _refusing)):
+    """Replace the two methods in the classes that define them for `model`, unless replaced."""
+    for name, ours in (
+        ("save_pretrained", _make_gathering),
+        ("resize_token_embeddings", _make_refusing),
+    ):
         for kind in type(model).__mro__:
             stock = vars(kind).get(name)
             if stock is not None:
@@ -35,8 +38,8 @@ def follow(model: nn.Module) -> None:
                 break
 
 
-def _gathering(stock: Method) -> Method:
-    """Return a `save_pretrained` that gathers sharded weights if all ranks call it."""
+def _make_gathering(stock: Method) -> Method:
+    """Return a `save_pretrained` that gathers sharded weights when all ranks call it."""
 
     @wraps(stock)
     def save_pretrained(model: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -51,8 +54,8 @@ def _gathering(stock: Method) -> Method:
             return None
         if not state:
             raise UsageError(
-                "save_pretrained(is_main_process=True) on a rank that is not the first: with "
-                "--zero 3 rank 0 has the whole weights. Write "
+                "save_pretrained(is_main_process=True) on a rank other than 0: with --zero 3 only "
+                "rank 0 gets the whole weights. Write "
                 "is_main_process=accelerator.is_main_process."
             )
         return _saved(stock, model, arguments, keywords | {"state_dict": state})
@@ -64,30 +67,29 @@ def _gathering(stock: Method) -> Method:
 def _saved(
     stock: Method, model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Save a sharded model whose whole weights are in `keywords`, if they are anywhere."""
+    """Save a sharded model by the stock method, with the whole weights from `keywords`."""
     if keywords.get("state_dict") is None:
         return stock(model, *arguments, **keywords)
-    # PEFT asks a module for its state_dict to learn which names are in it (modules_to_save).
+    # PEFT reads a module's state_dict for its names only (modules_to_save), which is no mistake.
     with usage_checks.names_only():
         return stock(model, *arguments, **keywords)
 
 
-def _refusing(stock: Method) -> Method:
-    """Return a `resize_token_embeddings` that raises UsageError while an engine trains the
-    model."""
+def _make_refusing(stock: Method) -> Method:
+    """Return a `resize_token_embeddings` that refuses while an engine trains the model."""
 
     @wraps(stock)
     def resize_token_embeddings(model: Any, *arguments: Any, **keywords: Any) -> Any:
-        # The number of embeddings that is asked for, before it is padded.
+        # The requested number of embeddings. The stock method may pad it afterwards.
         size = arguments[0] if arguments else keywords.get("new_num_tokens")
         if size is not None and engine_of_model(model) is not None:
             now = model.get_input_embeddings().num_embeddings
             if size != now:
                 raise UsageError(
                     f"resize_token_embeddings({size}) while an engine trains the model with {now}: "
-                    "its optimizer would go on with the old ones. Call it before "
+                    "its optimizer would continue to update the old ones. Call it before "
                     "accelerator.prepare() or trainer.train(), or after "
-                    "accelerator.free_memory(), which gives the plain model back."
+                    "accelerator.free_memory(), which returns the plain model."
                 )
         return stock(model, *arguments, **keywords)
 

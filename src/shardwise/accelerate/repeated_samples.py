@@ -1,4 +1,4 @@
-"""Finds the samples that Accelerate repeats to fill the last batches of an epoch.
+"""The samples that Accelerate repeats to fill the last batches of an epoch.
 
 10 samples, batches of 4, 2 workers      worker 0       worker 1
 the last batches of Accelerate           8 9 0 1        2 3 4 5
@@ -23,7 +23,7 @@ class PreparedBatches(CountedBatches):
     """Drops repeated rows from the batches of prepared loaders.
 
     `is_training` returns whether the next batch is for training. Batches of an evaluation keep
-    their rows, for gather_for_metrics.
+    repeated rows, because gather_for_metrics expects and drops them.
     """
 
     def __init__(self, world: sw.World, is_training: Callable[[], bool]) -> None:
@@ -32,23 +32,23 @@ class PreparedBatches(CountedBatches):
         self._is_training = is_training
 
     def watch(self, loader: Any) -> Any:
-        """Return `loader`, which Accelerate has prepared, with batches that are cut and counted."""
+        """Make `loader`, which Accelerate has prepared, cut and count its batches. Return it."""
         kind: type[Any] = type(loader)
         if not issubclass(kind, _CountingLoader) and hasattr(kind, "end_of_dataloader"):
             counting = type(kind.__name__, (_CountingLoader, kind), {})
-            # Accelerate's loaders override `__class__` with a read-only property, so that
-            # isinstance takes them for a DataLoader: set the real one.
+            # Accelerate's loaders override `__class__` with a read-only property, so that they
+            # pass isinstance(..., DataLoader). Set the class below that property.
             object.__dict__["__class__"].__set__(loader, counting)
             loader._batches_of_shardwise = self
         return loader
 
     def count(self, loader: Any, batch: Any) -> tuple[Any, CountedBatch]:
-        """Count the last batch that `loader` gave; cut it if it is for training."""
+        """Count the last batch of `loader`, and cut it if it is for training."""
         return last_batch(loader, batch, self._world, cuts=self._is_training())
 
 
 class _CountingLoader:
-    """Base class that is put before the class of a prepared loader."""
+    """Mixin before the class of a prepared loader."""
 
     _batches_of_shardwise: PreparedBatches
 
@@ -58,8 +58,7 @@ class _CountingLoader:
 
 
 def last_batch(loader: Any, batch: Any, world: sw.World, *, cuts: bool) -> tuple[Any, CountedBatch]:
-    """Return `batch`, the last one that `loader` gave, without repeated rows if it `cuts` them; and
-    its counts."""
+    """Return `batch`, the last one of `loader`, and its counts. With `cuts`, drop repeated rows."""
     rows = find_batch_size(batch)
     samples = own_samples(loader, rows, world) if loader.end_of_dataloader else rows
     if samples == rows or not cuts:
@@ -69,11 +68,11 @@ def last_batch(loader: Any, batch: Any, world: sw.World, *, cuts: bool) -> tuple
 
 
 def own_samples(loader: Any, rows: int, world: sw.World) -> int:
-    """Return how many of the `rows` in this rank's last batch of `loader` are no repetitions.
+    """Return how many of the `rows` in this rank's last batch of `loader` are not repeated.
 
     Accelerate repeats samples in the last rows of the last ranks. If each worker reads an
-    IterableDataset by itself (dispatch_batches=False), nothing tells the repeated rows: all count,
-    and a message says so.
+    IterableDataset separately (dispatch_batches=False), repeated rows cannot be recognized: all
+    rows count, and a message says so.
     """
     if world.size == 1:
         return rows
@@ -84,30 +83,30 @@ def own_samples(loader: Any, rows: int, world: sw.World) -> int:
         shard = getattr(shard, "batch_sampler", None)
     if shard is None:
         world.say_once(
-            "exact_mean=True cannot see which samples of an IterableDataset are repeated at its "
-            "end with dispatch_batches=False: they count again."
+            "exact_mean=True cannot recognize repeated samples at the end of an IterableDataset "
+            "with dispatch_batches=False: they count again."
         )
         return rows
     if not shard.even_batches or shard.drop_last:
         return rows
-    sampler: Any = shard.batch_sampler  # gives the batches of all ranks
+    sampler: Any = shard.batch_sampler  # yields the batches of all ranks
     size = getattr(sampler, "batch_size", None)
-    if size is None:  # batches of any size: Accelerate repeats whole ones
+    if size is None:  # batches of any size: Accelerate repeats whole batches
         left = len(sampler) % world.size
         return rows if left == 0 or world.rank < left else 0
     each = size // world.size if shard.split_batches else size
     if rows != each:
         raise UsageError(
-            f"exact_mean=True: a batch of {each} samples has a first tensor of {rows} rows, so "
-            "which rows are repeated samples cannot be told. Let collate_fn give a row for each "
-            "sample, or write DataLoader(..., drop_last=True)."
+            f"exact_mean=True cannot recognize repeated samples: a batch of {each} samples has a "
+            f"first tensor of {rows} rows. Make collate_fn return one row per sample, or write "
+            "DataLoader(..., drop_last=True)."
         )
     left = len(sampler.sampler) % (each * world.size)
     return _share_of_rank(left, each, world.rank) if left else rows
 
 
 def _share_of_rank(total: int, each: int, rank: int) -> int:
-    """Return how many of the first `total` rows are this rank's, if each rank has `each` rows."""
+    """Return how many of the first `total` rows this rank has, if each rank has `each` rows."""
     return min(max(total - rank * each, 0), each)
 
 

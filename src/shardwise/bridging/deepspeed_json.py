@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON in a loop of another library: its settings, and the lines for the user.
+"""A DeepSpeed JSON in the loop of another library: its settings, and the lines for the user.
 
 config/deepspeed/               parses the JSON
 accelerate/deepspeed_plugin.py  the plugin of an Accelerator, `accelerate launch --use_deepspeed`
@@ -19,48 +19,51 @@ _INTERVAL = "pipeline.activation_checkpoint_interval"
 
 
 def parse_for_loop(tree: Any, auto: Mapping[str, Any]) -> DeepSpeedJob:
-    """Parse the JSON `tree` for a loop of Accelerate or Trainer. Raises ConfigError as
-    `config.deepspeed.parse` does, and for sums, since these loops average."""
+    """Parse the JSON `tree` for a loop of Accelerate or Trainer.
+
+    Raises ConfigError like `config.deepspeed.parse`, and for sums, because these loops average.
+    """
     job = parse(tree, auto)
     if not job.averages:
         raise ConfigError(
-            f"{job.document.name} has gradient_allreduce_op sum, and here losses of the workers "
-            "are averaged: leave it out, and multiply the loss by their number."
+            f"{job.document.name} has gradient_allreduce_op sum, but this loop averages the losses "
+            "of the workers. Leave the key out, and multiply the loss by the number of workers."
         )
     return job
 
 
-def made_twice(job: DeepSpeedJob, what: str, where: str, dummy: str = "") -> ConfigError:
+def duplicate_error(job: DeepSpeedJob, what: str, where: str, dummy: str = "") -> ConfigError:
     """Return the error for an optimizer or scheduler in both the JSON and the script."""
-    instead = f", or give accelerate.utils.{dummy} in its place" if dummy else ""
+    instead = f", or pass accelerate.utils.{dummy} instead of it" if dummy else ""
     return ConfigError(
-        f"{job.document.name} has {what}.type, and {where} is given one of the script: take it "
-        f"out of the JSON, or leave the script's out{instead}."
+        f"{job.document.name} has {what}.type, and the script passes its own {what} to {where}. "
+        f"Remove it from the JSON, or leave the script's out{instead}."
     )
 
 
 def settings_of(job: DeepSpeedJob) -> dict[str, Any]:
-    """Return the settings of Shardwise that a JSON sets for a loop with its own loaders."""
+    """Return the settings of Shardwise in a JSON, for a loop that has its own loaders."""
+    # Without the micro-batch size: the loaders of the library have one.
     return {name: value for name, value in job.settings.items() if name != "micro_batch_size"}
 
 
 def say_lines(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print once the ignored keys of a JSON, and the values of "auto"."""
+    """Print the ignored keys of a JSON and the values of "auto", once."""
     for line in short_lines(job, of_loop=False):
         world.say_once(f"{job.document.name}: {line}")
 
 
 def say_settings(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print once the settings of a JSON, the values of "auto", and ignored keys."""
+    """Print the settings of a JSON, the values of "auto" and the ignored keys, once."""
     settings = " ".join(f"{name}={value}" for name, value in settings_of(job).items())
     world.say_once(f"{job.document.name} is taken as {settings or 'no settings'}")
     say_lines(world, job)
     if left := without_effect(job):
-        world.say_once(f"{job.document.name}: ignored, which this library does by itself: {left}")
+        world.say_once(f"{job.document.name}: ignored, because this library does it itself: {left}")
 
 
 def without_effect(job: DeepSpeedJob) -> str:
-    """Return the keys of a JSON that are on, but that only `deepspeed.initialize` follows."""
+    """Return the keys of a JSON that are on, but have an effect only in `deepspeed.initialize`."""
     keys = {
         "managed_gradient_accumulation": not job.manages_accumulation,
         "dataloader_drop_last": job.drop_last,

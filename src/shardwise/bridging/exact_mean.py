@@ -1,8 +1,8 @@
 """`exact_mean=True`: every sample of a step counts once, as in one process with the whole batch.
 
-Libraries repeat samples at the end of an epoch until every rank has the same number. Here a rank
-drops the repeated rows of its batches. A batch of repeated rows alone stays whole, because every
-rank must make the same forwards; its loss has weight 0:
+Libraries repeat samples at the end of an epoch until every rank has the same number. With
+`exact_mean=True` a rank drops the repeated rows of its batches. A batch with only repeated rows
+stays whole, because every rank must run the same number of forwards, and its loss has weight 0:
 
     9 samples, batches of 2, 2 ranks     rank 0           rank 1
     the library's batches                0 2 | 4 6 | 8    1 3 | 5 7 | 0
@@ -24,38 +24,38 @@ from shardwise.bridging.trained_engine import LossItems
 from shardwise.errors import UsageError
 
 ItemsOf = Callable[[Any], Any]
-"""Returns the number of items that the loss of a batch is a mean over."""
+"""Returns the number of items in a batch whose losses are averaged."""
 
 
 @dataclass(frozen=True, eq=False)
 class CountedBatch:
-    """A batch as the script gets it; `samples` of its rows count, 0 if none does."""
+    """A batch as the script gets it. `samples` of its rows count, which may be 0."""
 
     samples: int
     is_cut: bool
     """Whether repeated rows were dropped, or no row counts."""
     has_repeated: bool = False
-    """Whether the batch still has rows of samples that counted before."""
+    """Whether the batch still has rows of samples that were counted before."""
 
 
 class CountedBatches:
-    """Remembers the last batch of each open loader, which the next loss is computed from.
+    """The last batch of each open loader. The next loss is assumed to be of such a batch.
 
     Args:
-        loaders: what messages call the loaders ("prepared loader")
-        call: what messages call the backward ("accelerator.backward")
-        items_of: counts the items of a batch, if a loss is not a mean over samples
+        loaders: The name of the loaders in messages ("prepared loader").
+        call: The name of the backward in messages ("accelerator.backward").
+        items_of: Counts the items of a batch, if a loss is not a mean over samples.
     """
 
     def __init__(self, loaders: str, call: str, items_of: ItemsOf | None = None) -> None:
         self._loaders = loaders
-        self._advice = f"Write {call}(loss, weight=number_of_items_the_loss_is_a_mean_over)."
+        self._advice = f"Write {call}(loss, weight=number_of_items_that_the_loss_averages)."
         self.items_of = items_of
         self._open: dict[int, CountedBatch] = {}
-        """The last batch of each loader that is being iterated over, by id of the loader."""
+        """The last batch of each loader with a running loop, by id of the loader."""
         self.last: CountedBatch | None = None
         self.last_rows: Any = None
-        """The content of `last`, where `items_of` or a subclass needs it; else not kept alive."""
+        """The content of `last`, if `items_of` or a subclass needs it. Else None, to free it."""
 
     def iterate(
         self,
@@ -63,8 +63,10 @@ class CountedBatches:
         batches: Iterator[Any],
         count: Callable[[int, Any], tuple[Any, CountedBatch]],
     ) -> Iterator[Any]:
-        """Yield the batches of `loader`. `count(number, batch)` returns the batch that the script
-        gets, and its counts."""
+        """Yield the batches of `loader` for the script.
+
+        `count(number, batch)` returns the batch to yield, and its counts.
+        """
         try:
             for number, batch in enumerate(batches):
                 shown, counted = count(number, batch)
@@ -76,13 +78,13 @@ class CountedBatches:
 
     @property
     def is_open(self) -> bool:
-        """Whether a loader is being iterated over."""
+        """Whether a loop over a loader is running."""
         return bool(self._open)
 
     def items(self, number: float | Tensor | None, same_items: bool | None) -> LossItems:
-        """Return the items of a loss: `number` items, or the items of its batch if None.
+        """Return the items of a loss: `number` items, or the items of its batch if that is None.
 
-        A batch whose samples have all counted before has no items.
+        A batch with only repeated samples has no items.
         """
         if number is not None:
             rows = None if self.last is None else self.last.samples
@@ -94,24 +96,24 @@ class CountedBatches:
         return LossItems(counted, batch, same_items, rows=batch.samples)
 
     def batch_of_loss(self) -> CountedBatch:
-        """Return the batch that a loss is computed from. Raises UsageError if it is ambiguous, or
-        has no weight."""
+        """Return the batch of the current loss. Raises UsageError if it is ambiguous, or has
+        repeated samples."""
         batches = list(self._open.values()) or ([self.last] if self.last else [])
         if not batches:
             raise UsageError(
-                f"exact_mean=True, and no {self._loaders} has given a batch: the weight of this "
-                f"loss is unknown. {self._advice}"
+                f"With exact_mean=True the weight of this loss is unknown, because no "
+                f"{self._loaders} has returned a batch. {self._advice}"
             )
         if len({each.samples for each in batches}) > 1:
             sizes = " and ".join(str(each.samples) for each in batches)
             raise UsageError(
-                f"Open loaders have given batches of {sizes} samples, so the weight of this loss "
-                f"is ambiguous. {self._advice}"
+                f"The weight of this loss is ambiguous: open loaders have returned batches of "
+                f"{sizes} samples. {self._advice}"
             )
         if batches[-1].has_repeated:
             raise UsageError(
-                "This batch is filled with repeated samples, which exact_mean=True drops only "
-                "while a model trains: write model.train() before the loop."
+                "This batch has repeated samples. exact_mean=True drops them only while a model is "
+                "in training mode: write model.train() before the loop."
             )
         return batches[-1]
 
@@ -119,14 +121,16 @@ class CountedBatches:
 def items_of_loss(
     batches: CountedBatches | None, keywords: dict[str, Any], call: str, setting: str
 ) -> LossItems | None:
-    """Pop `weight` and `same_items` from the `keywords` of a backward; return what its loss is a
-    mean over, or None without exact means. Raises UsageError for a weight without them."""
+    """Pop `weight` and `same_items` from the `keywords` of a backward, and return its loss's items.
+
+    Returns None without exact means. Raises UsageError for a weight without exact means.
+    """
     number, same = keywords.pop("weight", None), keywords.pop("same_items", None)
     if batches is not None:
         return batches.items(number, same)
     if number is None and same is None:
         return None
     raise UsageError(
-        f"{call}(loss, weight=...) counts with {setting} only: without it, the losses of the "
-        "workers are averaged, whatever they are means of."
+        f"{call}(loss, weight=...) has an effect only with {setting}. Without that, the losses of "
+        "the workers are averaged with equal weights: set it, or leave the weight out."
     )

@@ -1,4 +1,4 @@
-"""Joins the run under a library that reads its rank from environment variables."""
+"""The start of a run under a library that reads its rank from environment variables."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SETTINGS = frozenset(FIELDS)
 
 
 def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -> sw.World:
-    """Return the world of this process; call `sw.init` with `settings` unless the script has.
+    """Return the world of this process. Call `sw.init` with `settings` unless the script has.
 
-    Raises UsageError for settings that come after the run has begun, for islands, and for models
-    in parts unless the library supports them (`in_parts`).
+    Raises UsageError for settings that contradict a run that was joined already, and for islands.
+    Unless `in_parts`, also raises it for replicas of several ranks, as with `--tensor`.
     """
     given = {name: value for name, value in settings.items() if name not in OF_THE_ENGINE}
     world = joined()
@@ -32,43 +32,45 @@ def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -
         error_file.watch_exceptions()
         settled = resolve(sources(os.environ, given))[0]
         _refuse(settled, library, in_parts=in_parts)
-        # These libraries seed and save generators themselves. Only the ranks of a model in parts
-        # must draw the same numbers, which Shardwise seeds by the step.
+        # These libraries seed and save generators themselves, so Shardwise does not reseed them.
+        # Except if a replica has several ranks: they must draw the same numbers in each step.
         world = sw.init(**{"reseed": settled.tensor * settled.pipeline > 1, **given})
     else:
         _refuse(world.settings, library, in_parts=in_parts)
         _refuse_late(world, given, library)
-    _tell_environment(world)
+    _set_environment(world)
     _mention_one_process(world)
     return world
 
 
 def joined() -> sw.World | None:
-    """Return the world that this process has joined, None before."""
+    """Return the world that this process has joined, None if it has joined none."""
     with suppress(UsageError):
         return sw.world()
     return None
 
 
 def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> None:
-    """Raise UsageError for a setting that differs from the run's."""
+    """Raise UsageError for a setting that differs from the setting of the running world."""
     for name, value in given.items():
         found = world.device.type if name == "device" else getattr(world.settings, name)
         if found != value:
             raise UsageError(
-                f"{name}={value!r} is too late: this process has joined its run already. "
-                f"Give it to the first of shardwise.init(...) and {library}, or as a flag."
+                f"{name}={value!r} is too late: this process has already joined its run. Pass it "
+                f"to the first of shardwise.init(...) and {library}, or as a flag."
             )
 
 
 def divide(world: sw.World, library: str, **axes: int) -> None:
-    """Divide each replica over `pipeline` or `tensor` ranks after the run was joined. Collective.
-    Raises UsageError on all ranks if an engine trains on one of them."""
-    # `any`, because each rank's garbage collector decides which engines are left there.
+    """Divide each replica over `pipeline` or `tensor` ranks after joining the run. Collective.
+
+    Raises UsageError on all ranks if an engine exists on one of them.
+    """
+    # `world.any`, because the garbage collectors of the ranks may have collected different engines.
     if initialize.mesh_after(world, axes) != world.mesh and world.any(bool(living)):
         raise UsageError(
             f"{library} is too late: an engine already trains a model that is divided in another "
-            "way. Close that engine before, or give --pipeline and --tensor as flags."
+            "way. Close that engine first, or pass --pipeline and --tensor as flags."
         )
     initialize.divide(world, axes)
 
@@ -77,15 +79,17 @@ def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
     """Raise UsageError for islands and, unless `in_parts`, for replicas of several ranks."""
     if settings.islands != 1:
         raise UsageError(
-            f"{library} with --islands {settings.islands}: it averages over all workers at each "
-            "step, and islands step apart. Leave the flag out, or write the loop with sw.Engine."
+            f"{library} cannot be combined with --islands {settings.islands}: it averages over all "
+            "workers at each step, but islands step independently. Leave the flag out, or write "
+            "the loop with sw.Engine."
         )
     for name in () if in_parts else ("tensor", "pipeline"):
         if (size := getattr(settings, name)) > 1:
             raise UsageError(
-                f"{library} with --{name} {size}: it gives every worker batches of its own, and "
-                "the workers of a replica need the same. Leave the flag out (--zero 3 shards "
-                "models that are too large for one), or write the loop with sw.Engine."
+                f"{library} cannot be combined with --{name} {size}: it gives every worker "
+                "different batches, but the workers of a replica need the same batch. Leave the "
+                "flag out (--zero 3 shards models that are too large for one worker), or write the "
+                "loop with sw.Engine."
             )
 
 
@@ -95,23 +99,24 @@ def _mention_one_process(world: sw.World) -> None:
     launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
     if world.size == 1 and launched and "WORLD_SIZE" not in os.environ:
         world.say_once(
-            "accelerate launch has started one process, whatever --num_processes says, as it does "
-            "on the CPU without MPI. For several: shardwise run -n 2 script.py, or torchrun "
+            "accelerate launch has started one process: on the CPU without MPI it ignores "
+            "--num_processes. To start several, write shardwise run -n 2 script.py, or torchrun "
             "--nproc-per-node=2 script.py."
         )
 
 
-def _tell_environment(world: sw.World) -> None:
-    """Set the variables that tell Accelerate and torch's libraries rank and device."""
+def _set_environment(world: sw.World) -> None:
+    """Set the variables that Accelerate and torch's libraries read rank and device from."""
     if world.device.type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     else:
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(world.device)
     if not dist.is_initialized():
-        return  # one process without a launcher needs none of them
-    # Nothing listens at MASTER_ADDR: the process group exists already, and libraries use it.
+        return  # one process without a launcher needs no variables
+    # Nothing listens at MASTER_ADDR: libraries only check that it is set, and use the existing
+    # process group.
     first = world.broadcast_object(world.host)
-    told = {
+    variables = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
         "LOCAL_RANK": world.local_rank,
@@ -119,5 +124,5 @@ def _tell_environment(world: sw.World) -> None:
         "MASTER_ADDR": first,
         "MASTER_PORT": 29500,
     }
-    for name, value in told.items():
+    for name, value in variables.items():
         os.environ.setdefault(name, str(value))

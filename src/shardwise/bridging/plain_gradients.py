@@ -1,6 +1,6 @@
-"""Averages the gradients of models that no prepared optimizer trains.
+"""Averaged gradients of models that no prepared optimizer trains.
 
-There is no engine then. As with DistributedDataParallel, `p.grad` is the script's own to use.
+Such models have no engine. As with DistributedDataParallel, the script reads and uses `p.grad`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ def plain_backward(
     last: bool = True,
     retain_graph: bool = False,
 ) -> None:
-    """Run torch's own backward of `loss`; average the gradients of `models` if it is the `last`.
+    """Run torch's own backward of `loss`. After the `last` one, average the gradients of `models`.
 
-    Collective if it is the last. Averaging a gradient that is a mean already does not change it.
+    The last one is collective.
     """
+    # `p.grad` accumulates over steps until the script clears it. Earlier steps' gradients are
+    # already equal on all ranks, so averaging them again does not change them.
     world.expect_no_engine()
-    # The class's own: a bridge puts another method onto the loss itself.
+    # Call the method of the class: a bridge replaces the one of the loss itself.
     Tensor.backward(loss, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     if last and world.size > 1:
         _average(models, world)
@@ -36,14 +38,15 @@ def _average(models: Sequence[nn.Module], world: sw.World) -> None:
     found = (p for model in models for p in model.parameters() if p.requires_grad)
     parameters = list(dict.fromkeys(found))
     reached = torch.tensor([float(p.grad is not None) for p in parameters])
-    # On some ranks a loss may reach fewer parameters than on others.
+    # A loss may reach fewer parameters on some ranks. All ranks must average the same ones, and a
+    # parameter without a gradient on any rank keeps `None`, so that its optimizer skips it.
     counts = world.sum(reached).tolist()
     parts: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, count in zip(parameters, counts, strict=True):
         if count:
             parts.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for same in parts.values():
-        # Divided first: a sum of 16-bit gradients may overflow if their mean does not.
+        # Divide before the sum: a sum of 16-bit gradients may overflow although their mean fits.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
         dense = [g.to_dense() if g.is_sparse else g for g in gradients]
         own = torch.cat([gradient.reshape(-1) for gradient in dense]) / world.size

@@ -1,4 +1,4 @@
-"""One engine with the models and optimizers that it was made from, as a bridge uses it.
+"""One engine with its models and optimizers, as a bridge uses it.
 
 backward ── clip ── clip ── step of one optimizer ── step of the other: the engine steps
 """
@@ -19,19 +19,19 @@ from shardwise.engine.usage_checks import mark_schedulers
 from shardwise.errors import UsageError
 
 EPSILON = 1e-6
-"""As torch.nn.utils.clip_grad_norm_ has it."""
+"""The constant that torch.nn.utils.clip_grad_norm_ adds to the norm."""
 
 
 @dataclass(frozen=True, eq=False)
 class LossItems:
-    """The items that a loss is a mean over: their `number`, and their `batch` if known."""
+    """The items that a loss averages: their `number`, and their `batch` if known."""
 
     number: float | Tensor
     batch: object = None
     same_items: bool | None = None
-    """Whether an earlier loss was over the same items, if the script says so."""
+    """Whether an earlier loss had the same items. None if the script does not say."""
     rows: int | None = None
-    """The rows that the forward saw, which weigh the means of buffers; None if unknown."""
+    """Rows of the forward, the weight of this rank's buffers in their means. None if unknown."""
 
 
 @dataclass(eq=False)
@@ -42,18 +42,17 @@ class TrainedEngine:
     models: list[nn.Module]
     optimizers: list[optim.Optimizer]
     owner: Any
-    """The TrainedModels that made it, and must give it up if another one takes its models."""
+    """The TrainedModels that made it. It must give it up if another one takes its models."""
     skipped: bool = False
     """Whether its last step updated nothing."""
     norm: float = 0.0
-    """The gradient's norm, if the script asked to clip by it."""
+    """The norm of the present gradient, if the script has clipped by it."""
     max_norm: float | None = None
-    """The norm that the next step clips to."""
+    """The norm to which the next step clips."""
     always_clips: float | None = None
-    """The norm that every step clips to, also if the script asks for another; None for the
-    script's."""
+    """The norm to which every step clips, in place of the script's. None: use the script's."""
     cleared: bool = True
-    """Whether a plain optimizer would have no gradients before the next backward."""
+    """Whether the script has cleared the gradients since the last step."""
     _number: float | Tensor = 0.0
     """The number of items of the last loss."""
     _batch: object = None
@@ -77,18 +76,19 @@ class TrainedEngine:
             names = " and ".join(type(each).__name__ for each in left)
             raise UsageError(
                 f"{call} before {names} was stepped: the optimizers of one model step together, "
-                "since their gradients are made together. Step all of them after each backward; "
-                "or give each optimizer a model of its own."
+                "because one backward computes the gradients of all. Step all of them after each "
+                "backward, or give each optimizer a separate model."
             )
 
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None) -> None:
-        """Step `optimizer`. The engine steps once all of its optimizers were asked to."""
+        """Step `optimizer`. The engine steps when all of its optimizers have been stepped."""
         if optimizer in self._stepped:
             self.check_complete(f"{type(optimizer).__name__}.step() again")
         if closure is not None and len(self.optimizers) > 1:
             raise UsageError(
-                f"{type(optimizer).__name__}.step(closure) where the model has several "
-                "optimizers, which step together: make the backward before, and step without."
+                f"{type(optimizer).__name__}.step(closure) of a model with several optimizers: "
+                "they step together, so no closure can run for one of them. Call backward before, "
+                "and step without a closure."
             )
         self._stepped.append(optimizer)
         if len(self._stepped) < len(self.optimizers):
@@ -97,7 +97,8 @@ class TrainedEngine:
         max_norm, self.max_norm = self.max_norm, None
         self.skipped = False
         if closure is None and not self.has_gradients(f"{type(optimizer).__name__}.step()"):
-            mark_schedulers(self.optimizers)  # it was stepped, if to no effect
+            # torch warns if a scheduler steps before its optimizer. This one was stepped.
+            mark_schedulers(self.optimizers)
             return
         max_norm = max_norm if self.always_clips is None else self.always_clips
         self.skipped = self.engine.step(max_norm or None, closure=closure).skipped
@@ -106,28 +107,31 @@ class TrainedEngine:
     def has_gradients(self, call: str) -> bool:
         """Return whether there was a backward since the last step.
 
-        Without one, a plain optimizer whose gradients were cleared does nothing in `call`. Raises
-        UsageError if they were not cleared: it would use the gradients of the last step again.
+        Raises UsageError if there was none, and the script has not cleared the gradients either. A
+        plain optimizer would use the gradients of the last step again in `call`, but the engine has
+        freed them.
         """
         if self.engine.has_gradients or self.cleared:
             return self.engine.has_gradients
         raise UsageError(
-            f"{call} again without a backward since the last step, whose gradients are cleared "
-            "here: make a backward before; or call zero_grad() before, for a step that does "
+            f"{call} again without a backward since the last step, which has cleared its "
+            "gradients. Call backward before; or call zero_grad() before, for a step that does "
             "nothing."
         )
 
     def weighted(self, items: LossItems, loss: Tensor) -> dict[str, Any]:
-        """Return the keywords that weigh a backward of `loss`, a mean over `items`. A further loss
-        of the same batch is added to the earlier ones, as in plain PyTorch."""
+        """Return the keywords that weight a backward of `loss`, a mean over `items`.
+
+        Another loss of the same batch is added to the earlier ones, as in plain PyTorch.
+        """
         again = items.same_items
         if again is None and items.batch is not None:
             again = (items.batch is self._batch and self.engine.has_gradients) or None
         self._batch, number = items.batch, items.number
-        # A batch stands for items whose number the script has not said.
+        # Only if the items were counted in the batch, and the script has not passed their number.
         if items.rows and items.batch is not None:
             main = read(loss, items.rows).main
-            # A further loss of the batch has the weight with which its items were counted.
+            # Another loss of the batch has the weight of the first one.
             number = self._number if again else number if main is None else main.items
         self._number = number
         sw.world().current_batch.own_rows = items.rows
@@ -143,7 +147,7 @@ class TrainedEngine:
     def clip(self, max_norm: float, coefficient: float | None = None) -> None:
         """Make the next step clip to `max_norm` or, with a `coefficient` below 1, multiply by it.
 
-        Clipping twice clips gradients that are clipped already, so the smaller limit wins.
+        A second call clips gradients that are already clipped, so the smaller limit wins.
         """
         if coefficient is not None:
             max_norm = coefficient * (self.norm + EPSILON) if coefficient < 1 else math.inf
@@ -151,16 +155,16 @@ class TrainedEngine:
             self.max_norm = max_norm if self.max_norm is None else min(max_norm, self.max_norm)
 
     def clipped_norm(self) -> float:
-        """Return the norm after the clipping that was asked for so far."""
+        """Return the norm after all clipping so far."""
         return self.norm * self.coefficient
 
     @property
     def coefficient(self) -> float:
-        """The factor by which the next step clips."""
+        """The factor that clipping applies in the next step."""
         return 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm + EPSILON))
 
     def apply_clipping(self) -> None:
-        """Clip whole gradients now, as the next step would, for code that reads them."""
+        """Clip the whole gradients now, instead of in the next step, for code that reads them."""
         coefficient, self.max_norm = self.coefficient, None
         if coefficient < 1:
             for optimizer in self.optimizers:
@@ -169,40 +173,42 @@ class TrainedEngine:
                         parameter.grad.mul_(coefficient)
 
 
-_made: list[ref[TrainedEngine]] = []
+_all_trained: list[ref[TrainedEngine]] = []
 """All trained engines of this process, oldest first."""
 
-_HELD = "_shardwise_trained"
-"""The attribute of a model that holds what trains it."""
+_ATTRIBUTE = "_shardwise_trained"
+"""The attribute of a model with its `_EngineReference`."""
 
 
-class _Held:
-    """A model's reference to its TrainedEngine, which copies of the model do not get."""
+class _EngineReference:
+    """A model's reference to its TrainedEngine. Copies of the model get an empty one."""
 
-    # The models keep their TrainedEngine alive: garbage collection then ends it on all ranks or
-    # none, since all ranks hold the same models.
+    # The models keep their TrainedEngine alive. All ranks hold the same models, so either all ranks
+    # collect the engine or none does.
 
     def __init__(self, trained: TrainedEngine | None = None) -> None:
         self.trained = trained
 
-    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
-        return _Held, ()
+    def __reduce__(self) -> tuple[type[_EngineReference], tuple[()]]:
+        return _EngineReference, ()
 
 
-def in_training() -> list[TrainedEngine]:
+def trained_engines() -> list[TrainedEngine]:
     """Return all trained engines of this process, oldest first."""
-    found = [(each, each()) for each in _made]
-    _made[:] = [each for each, trained in found if trained is not None]
+    found = [(each, each()) for each in _all_trained]
+    _all_trained[:] = [each for each, trained in found if trained is not None]
     return [trained for _, trained in found if trained is not None]
 
 
 def remember(trained: TrainedEngine) -> None:
-    _made.append(ref(trained))
+    """Add `trained` to all trained engines, and let its models keep it alive."""
+    _all_trained.append(ref(trained))
     for model in trained.models:
-        vars(model)[_HELD] = _Held(trained)
+        vars(model)[_ATTRIBUTE] = _EngineReference(trained)
 
 
 def forget(trained: TrainedEngine) -> None:
-    _made[:] = [each for each in _made if each() is not trained]
+    """Undo `remember`."""
+    _all_trained[:] = [each for each in _all_trained if each() is not trained]
     for model in trained.models:
-        vars(model).pop(_HELD, None)
+        vars(model).pop(_ATTRIBUTE, None)

@@ -1,11 +1,11 @@
-"""One engine for each set of models and optimizers that have parameters in common.
+"""One engine for each set of models and optimizers with parameters in common.
 
     prepare(generator, optimizer_g)           one engine
-    prepare(discriminator, optimizer_d)       another: each steps as often as it likes
-    prepare(model, optimizer_a, optimizer_b)  one, which steps when both optimizers have
+    prepare(discriminator, optimizer_d)       a second engine, which steps independently
+    prepare(model, optimizer_a, optimizer_b)  one engine, which steps after both optimizers
 
-A loss goes to every engine that its graph reaches, as a plain backward leaves a gradient in every
-parameter that it reaches.
+Every engine that the graph of a loss reaches runs its backward, just as a plain backward leaves a
+gradient in every parameter that it reaches.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shardwise.bridging.trained_engine import (
     LossItems,
     TrainedEngine,
     forget,
-    in_training,
     remember,
+    trained_engines,
 )
 from shardwise.errors import UsageError
 
@@ -35,7 +35,7 @@ Make = Callable[[list[nn.Module], list[optim.Optimizer]], sw.Engine]
 class TrainedModels:
     """The engines of a script that prepares models and optimizers in any order.
 
-    `make` makes an engine from models and optimizers.
+    `make` returns an engine for models and optimizers.
     """
 
     def __init__(self, make: Make) -> None:
@@ -45,7 +45,7 @@ class TrainedModels:
         self._was_taken = False
         """Whether another owner took over the models that were trained here."""
         self.followers: list[Callable[[TrainedEngine], None]] = []
-        """Called with each engine that has updated, such as the step of its schedule."""
+        """Functions to call with an engine after its update, such as the step of its schedule."""
 
     @property
     def has_optimizers(self) -> bool:
@@ -61,9 +61,9 @@ class TrainedModels:
     def form(self, models: Sequence[nn.Module], optimizers: Sequence[optim.Optimizer]) -> None:
         """Make the engines for all prepared `models` and `optimizers`. Collective.
 
-        An optimizer waits until the models of all its parameters are prepared. A later optimizer of
-        a trained model replaces that model's engine. A model that another owner trains is taken
-        from it.
+        An optimizer waits until the models of all its parameters are prepared. If a trained model
+        gets another optimizer, a new engine replaces its engine. If another owner trains a model,
+        that owner gives it up.
         """
         self._waiting = []
         for part in connected_parts(models, optimizers):
@@ -76,9 +76,9 @@ class TrainedModels:
             for each in before:
                 self._end(each)
             wanted = {id(p) for model in part.models for p in model.parameters()}
-            # `in_training` has one order on all ranks, which closing an engine needs: it is
-            # collective.
-            for each in in_training():
+            # Closing an engine is collective, so all ranks must close them in the same order:
+            # `trained_engines` has that order.
+            for each in trained_engines():
                 if any(id(p) in wanted for model in each.models for p in model.parameters()):
                     each.owner.lose(each)
             engine = self._make(part.models, part.optimizers)
@@ -88,22 +88,22 @@ class TrainedModels:
             self._was_taken = False
 
     def of(self, optimizer: optim.Optimizer) -> TrainedEngine | None:
-        """Return what trains with `optimizer`, None before its engine is made."""
+        """Return the engine of `optimizer`, None before it is made."""
         found = [each for each in self._trained if _meet(each.optimizers, [optimizer])]
         return found[0] if found else None
 
     def of_model(self, model: nn.Module) -> TrainedEngine | None:
-        """Return what trains `model`, or a model that contains it, here or for another owner."""
+        """Return the engine of `model` or a model that contains it, here or of another owner."""
         return engine_of_model(model)
 
     def close(self) -> None:
-        """Give models and optimizers back as plain ones. Collective."""
+        """Turn models and optimizers back into plain ones. Collective."""
         while self._trained:
             self._end(self._trained[-1])
         self.followers.clear()
 
-    def tell_followers(self, trained: TrainedEngine) -> None:
-        """Call the followers of `trained`, which has made an update."""
+    def call_followers(self, trained: TrainedEngine) -> None:
+        """Call the followers with `trained`, which has updated."""
         for follow in self.followers:
             follow(trained)
 
@@ -113,23 +113,23 @@ class TrainedModels:
         trained.engine.close()
 
     def clip_always(self, max_norm: float | None) -> None:
-        """Clip to `max_norm` in every step, whatever the script asks for. None clips as it asks."""
+        """Clip to `max_norm` in every step, in place of the script's clipping. None undoes this."""
         for each in self._trained:
             each.always_clips = max_norm
 
     def lose(self, trained: TrainedEngine) -> None:
-        """Give up `trained`, whose models another owner takes. Collective."""
+        """Give up `trained`, because another owner takes its models. Collective."""
         self._end(trained)
         self._was_taken = True
 
     @property
     def taken_over(self) -> str:
-        """Why nothing is trained here if another owner has taken the models, else empty."""
+        """The reason why nothing is trained here if another owner took the models, else ""."""
         if not self._was_taken:
             return ""
         return (
-            "another Accelerator or Trainer has prepared the model since, and trains it now: "
-            "prepare it here again"
+            "another Accelerator or Trainer has prepared the model meanwhile and trains it now: "
+            "prepare it again with this one"
         )
 
     # -- a step, piece by piece -------------------------------------------------------------
@@ -142,8 +142,11 @@ class TrainedModels:
         retain_graph: bool = False,
         weight: LossItems | None = None,
     ) -> None:
-        """Run the backward of `loss` in every engine that it reaches. Without a `weight` losses are
-        averaged over the workers as in DistributedDataParallel; with one, over all items."""
+        """Run the backward of `loss` in every engine that it reaches.
+
+        With a `weight`, losses are averaged over all items. Without it, they are averaged over the
+        workers, as in DistributedDataParallel.
+        """
         reached = self._reached(loss)
         # The engines run one backward each over the same graph: only the last may free it.
         for number, each in enumerate(reached, 1):
@@ -155,15 +158,15 @@ class TrainedModels:
             each.engine.backward(loss, last=last, retain_graph=keep, **how)
 
     def _reached(self, loss: Tensor) -> list[TrainedEngine]:
-        if len(self._trained) < 2:  # no walk through the graph: there is nothing to choose from
+        if len(self._trained) < 2:  # saves the walk through the graph, which costs time per node
             self._check_any()
             return self._trained
         found = _parameters_of(loss)
         reached = [each for each in self._trained if each.parameters() & found]
         if not reached:
             raise UsageError(
-                "This loss reaches no parameter that a prepared optimizer trains: compute it with "
-                "the models that were prepared."
+                "This loss reaches no parameter of a prepared optimizer. Compute it with the "
+                "prepared models."
             )
         return reached
 
@@ -173,24 +176,27 @@ class TrainedModels:
             return
         names = " and ".join(type(each).__name__ for each in self._waiting)
         why = self.taken_over or (
-            f"{names} trains parameters of a model that was not prepared, or of a copy of it: "
-            "prepare the model itself"
+            f"{names} has parameters of a model that was not prepared, or of a copy of it: prepare "
+            "the model itself"
             if names
             else "no model was prepared with an optimizer: prepare both"
         )
         raise UsageError(f"There is nothing to train: {why}, before the loop.")
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float) -> float | None:
-        """Clip the gradients of `parameters` by their common 2-norm in the next steps. Returns the
-        norm before clipping; None if `parameters` are not all parameters of one or more engines."""
+        """Clip the gradients of `parameters` by their common 2-norm in the next steps.
+
+        Returns the norm before clipping. Returns None, and does nothing, if `parameters` are not
+        exactly the parameters of one or more engines.
+        """
         wanted = {id(parameter) for parameter in parameters}
         chosen = [each for each in self._trained if each.parameters() & wanted]
         if not chosen or any(each.parameters() - wanted for each in chosen):
             return None
-        # Not for an engine without gradients: its limit would wait for its next backward.
+        # Without engines that have no gradients: their limit would apply to a later backward.
         chosen = [each for each in chosen if each.has_gradients("clip_grad_norm_()")]
         for each in chosen:
-            # A second clip in a step uses the norm that the first has reduced: one collective.
+            # A second clip in a step uses the norm from the first one and saves a collective.
             if each.max_norm is None:
                 each.norm = each.engine.reduce()
         norm = math.hypot(*(each.clipped_norm() for each in chosen))
@@ -202,8 +208,11 @@ class TrainedModels:
         return norm
 
     def check_trained(self, parameters: Iterable[Tensor], call: str) -> None:
-        """Raise UsageError for a parameter without an optimizer. It has a gradient in stock
-        Accelerate and none here, so `call` would silently leave it out."""
+        """Raise UsageError for a parameter without an optimizer.
+
+        Stock Accelerate computes its gradient and the engine does not, so `call` would silently
+        leave it out.
+        """
         self._check_any()
         known = {p for each in self._trained for p in each.parameters()}
         left = [p for p in parameters if p.requires_grad and id(p) not in known]
@@ -214,15 +223,16 @@ class TrainedModels:
             shown = f"{first} and {len(left) - 1} more" if len(left) > 1 else first
             raise UsageError(
                 f"{call} of {shown}, which no prepared optimizer trains: such parameters have no "
-                "gradient here, so that the norm would be another one. Freeze them "
-                "(requires_grad_(False)), give them to an optimizer that is prepared, or leave "
-                "them out of the call."
+                "gradient here, so the norm would be wrong. Freeze them (requires_grad_(False)), "
+                "add them to a prepared optimizer, or leave them out of the call."
             )
 
     @contextmanager
     def full_gradients(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Make the gradients of `parameters`, and of all that their engines train, whole on every
-        worker inside the block, to read or write. Collective."""
+        """Make the gradients of `parameters` whole inside the block, to read or write. Collective.
+
+        Other gradients of the same engines are whole too.
+        """
         wanted = {id(parameter) for parameter in parameters}
         self._check_any()
         with ExitStack() as blocks:
@@ -234,14 +244,16 @@ class TrainedModels:
 
 
 def engine_of_model(model: nn.Module) -> TrainedEngine | None:
-    """Return what trains `model`, or a model that contains it; None if nothing does."""
-    found = (each for each in in_training() if any(model in m.modules() for m in each.models))
+    """Return the engine of `model`, or of a model that contains it, None if there is none."""
+    found = (each for each in trained_engines() if any(model in m.modules() for m in each.models))
     return next(found, None)
 
 
 def graph_nodes(loss: Tensor) -> Iterator[Any]:
-    """Yield each node of the autograd graph of `loss` once, beginning at the loss. A node with a
-    `variable` leaves a gradient in that tensor."""
+    """Yield each node of the autograd graph of `loss` once, beginning at the loss.
+
+    A node with a `variable` leaves a gradient in that tensor.
+    """
     nodes, seen = [loss.grad_fn], set[Any]()
     while nodes:
         node = nodes.pop()
@@ -252,14 +264,16 @@ def graph_nodes(loss: Tensor) -> Iterator[Any]:
 
 
 def _parameters_of(loss: Tensor) -> set[int]:
-    """Return the ids of the tensors in which a backward of `loss` leaves gradients. Raises
-    UsageError if a reentrant checkpoint hides some of them."""
+    """Return the ids of the tensors that get a gradient in a backward of `loss`.
+
+    Raises UsageError if a reentrant checkpoint hides some of them.
+    """
     found: set[int] = set()
     for node in graph_nodes(loss):
         if node.name() == "CheckpointFunctionBackward":
             raise UsageError(
-                "A reentrant activation checkpoint with several engines hides which of their "
-                "models a loss reaches: write checkpoint(..., use_reentrant=False), or "
+                "With several engines, a reentrant activation checkpoint hides which models a loss "
+                "reaches. Write checkpoint(..., use_reentrant=False), or "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}.'
             )
         if hasattr(node, "variable"):
@@ -269,7 +283,7 @@ def _parameters_of(loss: Tensor) -> set[int]:
 
 @dataclass
 class ConnectedPart:
-    """Models and optimizers that have parameters in common, directly or through each other."""
+    """Models and optimizers that share parameters, directly or through others in the part."""
 
     parameters: set[int]
     models: list[nn.Module] = field(default_factory=list)

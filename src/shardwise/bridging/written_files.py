@@ -1,4 +1,4 @@
-"""Files that the main rank writes for all ranks. Its errors are raised on every rank."""
+"""Files that the main rank writes for all ranks. All ranks raise its errors."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from shardwise.errors import CheckpointNotWritten, ShardwiseError
 
 
 class SchedulesFile:
-    """Stands for the schedules among what an engine saves: the library saves them in its own file.
+    """A stand-in for the schedules in an engine's checkpoint. The library saves the real ones.
 
-    `file` is the name of that file, so that each checkpoint names the one that belongs to it.
+    `file` is the name of the library's file, so that a checkpoint names the file that belongs to
+    it.
     """
 
     def __init__(self) -> None:
         self.file: str | None = None
 
     def get_last_lr(self) -> list[float]:
-        """Return no rates. The engine knows a scheduler by this method."""
+        """Return no rates. By this method the engine recognizes a scheduler."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the name of the file, if there is one."""
+        """Return the name of the file, if it is set."""
         return {} if self.file is None else {"file": self.file}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the library loads its file itself."""
+        """Do nothing: the library loads its own file."""
 
 
 def on_main(
@@ -40,8 +41,8 @@ def on_main(
 ) -> None:
     """Run `action`, which writes into `folder`, on the main rank only. Collective.
 
-    With `--trial` it runs only if `in_trial`. Raises its error on all ranks; what is no error of
-    Shardwise, such as a full disk, becomes CheckpointNotWritten.
+    With `--trial` it runs only if `in_trial`. All ranks raise its error. An error that is not one
+    of Shardwise, such as a full disk, becomes CheckpointNotWritten.
     """
     if world.settings.trial and not in_trial:
         return
@@ -53,21 +54,21 @@ def on_main(
             fault = error
         except OSError as error:
             fault = CheckpointNotWritten(
-                f"{folder} cannot be written: {error.strerror or error}. Checkpoints before this "
-                "one are whole: give a folder that can be written, or make room, and save again."
+                f"{folder} cannot be written: {error.strerror or error}. Earlier checkpoints are "
+                "intact. Make room, or choose a writable folder, and save again."
             )
         except Exception as error:
             fault = CheckpointNotWritten(
-                f"{folder} cannot be written: {type(error).__name__}: {error}. Checkpoints before "
-                "this one are whole."
+                f"{folder} cannot be written: {type(error).__name__}: {error}. Earlier checkpoints "
+                "are intact."
             )
-    # The other ranks wait here: an error on the main rank alone would leave them waiting.
+    # The other ranks wait here. If only the main rank raised its error, they would wait forever.
     if (fault := world.broadcast_object(fault)) is not None:
         raise fault
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file with `data` at `path`, atomically. Makes its folder."""
+    """Write `data` to a file at `path`, atomically. Creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, data)
 
@@ -75,11 +76,12 @@ def write(path: Path, data: bytes) -> None:
 def copied_state(
     state: Mapping[str, Any], device: torch.device | str | None = None
 ) -> dict[str, Any]:
-    """Return a copy of `state` with its own memory, on `device` if given. Tied weights stay one
-    tensor.
+    """Return a copy of `state` with its own memory, on `device` if given.
 
-    Parameters are views of one flat buffer. Writers would save all of it, or take them for tied.
+    Tied weights stay one tensor.
     """
+    # Parameters are views of one flat buffer: without a copy, writers would save the whole buffer,
+    # or take all parameters for tied.
     copies: dict[Any, Tensor] = {}
     found = {}
     for name, value in state.items():

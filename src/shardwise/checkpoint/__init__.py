@@ -1,45 +1,45 @@
-"""Saves and loads an engine, in a format that any placement and number of ranks can read.
+"""Saves and loads an engine, in a format that any placement and world size can read.
 
 Saving, in the order of the calls:
 
-checkpoints.py     where and when to save; which checkpoint to continue from
-saver.py           one save: plan, write, publish; at once or in the background
-save_tensors.py    plans the files, hands out a rank's byte ranges, makes the documents
-writer.py          writes byte ranges into files that all ranks write, and sums them
+checkpoints.py     where and when to save; which checkpoint to resume from
+saver.py           one save: plan, write, publish; in the foreground or in the background
+save_tensors.py    plans the files, passes on a rank's byte ranges, builds the documents
+writer.py          writes byte ranges into the shared files, with checksums
 background.py      writes copies in a thread, while training continues
-atomic_folders.py  publishes a draft by a rename; lists what is complete
+atomic_folders.py  publishes a draft by a rename; lists the complete checkpoints
 folder_lock.py     lets one job at a time save into a folder
 
 Loading:
 
 loader.py          one load, checked on all ranks before anything changes
-source.py          opens files of any origin, and finds the best values of a tensor
+source.py          opens files from any source, and finds the best values of a tensor
 load_tensors.py    fills the states from ranges of files
 reader.py          reads tensors of any file by ranges
-tensor_names.py    matches the names of a file with those of a model
+tensor_names.py    matches the names in a file to the names in a model
 
-What a checkpoint holds; to add something, start here:
+Contents of a checkpoint; to add something, start here:
 
 engine_fields.py   step counters, seeds, scales: fields of checkpoint.json
-tracking.py        what users track, and their data loaders
+tracking.py        objects that users track, and their data loaders
 optimizer_fields.py, attribute_values.py   options, numbers and attributes of optimizers
-tensors.py, tensor_spans.py   tensors by name, and the intervals that a rank has
-extra_sets.py      hook for further sets of tensors and fields
-schema.py          which values each field of checkpoint.json may have
+tensors.py, tensor_spans.py   tensors by name, and the intervals that a rank owns
+extra_sets.py      hook for additional sets of tensors and fields
+schema.py          valid values of each field of checkpoint.json
 
-The format, which knows no engine:
+The format, which is independent of the engine:
 
-format.py          safetensors: headers, dtypes, split sets, names of files
+format.py          safetensors: headers, dtypes, split sets, file names
 document.py        checkpoint.json with its own checksum
-json_values.py     values of schedulers and the like as JSON, and back
-checksum.py        CRC-32 of a tensor from those of its parts
-file_system.py     opens plain files only; removes what can be removed
+json_values.py     encodes scheduler states and similar values as JSON, and decodes them
+checksum.py        CRC-32 of a tensor from the checksums of its parts
+file_system.py     opens regular files only; removes files and folders where possible
 agreement.py       raises the error of one rank on all ranks
-spec_view.py, engine_view.py   what this package uses of an engine
+spec_view.py, engine_view.py   the parts of an engine that this package uses
 
 For users without a run:
 
 export.py          writes one plain file, safetensors or .pt
 tools.py, commands.py   inspect, verify, accept and export a checkpoint
-deepspeed/         reads what DeepSpeed saved
+deepspeed/         reads DeepSpeed checkpoints
 """

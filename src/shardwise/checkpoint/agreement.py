@@ -1,4 +1,4 @@
-"""Raises the error of one rank on all ranks, so that none waits for another that gave up."""
+"""Error agreement: raises the error of one rank on all ranks, so that no rank waits forever."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ def agree(
     group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
 ) -> None:
     """Raise `kind` on all ranks if one has a `failure`. Collective."""
-    for rank, each in enumerate(group.gather_objects(failure)):
-        if each is not None:
-            raise kind(each if group.size == 1 else f"Rank {rank}: {each}")
+    # The first failing rank decides, so that all ranks raise the same message.
+    for rank, message in enumerate(group.gather_objects(failure)):
+        if message is not None:
+            raise kind(message if group.size == 1 else f"Rank {rank}: {message}")
 
 
 def read_on_all(group: Collectives, path: Path, read: Callable[[], T]) -> T:
-    """Return what `read` returns here, once it has returned on all ranks. Collective.
+    """Return the result of `read` once it has succeeded on all ranks. Collective.
 
-    Raises on all ranks the error of one: BrokenCheckpoint before CheckpointMismatch, because a
-    damaged file may also look like that of another model.
+    If a rank fails, raises its error on all ranks. BrokenCheckpoint takes precedence over
+    CheckpointMismatch, because a damaged file may look like a file of another model.
     """
     result, failure = None, None
     try:
@@ -35,10 +36,12 @@ def read_on_all(group: Collectives, path: Path, read: Callable[[], T]) -> T:
     except OSError as error:
         failure = BrokenCheckpoint.__name__, f"{path} cannot be read: {error}."
     failures = group.gather_objects(failure)
+    # All ranks see the same list in the same order, so all of them raise the same error.
     for kind in (BrokenCheckpoint, CheckpointMismatch, CheckpointError):
-        for rank, each in enumerate(failures):
-            if each is not None and each[0] == kind.__name__:
-                known = all(other == each for other in failures)
-                raise kind(each[1] if known else f"Rank {rank}: {each[1]}")
+        for rank, rank_failure in enumerate(failures):
+            if rank_failure is not None and rank_failure[0] == kind.__name__:
+                # The same error on every rank is about the file: naming one rank would mislead.
+                known = all(other == rank_failure for other in failures)
+                raise kind(rank_failure[1] if known else f"Rank {rank}: {rank_failure[1]}")
     assert result is not None
     return result

@@ -1,17 +1,17 @@
-"""Saves and restores the attributes of optimizers, and state that belongs to no parameter.
+"""Attributes of optimizers, and optimizer state that belongs to no parameter.
 
-Such attributes are counters, lists, tensors, or another optimizer that is wrapped. torch's
-`state_dict()` has no attributes, so a resume would start them again. They become JSON, which names
-the larger tensors that are stored next to it:
+Such attributes are counters, lists, tensors, or a wrapped optimizer. torch's `state_dict()` does
+not contain them, so a resume would restart them. They are saved as JSON, which refers by name to
+larger tensors that are stored next to it:
 
     optimizer.count = 7            "count": 7
     optimizer.slow = {w: tensor}   "slow": {"$map": [[{"$parameter": "0.weight"},
                                                       {"$stored": ["0.slow.0.weight", false]}]]}
     optimizer.base = AdamW(...)    "base": {"$optimizer": {"groups": ..., "state": ..., ...}}
 
-Only attributes that have changed since the engine was made are saved, because the others are the
-script's choice. A load fills the containers, tensors and objects that are there, so references
-between them stay. It constructs only containers and tensors.
+A save contains only attributes that have changed since the engine was created; the script sets the
+others. A load fills existing containers, tensors and objects in place, so references between them
+stay valid. It constructs only containers and tensors.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from shardwise.model.optimizer_access import held
 from shardwise.states.optimizer.optimizer_kind import attributes_of, common_state, is_known
 
 _COMMON = "state"
-"""Stands among the attributes for the state that belongs to no parameter."""
+"""Key, among the attributes, of the state that belongs to no parameter."""
 
 _MOST = 100_000
-"""The most values that are saved of one optimizer. Beyond, it refers to a dataset or the like."""
+"""Maximum number of values saved per optimizer. One with more probably refers to a dataset."""
 
 _STATELESS = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
@@ -50,13 +50,13 @@ _STATELESS = (
 )
 
 _OTHERS = {"_io", "_thread", "_weakref", "logging", "re", "shardwise", "threading", "torch"}
-"""Packages whose objects (locks, loggers, groups of ranks) no resume needs."""
+"""Packages whose objects (locks, loggers, groups of ranks) a resume does not need."""
 
-_NOTHING = object()
+_MISSING = object()
 
 
-def _saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """What attributes may refer to and a checkpoint has anyway, with the place of each."""
+def _objects_saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield objects that attributes may refer to and that are saved elsewhere, with their paths."""
     yield "optimizer", optimizer
     yield "held", held(optimizer)
     yield "param_groups", optimizer.param_groups
@@ -65,8 +65,8 @@ def _saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, Any]]:
         yield f"param_groups.{number}.params", group["params"]
 
 
-def _inside(place: str, key: Any) -> str:
-    """The place of what stands at `place` under `key`, which is encoded."""
+def _path_of(place: str, key: Any) -> str:
+    """Return the path of the value under the encoded `key` at `place`."""
     if isinstance(key, dict):
         key = next(iter(key.values()))
     return f"{place}.{key}" if isinstance(key, str) else f"{place}[{key}]"
@@ -74,10 +74,14 @@ def _inside(place: str, key: Any) -> str:
 
 @dataclass
 class AttributeValues:
-    """The values of an optimizer's attributes at one time.
+    """The values of an optimizer's attributes at one moment.
 
-    `fields` are JSON by attribute; `tensors` are the stored ones by name. `unsaved` has the places
-    of values that cannot be saved. An attribute has changed if its field or its `marks` have.
+    Args:
+        fields: JSON by attribute.
+        tensors: Stored tensors by name.
+        unsaved: Paths of values that cannot be saved, by attribute.
+        marks: Objects by attribute that compare unequal once the attribute has changed in a way
+            that its field does not show.
     """
 
     fields: dict[str, Any]
@@ -86,15 +90,16 @@ class AttributeValues:
     marks: dict[str, list[Any]]
 
     def changed_since(self, initial: AttributeValues) -> AttributeValues:
-        """Only the attributes that differ from `initial`."""
+        """Return only the attributes that differ from `initial`."""
         names = [
             name
             for name, value in self.fields.items()
-            if value != initial.fields.get(name, _NOTHING)
+            if value != initial.fields.get(name, _MISSING)
             or self.marks.get(name) != initial.marks.get(name)
         ]
         fields = {name: self.fields[name] for name in names}
-        wanted = {name for value in fields.values() for name in _stored(value)}
+        # Tensors of unchanged attributes are dropped, so that they take no space in the checkpoint.
+        wanted = {name for value in fields.values() for name in _stored_names(value)}
         return AttributeValues(
             fields,
             {name: value for name, value in self.tensors.items() if name in wanted},
@@ -103,21 +108,21 @@ class AttributeValues:
         )
 
 
-def _stored(value: Any) -> Iterator[str]:
-    """The names of the stored tensors in an encoded `value`."""
+def _stored_names(value: Any) -> Iterator[str]:
+    """Yield the names of the stored tensors in an encoded `value`."""
     if isinstance(value, dict):
         if "$stored" in value:
             yield value["$stored"][0]
             return
         value = list(value.values())
-    for each in value if isinstance(value, list) else ():
-        yield from _stored(each)
+    for item in value if isinstance(value, list) else ():
+        yield from _stored_names(item)
 
 
 def _is_map(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(each, list) and len(each) == 2 and not isinstance(each[0], list)
-        for each in value
+        isinstance(pair, list) and len(pair) == 2 and not isinstance(pair[0], list)
+        for pair in value
     )
 
 
@@ -127,63 +132,64 @@ def _is_pair(value: Any, first: type, second: type) -> bool:
 
 
 _FORMS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("$parameter", "$same", "$enum"), lambda told: isinstance(told, str)),
-    **dict.fromkeys(("$tuple", "$list", "$deque"), lambda told: isinstance(told, list)),
-    "$kept": lambda told: told is None,
-    "$given": lambda told: isinstance(told, dict),
+    **dict.fromkeys(("$parameter", "$same", "$enum"), lambda content: isinstance(content, str)),
+    **dict.fromkeys(("$tuple", "$list", "$deque"), lambda content: isinstance(content, list)),
+    "$kept": lambda content: content is None,
+    "$given": lambda content: isinstance(content, dict),
     "$map": _is_map,
-    "$small": lambda told: _is_pair(told, dict, bool),
-    "$stored": lambda told: _is_pair(told, str, bool),
-    "$object": lambda told: _is_pair(told, str, dict),
-    "$optimizer": lambda told: (
-        isinstance(told, dict)
-        and all(map(_is_map, told["groups"]))
-        and isinstance(told["attributes"], dict)
+    "$small": lambda content: _is_pair(content, dict, bool),
+    "$stored": lambda content: _is_pair(content, str, bool),
+    "$object": lambda content: _is_pair(content, str, dict),
+    "$optimizer": lambda content: (
+        isinstance(content, dict)
+        and all(map(_is_map, content["groups"]))
+        and isinstance(content["attributes"], dict)
     ),
 }
-"""By tag, whether what stands under it can have been written."""
+"""Checks by tag whether a save can have written the value under that tag."""
 
 
 def check(fields: Mapping[str, Any]) -> None:
-    """Raise BrokenCheckpoint for `fields` that cannot have been written."""
+    """Raise BrokenCheckpoint for `fields` that no save writes."""
     for name, value in fields.items():
         try:
             _check(value)
         except (BrokenCheckpoint, KeyError, TypeError, ValueError) as error:
             raise BrokenCheckpoint(
                 f"The attribute {name} of an optimizer is {value!r:.60} in checkpoint.json, which "
-                "no save has written. Take another checkpoint."
+                "cannot be decoded. Use another checkpoint."
             ) from error
 
 
 def _check(value: Any) -> None:
     if not isinstance(value, dict):
         if isinstance(value, list):
-            raise TypeError("a list stands alone")
+            raise TypeError("a list without a tag")
         return
-    ((tag, told),) = value.items()
+    # Every encoded container has one tag; unpacking raises for anything else.
+    ((tag, content),) = value.items()
     if tag not in _FORMS:
         json_values.decode(value)
         return
-    if not _FORMS[tag](told):
+    if not _FORMS[tag](content):
         raise TypeError(tag)
     if tag in ("$tuple", "$list", "$deque"):
-        inside = told
+        inside = content
     elif tag == "$map":
-        inside = [each for _, each in told]
+        inside = [item for _, item in content]
     elif tag == "$object":
-        inside = list(told[1].values())
+        inside = list(content[1].values())
     elif tag == "$optimizer":
-        inside = [each for group in told["groups"] for _, each in group]
-        inside += [told["state"], *told["attributes"].values()]
+        inside = [item for group in content["groups"] for _, item in group]
+        inside += [content["state"], *content["attributes"].values()]
     else:
-        inside = [told[0]] if tag == "$small" else [told] if tag == "$given" else []
-    for each in inside:
-        _check(each)
+        inside = [content[0]] if tag == "$small" else [content] if tag == "$given" else []
+    for item in inside:
+        _check(item)
 
 
 class _Encoder:
-    """Encodes the attributes of `optimizer`, whose tensors get names that begin with `number`."""
+    """Encodes the attributes of `optimizer`; the names of its tensors start with `number`."""
 
     def __init__(self, optimizer: optim.Optimizer, number: int, spec: SpecView) -> None:
         self._optimizer = optimizer
@@ -191,27 +197,30 @@ class _Encoder:
         self._names = {named.parameter: named.name for named in spec.located()}
         self._by_id = {id(parameter): name for parameter, name in self._names.items()}
         self._modules = {module for model in spec.models for module in model.modules()}
-        self._places = {id(value): place for place, value in _saved_elsewhere(optimizer)}
-        self._alive: list[Any] = []  # no other object may get an id that is in `_places`
-        self._left = _MOST
+        self._places = {id(value): place for place, value in _objects_saved_elsewhere(optimizer)}
+        self._alive: list[Any] = []  # keeps objects alive, so that no id in `_places` is reused
+        self._values_left = _MOST
         self._depth_in_objects = 0
         self._name = ""
-        self._made = AttributeValues({}, {}, {}, {})
+        self._values = AttributeValues({}, {}, {}, {})
 
     def encode(self) -> AttributeValues:
         """Encode every attribute."""
         found = attributes_of(self._optimizer) | {_COMMON: common_state(held(self._optimizer))}
         for self._name, value in found.items():
-            self._made.fields[self._name] = self._encoded(value, self._name)
-        return self._made
+            self._values.fields[self._name] = self._encode(value, self._name)
+        return self._values
 
     def _mark(self, mark: Any) -> None:
-        self._made.marks.setdefault(self._name, []).append(mark)
+        self._values.marks.setdefault(self._name, []).append(mark)
 
-    def _encoded(self, value: Any, place: str) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            return self._left_out(value, place)
+    def _encode(self, value: Any, place: str) -> Any:
+        # An attribute that refers to a data set would take minutes to encode: stop early.
+        self._values_left -= 1
+        if self._values_left < 0:
+            return self._skip(value, place)
+        # Before the check for tensors: a parameter is saved as a reference, its values are in the
+        # model set.
         if isinstance(value, nn.Parameter) and value in self._names:
             return {"$parameter": self._names[value]}
         if (isinstance(value, nn.Module) and value in self._modules) or isinstance(
@@ -222,112 +231,119 @@ class _Encoder:
             try:
                 return json_values.encode(value)
             except NotPlain:
-                self._mark(_Identity(value))  # not a plain value: one of those below
+                self._mark(_Identity(value))  # not a plain value: handled below
         if isinstance(value, Enum):
+            # By name only: the class belongs to the script.
             return {"$enum": value.name}
         if isinstance(value, tuple):
-            return {"$tuple": self._items(value, place)}
+            # Tuples are encoded by value even if they are shared: they cannot change.
+            return {"$tuple": self._encode_items(value, place)}
         if id(value) in self._places:
             return {"$same": self._places[id(value)]}
+        # Recorded before the contents are encoded, so that a cycle becomes a "$same".
         self._places[id(value)] = place
         self._alive.append(value)
         if isinstance(value, Tensor):
-            return self._tensor(value, place)
+            return self._encode_tensor(value, place)
         if isinstance(value, dict):
-            return {"$map": self._map(value, place)}
+            return {"$map": self._encode_map(value, place)}
         if isinstance(value, list | deque):
-            return {"$list" if isinstance(value, list) else "$deque": self._items(value, place)}
+            return {
+                "$list" if isinstance(value, list) else "$deque": self._encode_items(value, place)
+            }
         if isinstance(value, optim.Optimizer):
-            return {"$optimizer": self._other(value, place)}
-        return self._object(value, place)
+            return {"$optimizer": self._encode_optimizer(value, place)}
+        return self._encode_object(value, place)
 
-    def _items(self, several: Any, place: str) -> list[Any]:
-        return [self._encoded(each, f"{place}.{index}") for index, each in enumerate(several)]
+    def _encode_items(self, items: Any, place: str) -> list[Any]:
+        return [self._encode(item, f"{place}.{index}") for index, item in enumerate(items)]
 
-    def _map(self, value: Mapping[Any, Any], place: str) -> list[Any]:
+    def _encode_map(self, value: Mapping[Any, Any], place: str) -> list[Any]:
         encoded = []
-        for key, each in value.items():
+        for key, item in value.items():
             known: Any
             if isinstance(key, nn.Parameter) and key in self._names:
                 known = {"$parameter": self._names[key]}
-            elif type(key) is int and key in self._by_id:  # slow[id(parameter)] = ...
+            elif type(key) is int and key in self._by_id:  # a common idiom: slow[id(parameter)]
                 known = {"$id": self._by_id[key]}
             else:
                 try:
                     known = json_values.encode(key)
                 except NotPlain:
-                    self._left_out(key, f"{place}[...]")
+                    self._skip(key, f"{place}[...]")
                     continue
-            encoded.append([known, self._encoded(each, _inside(place, known))])
+            encoded.append([known, self._encode(item, _path_of(place, known))])
         return encoded
 
-    def _tensor(self, value: Tensor, place: str) -> Any:
+    def _encode_tensor(self, value: Tensor, place: str) -> Any:
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            return self._left_out(value, place)
+            return self._skip(value, place)
         on_device = value.device.type != "cpu"
         try:
             return {"$small": [json_values.encode(value), on_device]}
         except NotPlain:
-            # Writes by .data do not count versions. So tensors are taken to change, except in
-            # objects, which may refer to the data that is trained on.
+            # A write through .data does not increment a version, so assume that tensors change.
+            # Not in objects, though: they may refer to the data set, which would be saved.
             self._mark(_Identity(value) if self._depth_in_objects else object())
             name = f"{self._number}.{place}"
-            self._made.tensors[name] = value.detach()
+            self._values.tensors[name] = value.detach()
             return {"$stored": [name, on_device]}
 
-    def _other(self, other: optim.Optimizer, place: str) -> dict[str, Any]:
-        """An optimizer that this one refers to, such as the one that it wraps."""
+    def _encode_optimizer(self, other: optim.Optimizer, place: str) -> dict[str, Any]:
+        """Encode an optimizer that this one refers to, such as one that it wraps."""
         groups = []
         for number, group in enumerate(other.param_groups):
             here = f"{place}.param_groups.{number}"
+            # A wrapping optimizer often shares its param_groups with the one that it wraps.
             is_shared = id(group) in self._places
             self._places.setdefault(id(group), here)
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            groups.append([] if is_shared else self._map(options, here))
+            groups.append([] if is_shared else self._encode_map(options, here))
         fields = attributes_of(other).items()
         return {
             "groups": groups,
-            "state": self._encoded(held(other), f"{place}.state"),
-            "attributes": {name: self._encoded(v, f"{place}.{name}") for name, v in fields},
+            "state": self._encode(held(other), f"{place}.state"),
+            "attributes": {name: self._encode(v, f"{place}.{name}") for name, v in fields},
         }
 
-    def _object(self, value: Any, place: str) -> Any:
+    def _encode_object(self, value: Any, place: str) -> Any:
         """Encode a generator, an object with a state_dict, or one with attributes."""
         self._depth_in_objects += 1
         try:
-            if (given := _state_dict_of(value)) is not _NOTHING:
-                self._mark(object())  # what it returns may be new at each call
-                return {"$given": self._encoded(given, f"{place}.state_dict()")}
+            if (state := _state_dict_of(value)) is not _MISSING:
+                self._mark(object())  # the returned objects may be new at each call
+                return {"$given": self._encode(state, f"{place}.state_dict()")}
             package = type(value).__module__.partition(".")[0]
+            # Not saved and not reported: the script creates such objects again.
             if package in _OTHERS:
                 return {"$kept": None}
             if package in sys.stdlib_module_names or not hasattr(value, "__dict__"):
-                return self._left_out(value, place)
+                return self._skip(value, place)
             fields = vars(value).items()
-            encoded = {name: self._encoded(each, f"{place}.{name}") for name, each in fields}
+            encoded = {name: self._encode(field, f"{place}.{name}") for name, field in fields}
             return {"$object": [type(value).__qualname__, encoded]}
         finally:
             self._depth_in_objects -= 1
 
-    def _left_out(self, value: Any, place: str) -> Any:
-        """Note that `value` cannot be saved."""
-        # Of one that is no constant it cannot be told whether it has changed.
+    def _skip(self, value: Any, place: str) -> Any:
+        """Record that `value` cannot be saved."""
+        # There is no way to see whether a mutable value has changed, so assume that it has.
         counts = isinstance(value, Iterator) or hasattr(value, "__array__")
         is_constant = isinstance(value, Hashable) and not counts
         self._mark(_Identity(value) if is_constant else object())
-        places = self._made.unsaved.setdefault(self._name, [])
+        places = self._values.unsaved.setdefault(self._name, [])
         places.append(f"{place} (a {type(value).__name__})")
         return {"$kept": None}
 
 
 class _Identity:
-    """Equals another one if both are of one object, and nothing was written into it since."""
+    """Compares equal to another one for the same object, unless the object was written since."""
 
     def __init__(self, value: Any) -> None:
         self._version = value._version if isinstance(value, Tensor) else 0
         try:
             self._find: Callable[[], Any] = weakref.ref(value)
-        except TypeError:  # such as bytes: small, so it may be held
+        except TypeError:  # a type without weak references, such as bytes
             self._find = lambda: value
 
     def __eq__(self, other: object) -> bool:
@@ -342,13 +358,13 @@ def _state_dict_of(value: Any) -> Any:
     try:
         return trackable("value", value).state_dict()
     except UsageError:
-        return _NOTHING
+        return _MISSING
 
 
 class _Restorer:
     """Restores attributes of `optimizer`; `read` returns a stored tensor.
 
-    `lost` has the places of saved values that no object here could take.
+    `lost` has the paths of saved values that no object here could take.
     """
 
     def __init__(
@@ -359,13 +375,14 @@ class _Restorer:
         self._read = read
         self._device = spec.device
         self._parameters = {named.name: named.parameter for named in spec.located()}
-        self._places: dict[str, Any] = dict(_saved_elsewhere(optimizer))
+        self._places: dict[str, Any] = dict(_objects_saved_elsewhere(optimizer))
 
     def restore(self, name: str, saved: Any) -> None:
         """Restore attribute `name` from its `saved` value."""
         if name == _COMMON:
             common, state = common_state(held(self._optimizer)), held(self._optimizer)
-            new = self._restored(common, saved, name)
+            # Restore before removing the old keys, because the values may be filled in place.
+            new = self._restore_value(common, saved, name)
             for key in common:
                 state.pop(key, None)
             state.update(new)
@@ -373,51 +390,54 @@ class _Restorer:
             self._put(vars(self._optimizer), name, saved, name)
 
     def _put(self, into: MutableMapping[Any, Any], key: Any, saved: Any, place: str) -> None:
-        value = self._restored(into.get(key, _NOTHING), saved, place)
-        if value is not _NOTHING:
+        value = self._restore_value(into.get(key, _MISSING), saved, place)
+        if value is not _MISSING:
             into[key] = value
 
-    def _restored(self, now: Any, saved: Any, place: str) -> Any:
-        """Return the value for `place`: the object `now` that is there, filled, if possible."""
-        tag, told = next(iter(saved.items())) if isinstance(saved, dict) else ("", saved)
+    def _restore_value(self, now: Any, saved: Any, place: str) -> Any:
+        """Return the value for `place`: the present object `now`, filled in place if possible."""
+        tag, content = next(iter(saved.items())) if isinstance(saved, dict) else ("", saved)
         if tag == "$parameter":
-            return self._parameters[told]
-        if tag == "$same" and told in self._places:
-            return self._places[told]
+            return self._parameters[content]
+        if tag == "$same" and content in self._places:
+            return self._places[content]
         if tag == "$enum" and isinstance(now, Enum):
-            return type(now)[told]
+            return type(now)[content]
         if tag == "$tuple":
             old = now if isinstance(now, tuple) else ()
-            parts = [self._restored(n, s, p) for n, s, p in _pairs(old, told, place)]
+            parts = [self._restore_value(n, s, p) for n, s, p in _pairs(old, content, place)]
+            # A named tuple keeps its class.
             return type(now)._make(parts) if hasattr(now, "_make") else tuple(parts)
         if tag in ("$small", "$stored"):
-            value = self._tensor(now, tag, *told)
+            value = self._restore_tensor(now, tag, *content)
         elif tag == "$map":
-            value = self._map(now, told, place)
+            value = self._restore_map(now, content, place)
         elif tag in ("$list", "$deque"):
-            value = self._list(now, list if tag == "$list" else deque, told, place)
+            value = self._restore_list(now, list if tag == "$list" else deque, content, place)
         elif tag in ("$optimizer", "$object", "$given", "$kept", "$enum", "$same"):
             value = now
-            if not self._fill(now, tag, told, place):
+            if not self._fill(now, tag, content, place):
                 self.lost.append(place)
         else:
             return json_values.decode(saved)
         self._places[place] = value
         return value
 
-    def _tensor(self, now: Any, tag: str, told: Any, on_device: bool) -> Tensor:
-        value: Tensor = json_values.decode(told) if tag == "$small" else self._read(told)
+    def _restore_tensor(self, now: Any, tag: str, content: Any, on_device: bool) -> Tensor:
+        value: Tensor = json_values.decode(content) if tag == "$small" else self._read(content)
         if isinstance(now, Tensor) and now.shape == value.shape:
             now.detach().copy_(value)
             return now
         return value.to(self._device) if on_device else value
 
-    def _map(self, now: Any, told: Any, place: str) -> Any:
+    def _restore_map(self, now: Any, content: Any, place: str) -> Any:
         into: MutableMapping[Any, Any] = now if isinstance(now, dict) else {}
-        self._places[place] = into  # for what refers to it from inside
+        self._places[place] = into  # before the contents, which may refer to it
+        # Emptied and refilled in the saved order, because the order of a dict may matter to the
+        # optimizer.
         old = dict(into)
         into.clear()
-        for key, saved in told:
+        for key, saved in content:
             known: Any
             if isinstance(key, dict) and "$parameter" in key:
                 known = self._parameters[key["$parameter"]]
@@ -425,88 +445,89 @@ class _Restorer:
                 known = id(self._parameters[key["$id"]])
             else:
                 known = json_values.decode(key)
-            value = self._restored(old.get(known, _NOTHING), saved, _inside(place, key))
-            if value is not _NOTHING:
+            value = self._restore_value(old.get(known, _MISSING), saved, _path_of(place, key))
+            if value is not _MISSING:
                 into[known] = value
         return into
 
-    def _list(self, now: Any, kind: type[Any], told: Any, place: str) -> Any:
+    def _restore_list(self, now: Any, kind: type[Any], content: Any, place: str) -> Any:
         into: Any = now if isinstance(now, kind) else kind()
         self._places[place] = into
         old = list(into)
         into.clear()
-        into.extend(self._restored(n, s, p) for n, s, p in _pairs(old, told, place))
+        into.extend(self._restore_value(n, s, p) for n, s, p in _pairs(old, content, place))
         return into
 
-    def _fill(self, now: Any, tag: str, told: Any, place: str) -> bool:
-        """Fill an object that only the script can make; False if it has made none such."""
+    def _fill(self, now: Any, tag: str, content: Any, place: str) -> bool:
+        """Fill an object that only the script can create; return False if it is missing."""
         if tag in ("$enum", "$same"):
             return False
         if tag == "$kept":
-            return now is not _NOTHING
+            return now is not _MISSING
         if tag == "$given":
-            if _state_dict_of(now) is _NOTHING:
+            if _state_dict_of(now) is _MISSING:
                 return False
-            state = self._restored(_NOTHING, told, f"{place}.state_dict()")
+            state = self._restore_value(_MISSING, content, f"{place}.state_dict()")
             trackable("value", now).load_state_dict(state)
             return True
         self._places[place] = now
         if tag == "$object":
-            kind, fields = told
+            kind, fields = content
             if type(now).__qualname__ != kind:
                 return False
         else:
             if not isinstance(now, optim.Optimizer):
                 return False
             for number, (group, options) in enumerate(
-                zip(now.param_groups, told["groups"], strict=True)
+                zip(now.param_groups, content["groups"], strict=True)
             ):
                 here = f"{place}.param_groups.{number}"
                 self._places.setdefault(here, group)
                 for key, saved in options:
-                    self._put(group, key, saved, _inside(here, key))
-            self._restored(held(now), told["state"], f"{place}.state")
-            fields = told["attributes"]
+                    self._put(group, key, saved, _path_of(here, key))
+            self._restore_value(held(now), content["state"], f"{place}.state")
+            fields = content["attributes"]
         for name, saved in fields.items():
             self._put(vars(now), name, saved, f"{place}.{name}")
         return True
 
 
-def _pairs(old: Any, told: list[Any], place: str) -> Iterator[tuple[Any, Any, str]]:
-    for index, saved in enumerate(told):
-        yield old[index] if index < len(old) else _NOTHING, saved, f"{place}.{index}"
+def _pairs(old: Any, content: list[Any], place: str) -> Iterator[tuple[Any, Any, str]]:
+    for index, saved in enumerate(content):
+        yield old[index] if index < len(old) else _MISSING, saved, f"{place}.{index}"
 
 
 class OptimizerAttributes:
-    """The attributes of the optimizers of `spec`, now and when the engine was made.
+    """Attributes of the optimizers of `spec`, now and at the creation of the engine.
 
-    torch's own optimizers are left out: their state is all in torch's places.
+    torch's own optimizers are skipped, because all their state is in `state` and `param_groups`.
     """
 
     def __init__(self, spec: SpecView) -> None:
         self._spec = spec
         self._initial = {
+            # Without the tensors: references to them would keep replaced tensors in memory.
             optimizer: replace(_Encoder(optimizer, number, spec).encode(), tensors={})
             for number, optimizer in enumerate(spec.optimizers)
             if not is_known(optimizer)
         }
 
     def changed(self, optimizer: optim.Optimizer) -> AttributeValues | None:
-        """Return the attributes that have changed since; None for an optimizer of torch's."""
+        """Return the attributes that have changed, or None for one of torch's optimizers."""
         if optimizer not in self._initial:
             return None
         number = self._spec.optimizers.index(optimizer)
         now = _Encoder(optimizer, number, self._spec).encode()
         return now.changed_since(self._initial[optimizer])
 
-    def lacks(self) -> Iterator[str]:
-        """Yield a line for each attribute that a resume from a save of now would start again."""
+    def describe_losses(self) -> Iterator[str]:
+        """Yield a warning for each attribute that a resume from a save now would restart."""
         for optimizer in self._initial:
             values = self.changed(optimizer)
             for name, places in values.unsaved.items() if values is not None else ():
                 yield (
                     f"{type(optimizer).__name__} keeps {listed(places)} in its attribute {name}, "
-                    "which a checkpoint cannot hold: a resume would start it again. Keep tensors, "
+                    "which a checkpoint cannot hold, so a resume would restart it. Keep tensors, "
                     "numbers, text, or lists and dicts of these."
                 )
 
@@ -519,40 +540,50 @@ class OptimizerAttributes:
         *,
         common: bool = True,
     ) -> None:
-        """Restore the attributes of `optimizer` that were `saved`; `read` returns a stored tensor.
+        """Restore attributes of `optimizer`.
 
-        Attributes that had not changed by then get their first values, and so does state that
-        belongs to no parameter, if `common`. `say` gets a line about values that cannot be
-        restored. Raises CheckpointMismatch if the optimizer here is built in another way.
+        Attributes that had not changed when they were saved get their initial values. With
+        `common`, so does state that belongs to no parameter.
+
+        Args:
+            saved: The encoded attributes.
+            read: Returns a stored tensor.
+            say: Receives a warning about values that cannot be restored.
+
+        Raises:
+            CheckpointMismatch: The optimizer is built differently here.
         """
         if (now := self.changed(optimizer)) is None:
             return
         initial = self._initial[optimizer].fields
         names = [n for n in now.fields if n in initial and (common or n != _COMMON)]
-        begun = {name: initial[name] for name in names}
-        unknown = [n for n, value in begun.items() if n not in saved and any(_stored(value))]
+        initial_values = {name: initial[name] for name in names}
+        unknown = [
+            n for n, value in initial_values.items() if n not in saved and any(_stored_names(value))
+        ]
         restorer = _Restorer(optimizer, self._spec, read)
         try:
             with torch.no_grad():
-                for name, value in {**begun, **saved}.items():
+                # An attribute that was unchanged when it was saved may have changed here since.
+                for name, value in {**initial_values, **saved}.items():
                     if name not in unknown:
                         restorer.restore(name, value)
         except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
             raise CheckpointMismatch(
-                f"The attributes of {type(optimizer).__name__} in the checkpoint do not fit the "
-                f"optimizer here ({type(error).__name__}: {error}). Make the optimizer that was "
-                "saved, or load the model alone: model_only=True."
+                f"The attributes of {type(optimizer).__name__} in the checkpoint do not match the "
+                f"optimizer here ({type(error).__name__}: {error}). Build the optimizer that was "
+                "saved, or load only the model: engine.load(path, model_only=True)."
             ) from error
         if lost := restorer.lost + unknown:
             say(
-                f"attributes of {type(optimizer).__name__} in the checkpoint cannot be restored: "
-                f"{listed(lost)}. They stay as they are here."
+                f"these attributes of {type(optimizer).__name__} cannot be restored from the "
+                f"checkpoint and keep their values: {listed(lost)}."
             )
 
     def plain(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        """Return the changed attributes for a state_dict; empty if there are none."""
+        """Return the changed attributes for a state_dict; may be empty."""
         values = self.changed(optimizer)
-        # State of no parameter stands in torch's own part of a state_dict.
+        # torch's own part of the state_dict contains the state of no parameter.
         fields = {} if values is None else {k: v for k, v in values.fields.items() if k != _COMMON}
         if values is None or not fields:
             return {}

@@ -1,9 +1,14 @@
-"""Writes a checkpoint beside training, by a thread, from a copy of the states.
+"""Background save: a thread writes a checkpoint from a copy of the states.
 
-Collectives belong to training, so the ranks' threads meet in the draft's folder: each leaves a
-note when its part is on the disk, rank 0 waits for all notes and gives the checkpoint its name,
-and the others see that, or read rank 0's note of what went wrong. Room for the notes is taken
-before anything else is written, so that a full disk cannot silence them.
+Only the training thread may start collectives, so the ranks' threads communicate through files in
+the draft's folder:
+
+    each rank   writes its part, then a note with its checksums or its failure
+    rank 0      waits for all notes, then renames the draft, or leaves a note of the failure
+    others      wait until they see the rename or rank 0's note
+
+Disk space for the notes is reserved before anything else is written, so that a failure can be
+reported even if the disk is full.
 """
 
 from __future__ import annotations
@@ -24,49 +29,50 @@ from shardwise.layout.byte_ranges import Extent
 from shardwise.timeline import Row, span
 
 RESERVED = 4096
-"""Bytes that the note of a failure may have: one block."""
+"""Bytes reserved for the note of a failure: one block."""
 
 PAUSE = 0.02
-"""Seconds between looks into the folder."""
+"""Seconds between polls of the folder."""
 
 
 class Copies:
-    """Copies the tensors that it is given, into memory that the next save uses again."""
+    """Sink that copies tensors, into memory that the next save reuses."""
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray[Any, Any]] = []
-        self._given: list[tuple[str, Sequence[Extent], memoryview]] = []
+        self._copied: list[tuple[str, Sequence[Extent], memoryview]] = []
 
     def begin(self) -> None:
-        """Forget the copies of a save that failed before it was written."""
-        self._given = []
+        """Drop the copies of a save that failed before it was written."""
+        self._copied = []
 
     def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
         """Copy `memory`."""
-        number = len(self._given)
+        number = len(self._copied)
         if number == len(self._memory) or self._memory[number].nbytes != len(memory):
+            # The plan has changed, so later copies differ too: drop them and start again.
             self._memory[number:] = [np.empty(len(memory), dtype=np.uint8)]
         np.copyto(self._memory[number], np.frombuffer(memory, dtype=np.uint8))
-        self._given.append((kind, ranges, self._memory[number].data))
+        self._copied.append((kind, ranges, self._memory[number].data))
 
     def settle(self) -> None:
         """No-op: the memory is copied."""
 
     def play(self, sink: TensorSink) -> None:
-        """Give all copies to `sink`."""
-        for kind, ranges, memory in self._given:
+        """Write all copies to `sink`."""
+        for kind, ranges, memory in self._copied:
             sink.write(kind, ranges, memory)
         sink.settle()
 
 
 class BackgroundSave(threading.Thread):
-    """A thread that writes one save. Once it has ended, `failure` says what went wrong.
+    """Thread that writes one save. After it has ended, `failure` is an error message or None.
 
-    The interpreter waits for the thread before it ends.
+    It is not a daemon: the interpreter waits for it before it exits.
 
     Args:
-        finish: Completes the checkpoint from the checksums of all ranks; called on rank 0.
-        limit: Seconds that a rank waits for the others after its own part.
+        finish: Publishes the checkpoint with the checksums of all ranks; called on rank 0.
+        limit: Seconds that a rank waits for the others after writing its own part.
     """
 
     def __init__(
@@ -87,26 +93,29 @@ class BackgroundSave(threading.Thread):
         self._rank, self._size, self._limit = rank, size, limit
 
     def run(self) -> None:
-        """Write, leave a note, and wait for the outcome on all ranks."""
+        """Write this rank's part, leave a note, and wait for the result of all ranks."""
         with span("write", Row.BACKGROUND):
-            sums = self._own()
+            sums = self._write_own_part()
         try:
-            _leave(self.draft.path, f"rank-{self._rank}", {"sums": sums, "failure": self.failure})
+            # Even after a failure: without a note, rank 0 would wait until the timeout.
+            _leave_note(
+                self.draft.path, f"rank-{self._rank}", {"sums": sums, "failure": self.failure}
+            )
             with span("complete", Row.BACKGROUND):
                 if self._rank == 0:
                     self._complete()
                 else:
-                    self._await()
-        except Exception as error:  # nobody else would hear of it
-            self.failure = self.failure or self._said(error)
+                    self._wait_for_rank_0()
+        except Exception as error:  # no caller would see an exception of this thread
+            self.failure = self.failure or self._describe(error)
 
-    def _own(self) -> list[Any]:
+    def _write_own_part(self) -> list[Any]:
         """Write this rank's part, and return its checksums."""
         try:
             self._copies.play(self._writer)
             sums = self._writer.finish()
-        except Exception as error:  # the others wait for a note, whatever went wrong
-            self.failure = self._said(error)
+        except Exception as error:  # the other ranks wait for a note even then
+            self.failure = self._describe(error)
             return []
         finally:
             self._writer.close()
@@ -116,84 +125,90 @@ class BackgroundSave(threading.Thread):
 
     def _complete(self) -> None:
         """Rank 0: wait for all notes, then publish the checkpoint."""
-        # All of them, also after a failure: a rank that still writes must not lose its folder.
-        notes = [self._note_of(rank) for rank in range(self._size)]
+        # Wait for all notes even after a failure: a rank that still writes needs its folder.
+        notes = [self._wait_for_note(rank) for rank in range(self._size)]
         failed = [f"Rank {r}: {n['failure']}" for r, n in enumerate(notes) if n["failure"]]
         if not failed:
             try:
                 # Before the rename: a complete checkpoint has no notes in it.
                 for rank in range(self._size):
-                    _path(self.draft.path, f"rank-{rank}").unlink()
+                    _note_path(self.draft.path, f"rank-{rank}").unlink()
                 self._finish(
                     [
                         {(kind, name): [ChecksumPart(*p) for p in ps] for kind, name, ps in sums}
                         for sums in (note["sums"] for note in notes)
                     ]
                 )
-            except Exception as error:  # the same
-                failed = [f"Rank 0: {self._said(error)}"]
+            except Exception as error:  # the other ranks wait for rank 0's note
+                failed = [f"Rank 0: {self._describe(error)}"]
         if failed:
             self.failure = failed[0]
-            self.draft.empty()  # so that there is room for the note, and for others
-            _leave(self.draft.path, "end", {"failure": failed[0]})
+            self.draft.empty()  # frees space for the note, and for other files
+            _leave_note(self.draft.path, "end", {"failure": failed[0]})
 
-    def _await(self) -> None:
-        """Other ranks: wait until rank 0 has published the checkpoint, or says why not."""
+    def _wait_for_rank_0(self) -> None:
+        """Other ranks: wait until rank 0 has published the checkpoint or reported a failure."""
         deadline = time.monotonic() + self._limit
-        end = _path(self.draft.path, "end")
+        end = _note_path(self.draft.path, "end")
         while time.monotonic() < deadline:
             # The rename is the only sign of success: rank 0 may fail until that moment.
+            # Both checks: before the rename, an older checkpoint of the same step may have the
+            # final name.
             if not self.draft.path.exists() and (self.draft.final / DOCUMENT).exists():
                 return
+            # Read without a lock: `_leave_note` publishes a complete note by a rename.
             if end.exists():
                 self.failure = str(json.loads(end.read_bytes())["failure"])
                 return
             time.sleep(PAUSE)
         self.failure = f"Rank 0 did not complete {self.draft.final} within {self._limit:.0f} s."
 
-    def _note_of(self, rank: int) -> dict[str, Any]:
+    def _wait_for_note(self, rank: int) -> dict[str, Any]:
         deadline = time.monotonic() + self._limit
-        path = _path(self.draft.path, f"rank-{rank}")
+        path = _note_path(self.draft.path, f"rank-{rank}")
         while not path.exists():
             if time.monotonic() > deadline:
+                # That rank was killed or its disk hangs. Training itself will report the former.
                 late = f"{self.draft.final} lacks its part after {self._limit:.0f} s."
                 return {"failure": late}
             time.sleep(PAUSE)
         note: dict[str, Any] = json.loads(path.read_bytes())
         return note
 
-    def _said(self, error: Exception) -> str:
+    def _describe(self, error: Exception) -> str:
         if isinstance(error, OSError):
-            return self.draft.refused(error)
+            return self.draft.describe_error(error)
         return f"{self.draft.final} was not written. {type(error).__name__}: {error}"
 
 
-def _path(folder: Path, name: str) -> Path:
+def _note_path(folder: Path, name: str) -> Path:
     return folder / f".{name}.note"
 
 
 def reserve(folder: Path, rank: int) -> None:
-    """Reserve the disk space that the note of `rank` needs at least. Raises OSError."""
-    _aside(folder, f"rank-{rank}").write_bytes(b" " * RESERVED)
+    """Reserve disk space for the note of `rank`. Raises OSError."""
+    _unfinished_path(folder, f"rank-{rank}").write_bytes(b" " * RESERVED)
 
 
-def _leave(folder: Path, name: str, note: Mapping[str, Any]) -> None:
-    """Write a note that is there whole or not at all. Without space for it, write only that."""
-    aside = _aside(folder, name)
+def _leave_note(folder: Path, name: str, note: Mapping[str, Any]) -> None:
+    """Write a note atomically. If there is no space for all of it, write only the failure."""
+    aside = _unfinished_path(folder, name)
     try:
-        _write(aside, note)
+        _write_note(aside, note)
     except OSError as error:
-        _write(aside, {"failure": (note["failure"] or str(error))[: RESERVED // 8]})
-    aside.replace(_path(folder, name))
+        # The reserved block always fits a short note, even on a full disk.
+        _write_note(aside, {"failure": (note["failure"] or str(error))[: RESERVED // 8]})
+    aside.replace(_note_path(folder, name))
 
 
-def _aside(folder: Path, name: str) -> Path:
-    return _path(folder, name).with_suffix(".writing")
+def _unfinished_path(folder: Path, name: str) -> Path:
+    return _note_path(folder, name).with_suffix(".writing")
 
 
-def _write(path: Path, note: Mapping[str, Any]) -> None:
-    """Overwrite the reserved space, which needs no more. JSON ignores the spaces that follow."""
+def _write_note(path: Path, note: Mapping[str, Any]) -> None:
+    """Overwrite the reserved space. JSON readers ignore the spaces after the value."""
     data = json.dumps(note).encode()
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(data)
+        # Never shorter than the reserved block, so that the space stays reserved until the rename.
         file.truncate(max(len(data), RESERVED))

@@ -1,4 +1,4 @@
-"""Decides where and when an engine is saved, and from which checkpoint it continues."""
+"""Policy of an engine's checkpoints: where and when to save, and where to resume from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, place_of
+from shardwise.checkpoint.atomic_folders import DOCUMENT, StepFolder, place_of
 from shardwise.checkpoint.engine_view import EngineView
 from shardwise.checkpoint.loader import CheckpointLoader
 from shardwise.checkpoint.saver import CheckpointSaver
@@ -20,20 +20,23 @@ from shardwise.states.step_hooks import Returns
 
 @dataclass(frozen=True)
 class _SaveOptions:
-    """How many checkpoints the user keeps, and the largest file in bytes."""
+    """Number of checkpoints that the user keeps, and maximum file size in bytes."""
 
     keep: int | None = None
     split: int = 5 * 10**9
 
 
 class Checkpoints:
-    """The checkpoints of an engine, and the folder for the save when the run is asked to end.
+    """The checkpoints of an engine, and the folder for the final save when the run is preempted.
 
     Args:
-        reseed: Seeds the random generators for the step that follows a load.
-        returns_of: Makes the object that brings groups of ranks back, None if none can end.
+        reseed: Seeds the random generators for the step after a load.
+        returns_of: Builds the object that lets groups of ranks rejoin, or returns None if groups
+            never leave.
 
-    Attributes: `saver` and `loader`, which write and read the files.
+    Attributes:
+        saver: Writes the files.
+        loader: Reads the files.
     """
 
     def __init__(
@@ -48,11 +51,11 @@ class Checkpoints:
         self._tracked = Tracking()
         self.saver = CheckpointSaver(state, self._tracked)
         self.loader = CheckpointLoader(state, self._tracked)
-        self._home: Path | None = None  # where it resumed from, else where it was saved last
+        self._folder: Path | None = None  # folder that it resumed from, else of the last save
         self._options = _SaveOptions()
         self._resumes = False
-        self._saved: tuple[int, int] | None = None  # the moment that is saved at home
-        self._trial_paths: frozenset[Path] = frozenset()  # where a trial would have saved
+        self._saved: tuple[int, int] | None = None  # the moment that the last save in _folder has
+        self._trial_paths: frozenset[Path] = frozenset()  # saves that a trial skipped
         self._returns = returns_of(self)
 
     def track(self, objects: Mapping[str, Any]) -> None:
@@ -65,118 +68,123 @@ class Checkpoints:
         self, folder: str | PathLike[str], keep: int | None, *, background: bool, split_gb: float
     ) -> Path | None:
         """See Engine.save."""
-        path = self.save_and_stay(folder, keep, background=background, split_gb=split_gb)
+        path = self.save_without_leaving(folder, keep, background=background, split_gb=split_gb)
         self._world.preemption.leave_between_steps()
         return path
 
-    def save_and_stay(
+    def save_without_leaving(
         self,
-        folder: str | PathLike[str],
+        target: str | PathLike[str],
         keep: int | None,
         *,
         background: bool = False,
         split_gb: float = 5.0,
     ) -> Path | None:
-        """Save, but do not leave if this process is asked to end."""
+        """Save without leaving, even if this process has been asked to end."""
         self._state.refuse_in_step("engine.save")
-        home, split = Path(folder), int(split_gb * 1e9)
+        target, split = Path(target), int(split_gb * 1e9)
         if self._world.settings.trial:
-            path = place_of(home, self._state.steps)
+            path = place_of(target, self._state.steps)
             self._trial_paths |= {path}
             return path
         saved = None
         try:
-            saved = self.saver.save(home, keep=keep, background=background, split=split)
+            saved = self.saver.save(target, keep=keep, background=background, split=split)
         except CheckpointNotWritten as error:
             self.saver.tolerate(error)
-        if self._home in (None, home) or not self._resumes:
-            self._settle_in(home, _SaveOptions(keep, split))
+        # A run that resumes from one folder and also saves elsewhere (say, its best checkpoint)
+        # must still make its final save in the folder that the next start reads.
+        if self._folder in (None, target) or not self._resumes:
+            self._use_folder(target, _SaveOptions(keep, split))
             self._saved = None if background or saved is None else self._moment()
         return saved
 
     # -- resuming and loading ---------------------------------------------------------------
 
-    def resume(self, home: Path) -> int:
+    def resume(self, folder: Path) -> int:
         """See Engine.resume."""
         if self._world.settings.trial:
             return self._state.steps
+        # This group rejoins a run that went on without it: the others' state is newer than any
+        # checkpoint.
         if self._returns is not None and self._returns.is_due:
             self._returns.come_back()
             return self._state.steps
-        # Before looking: the previous start of this job may still be writing in there.
-        self.saver.claim(home)
+        # Claim first: the previous start of this job may still be writing there.
+        self.saver.claim(folder)
         self.saver.wait()
-        self.saver.end_removals(home)
-        complete, lost = self.loader.found(home)
+        self.saver.end_removals(folder)
+        complete, incomplete = self.loader.list_checkpoints(folder)
         loaded = self._load_newest([found.path for found in complete])
         if loaded is None:
-            _refuse_beside(home, lost)
-            line = f"no checkpoint in {home} yet: starting at step {self._state.steps}"
+            _refuse_fresh_start(folder, incomplete)
+            line = f"no checkpoint in {folder}: starting at step {self._state.steps}"
         else:
-            for found in lost:
+            # Incomplete ones that are older than the loaded checkpoint are of no interest.
+            for found in incomplete:
                 if found.step > self._state.steps:
-                    self._pass_over(f"{found.path} has no {DOCUMENT}, so it is not complete.")
+                    self._report_skipped(f"{found.path} is incomplete: it has no {DOCUMENT}.")
             line = f"resumed from {loaded}, at step {self._state.steps}"
-        self._continue_in(home, _SaveOptions(), is_saved=loaded is not None)
+        self._continue_in(folder, _SaveOptions(), is_saved=loaded is not None)
         if not self._state.spec.settings.quiet:
             self._world.print(f"shardwise: {line}")
         return self._state.steps
 
-    def resume_from(self, home: Path, path: Path | None) -> None:
-        """Continue from `path`, a checkpoint in `home`; with None, from the present state.
+    def resume_from(self, folder: Path, path: Path | None) -> None:
+        """Resume from `path`, a checkpoint in `folder`, or from the present state if it is None.
         Collective."""
-        self.saver.claim(home)
+        self.saver.claim(folder)
         if path is not None:
             self.load(path)
-        self._continue_in(home, _SaveOptions(), is_saved=path is not None)
+        self._continue_in(folder, _SaveOptions(), is_saved=path is not None)
 
-    def _continue_in(self, home: Path, options: _SaveOptions, *, is_saved: bool) -> None:
-        """Save to `home` from now on, where the state of now may be saved; tell the launcher that a
-        restart continues from there."""
+    def _continue_in(self, folder: Path, options: _SaveOptions, *, is_saved: bool) -> None:
+        """Save to `folder` from now on, and tell the launcher that a restart resumes from there."""
         self._resumes, self._saved = True, self._moment() if is_saved else None
-        self._settle_in(home, options)
+        self._use_folder(folder, options)
         self._world.progress.resumes()
         if self._returns is not None:
             self._returns.are_expected()
 
-    # -- for a group of ranks that comes back -----------------------------------------------
+    # -- for a group of ranks that rejoins --------------------------------------------------
 
     def leave_folder(self) -> None:
-        """Give up the claim to the folder, since another rank leads from now on."""
+        """Release the folder, because another rank becomes the main rank."""
         self.saver.leave()
 
     def save_for_return(self) -> dict[str, Any] | None:
-        """Save for a group of ranks that comes back, in the folder that the user saves to.
+        """Save, into the user's folder, for a group of ranks that rejoins. Collective.
 
-        Returns JSON for `come_back`; None if the save failed or the user has named no folder.
-        Collective.
+        Returns:
+            JSON for `come_back`; None if the save failed or the user has not named a folder.
         """
-        home, options = self._home, self._options
-        if home is None:
+        folder, options = self._folder, self._options
+        if folder is None:
             return None
-        path: Path | None = place_of(home, self._state.steps)
+        path: Path | None = place_of(folder, self._state.steps)
         if self._saved != self._moment():
+            # Other ranks load this save, and repeat the draws since the boundary.
             with self.saver.at_boundary():
-                path = self.save_and_stay(home, options.keep, split_gb=options.split / 1e9)
+                path = self.save_without_leaving(folder, options.keep, split_gb=options.split / 1e9)
         if path is None:
             return None
-        about = {"home": str(home), "path": str(path.resolve())}
+        record = {"home": str(folder), "path": str(path.resolve())}
         options_now = {"keep": options.keep, "split": options.split}
-        return about | options_now | {"draws_are_one": self._world.draws.is_one}
+        return record | options_now | {"draws_are_one": self._world.draws.is_one}
 
-    def come_back(self, about: Mapping[str, Any]) -> None:
-        """Continue from the save of the other groups, on the same folder. Collective over this
+    def come_back(self, record: Mapping[str, Any]) -> None:
+        """Resume from the save of the other groups, with the same folder. Collective over this
         group."""
-        self.load(Path(about["path"]))
-        options = _SaveOptions(about["keep"], about["split"])
-        self._continue_in(Path(about["home"]), options, is_saved=True)
-        self._world.draws.is_one = about["draws_are_one"]  # the stream is theirs
+        self.load(Path(record["path"]))
+        options = _SaveOptions(record["keep"], record["split"])
+        self._continue_in(Path(record["home"]), options, is_saved=True)
+        self._world.draws.is_one = record["draws_are_one"]  # this group takes up their stream
 
-    def _pass_over(self, why: object) -> None:
-        self._world.print(f"shardwise: passed over: {why}", file=sys.stderr)
+    def _report_skipped(self, why: object) -> None:
+        self._world.print(f"shardwise: skipped a checkpoint: {why}", file=sys.stderr)
 
     def _load_newest(self, paths: Sequence[Path]) -> Path | None:
-        """Load the first of `paths` that is whole and return it; None if `paths` is empty."""
+        """Load the first intact checkpoint of `paths` and return it; None if `paths` is empty."""
         broken: list[BrokenCheckpoint] = []
         for path in paths:
             try:
@@ -184,19 +192,19 @@ class Checkpoints:
             except BrokenCheckpoint as error:
                 broken.append(error)
                 continue
-            # Said only now: if no checkpoint is whole, the newest one's error is raised instead.
-            for each in broken:
-                self._pass_over(each)
+            # Only now: if no checkpoint is intact, the error of the newest is raised instead.
+            for damage in broken:
+                self._report_skipped(damage)
             return path
         if broken:
-            older = f" None of the {len(broken) - 1} before it is whole." if broken[1:] else ""
+            older = f" Nor is any of the {len(broken) - 1} before it intact." if broken[1:] else ""
             raise BrokenCheckpoint(f"{broken[0]}{older}") from broken[0]
         return None
 
     def load(self, path: Path, *, strict: bool = True, model_only: bool = False) -> None:
         """See Engine.load."""
         self._state.refuse_in_step("engine.load")
-        # A trial has written nothing, and goes on with what it has.
+        # A trial writes no files, so there is nothing to load: it keeps its state.
         if path in self._trial_paths:
             return
         self.saver.wait()
@@ -205,41 +213,41 @@ class Checkpoints:
             self._state.continue_at(steps)
             self._reseed()
 
-    # -- when the run is asked to end -------------------------------------------------------
+    # -- preemption -------------------------------------------------------------------------
 
     def _moment(self) -> tuple[int, int]:
-        """Return what identifies the state of now.
+        """Return a value that identifies the present state.
 
-        A step of another engine of this process counts: it changes tracked objects and random
+        Steps of other engines in this process count too: they change tracked objects and random
         numbers.
         """
         return self._state.steps, self._world.steps_made
 
-    def _settle_in(self, home: Path, options: _SaveOptions) -> None:
-        """Use `home` for the save when the run is asked to end, and watch for that from now on."""
-        if self._home is None:
+    def _use_folder(self, folder: Path, options: _SaveOptions) -> None:
+        """Use `folder` for the final save, and start watching for a request to end."""
+        if self._folder is None:
             self._world.preemption.heed(self._is_between_steps, self._save_at_the_end)
-        self._home, self._options = home, options
+        self._folder, self._options = folder, options
 
     def _is_between_steps(self) -> bool:
         return self._state.is_between_steps
 
     def _save_at_the_end(self) -> Path:
-        """Save into the folder of the user, unless the state of now is saved there."""
-        assert self._home is not None
+        """Save into the user's folder, unless the present state is already saved there."""
+        assert self._folder is not None
         if self._saved == self._moment():
-            return place_of(self._home, self._state.steps)
-        # A forward may have run since the last step, whose step will never be made.
+            return place_of(self._folder, self._state.steps)
+        # A forward may have run since the last step, and its step will never be made.
         self.saver.go_back_to_boundary()
         return self.saver.save(
-            self._home,
+            self._folder,
             keep=self._options.keep,
             background=False,
             split=self._options.split,
         )
 
     def close(self) -> None:
-        """Wait for a save in the background, and release the folders."""
+        """Wait for the background save, and release the folders."""
         try:
             self.saver.wait()
         finally:
@@ -247,14 +255,14 @@ class Checkpoints:
             self._world.preemption.leave_out(self._save_at_the_end)
 
 
-def _refuse_beside(home: Path, lost: Sequence[Found]) -> None:
+def _refuse_fresh_start(folder: Path, incomplete: Sequence[StepFolder]) -> None:
     """Raise BrokenCheckpoint if a run would start from scratch next to incomplete checkpoints."""
-    if lost:
-        newest = lost[0].path
-        more = f", as {len(lost) - 1} before it" if lost[1:] else ""
+    if incomplete:
+        newest = incomplete[0].path
+        more = f" (nor do {len(incomplete) - 1} before it)" if incomplete[1:] else ""
         raise BrokenCheckpoint(
-            f"{newest} has the name of a checkpoint and no {DOCUMENT}{more}, and {home} has no "
-            "complete one: this run would begin anew beside it. Bring the file back, or load the "
-            f'weights alone (engine.load("{newest}", model_only=True)) and save elsewhere; to '
-            "begin anew, move it away."
+            f"{newest} is named like a checkpoint but has no {DOCUMENT}{more}, and {folder} has no "
+            "complete checkpoint, so this run would start from scratch. Restore the file, or load "
+            f'only the weights (engine.load("{newest}", model_only=True)) and save to another '
+            "folder. To start from scratch, move it away."
         )

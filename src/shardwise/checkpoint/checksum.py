@@ -1,8 +1,8 @@
-"""Computes the checksum of a tensor from those of its parts, which several ranks write.
+"""Checksum of a tensor, computed from the checksums of its parts, which several ranks write.
 
-It is the CRC-32 of zlib, gzip and PNG, which combines: with the length of what follows, the sum of
-two neighbours comes from their own (Mark Adler's crc32_combine). So `zlib.crc32` of a tensor's
-bytes tells anyone whether they are those that were written.
+The checksum is the CRC-32 of zlib, gzip and PNG. Two neighbouring CRCs can be combined if the
+length of the second part is known (Mark Adler's crc32_combine). So anyone can check a tensor with
+`zlib.crc32` of its bytes.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ from functools import cache
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
-"""x^0: bits are mirrored, as the CRC is defined."""
+"""x^0: the bits are mirrored, as in the definition of the CRC."""
 
 
 @dataclass(frozen=True, order=True)
 class ChecksumPart:
-    """The CRC-32 of `nbytes` bytes of a tensor, from its byte `at` on."""
+    """CRC-32 of `nbytes` bytes of a tensor, starting at byte `at`."""
 
     at: int
     nbytes: int
     crc: int
 
 
-def joined(parts: Iterable[ChecksumPart], nbytes: int) -> int | None:
-    """The CRC-32 of the `nbytes` bytes that `parts`, in any order, make up; None unless each
-    byte is in one of them."""
+def combine(parts: Iterable[ChecksumPart], nbytes: int) -> int | None:
+    """Return the CRC-32 of the `nbytes` bytes that `parts` (in any order) cover.
+
+    Returns None if they do not cover each byte exactly once.
+    """
     crc, reached = 0, 0
     for part in sorted(part for part in parts if part.nbytes):
         if part.at != reached:
             return None
+        # CRC(AB) = CRC(A) * x^(8 |B|) + CRC(B), over GF(2).
         crc = _times(_shift(part.nbytes), crc) ^ part.crc
         reached += part.nbytes
     return crc if reached == nbytes else None
@@ -39,7 +42,7 @@ def joined(parts: Iterable[ChecksumPart], nbytes: int) -> int | None:
 
 @cache
 def _shift(nbytes: int) -> int:
-    """x^(8 nbytes) modulo the polynomial."""
+    """Return x^(8 nbytes) modulo the polynomial."""
     power, factor, bits = _ONE, 0, nbytes * 8
     while bits >> factor:
         if bits >> factor & 1:
@@ -50,7 +53,7 @@ def _shift(nbytes: int) -> int:
 
 @cache
 def _power_of_two(exponent: int) -> int:
-    """x^(2^exponent) modulo the polynomial."""
+    """Return x^(2^exponent) modulo the polynomial."""
     if exponent == 0:
         return _ONE >> 1
     root = _power_of_two(exponent - 1)
@@ -58,8 +61,9 @@ def _power_of_two(exponent: int) -> int:
 
 
 def _times(a: int, b: int) -> int:
-    """The product of two polynomials over GF(2), modulo the CRC's."""
+    """Return the product of two polynomials over GF(2), modulo the CRC polynomial."""
     product = 0
+    # Bit by bit in Python is fast enough: it runs once per part, not once per byte.
     for bit in range(31, -1, -1):
         if a >> bit & 1:
             product ^= b

@@ -1,6 +1,6 @@
-"""Runs `shardwise checkpoint inspect|verify|accept|export PATH`, and `zero-to-fp32 FOLDER OUT`.
+"""Commands `shardwise checkpoint inspect|verify|accept|export PATH`, and `zero-to-fp32 FOLDER OUT`.
 
-Nothing of torch is imported before a command runs.
+torch is imported only once a command runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -24,111 +24,114 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.tools import TensorLine
 
 NOT_WHOLE = 1
-"""The exit code of `verify` for a checkpoint that is not what was written."""
+"""Exit code of `verify` for a checkpoint that fails verification."""
 
 
 @click.group(
-    short_help="Look at a checkpoint, check it, or hand it on.",
+    short_help="Inspect, verify or export a checkpoint.",
     invoke_without_command=True,
     subcommand_metavar="COMMAND [ARGS]...",
 )
 @click.pass_context
 def checkpoint(ctx: click.Context) -> None:
-    """Look at a checkpoint, check it, or hand it on.
+    """Inspect, verify or export a checkpoint.
 
-    PATH is the folder of a step, or that of a run's checkpoints, of which the newest is taken; or
-    what DeepSpeed saved, which inspect, verify and export take too.
+    PATH is the folder of one step, or the folder of a run's checkpoints, whose newest is used.
+    inspect, verify and export also take DeepSpeed checkpoints.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         ctx.exit(click.UsageError.exit_code)
 
 
-def _told(command: Callable[..., int]) -> Callable[..., int]:
-    """Let errors of ours be lines, not tracebacks."""
+def _report_errors(command: Callable[..., int]) -> Callable[..., int]:
+    """Decorate a command to print our errors as one line, without a traceback."""
 
     @wraps(command)
     def run(*args: Any, **options: Any) -> int:
         try:
             return command(*args, **options)
         except CheckpointError as error:
+            # A path in the message may contain control characters.
             raise click.ClickException(printable(error)) from error
 
     return run
 
 
-def _say(console: Console, line: str) -> None:
-    """A line as it stands: brackets in names are no markup."""
+def _print_line(console: Console, line: str) -> None:
+    """Print a line literally: brackets in names are not markup."""
     console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 _PATH = click.argument("path", type=click.Path(path_type=Path))
 
 
-@checkpoint.command(short_help="Say what is in it.")
+@checkpoint.command(short_help="Show the contents of a checkpoint.")
 @_PATH
-@_told
+@_report_errors
 def inspect(path: Path) -> int:
-    """Say what is in it: step, optimizers, and every tensor."""
+    """Show step, optimizers and every tensor of a checkpoint."""
     from rich.console import Console
 
     from shardwise.checkpoint.tools import OpenedCheckpoint, summary
 
     console = Console()
-    if (save := _of_deepspeed(path)) is not None:
+    if (save := _open_deepspeed(path)) is not None:
         return _inspect_save(console, save)
     with OpenedCheckpoint(path) as opened:
         for name, value in summary(opened).items():
-            _say(console, f"{name:>10}  {value}")
+            _print_line(console, f"{name:>10}  {value}")
         lines = list(opened.lines())
         console.print(_table(lines))
         for kind in opened.sets:
-            several = [line for line in lines if line.kind == kind]
-            size = sum(line.spec.nbytes for line in several)
-            _say(console, f"{kind:>10}  {len(several)} tensors, {size:,} bytes")
+            lines_of_set = [line for line in lines if line.kind == kind]
+            size = sum(line.spec.nbytes for line in lines_of_set)
+            _print_line(console, f"{kind:>10}  {len(lines_of_set)} tensors, {size:,} bytes")
     return 0
 
 
-@checkpoint.command(short_help="Read all of it, and compare the checksums.")
+@checkpoint.command(short_help="Read all files, and compare the checksums.")
 @_PATH
-@_told
+@_report_errors
 def verify(path: Path) -> int:
-    """Read all of it and compare the checksums; 1 if anything is not what was written."""
+    """Read all files and compare the checksums; exit with 1 if any file has changed."""
     from rich.console import Console
 
     from shardwise.checkpoint.tools import OpenedCheckpoint
 
     console, wrong, count = Console(), [], 0
-    if (save := _of_deepspeed(path)) is not None:
+    if (save := _open_deepspeed(path)) is not None:
         return _verify_save(console, save)
     with OpenedCheckpoint(path) as opened:
         with console.status("reading"):
-            for line, good in opened.checked():
+            for line, good in opened.verify_tensors():
                 count += 1
                 if not good:
                     wrong.append(line)
-        missing, changed = opened.missing(), opened.changed()
+        missing, changed = opened.missing_tensors(), opened.changed_files()
         for name in missing:
-            _say(console, f"missing     {name}")
+            _print_line(console, f"missing     {name}")
         for name in changed:
-            _say(console, f"changed     {name}")
+            _print_line(console, f"changed     {name}")
         if wrong:
-            console.print(_table(wrong, "Not what was written"))
+            console.print(_table(wrong, "Changed tensors"))
         good = not wrong and not missing and not changed
         faults = f"{len(wrong)} wrong, {len(missing)} missing"
-        faults += f", {len(changed)} files beside them changed" if changed else ""
-        said = "all as written" if good else faults
-        said += "" if opened.is_summed else f", and no sum of {DOCUMENT} (an earlier version's)"
-        _say(console, f"{opened.path}: {count} tensors, {said}")
+        faults += f", {len(changed)} other files changed" if changed else ""
+        result = "all as written" if good else faults
+        result += "" if opened.is_summed else f" ({DOCUMENT} has no checksum: an earlier version)"
+        _print_line(console, f"{opened.path}: {count} tensors, {result}")
     return 0 if good else NOT_WHOLE
 
 
-@checkpoint.command(short_help="Take what was edited on purpose.")
+@checkpoint.command(short_help="Accept files that you edited on purpose.")
 @_PATH
-@_told
+@_report_errors
 def accept(path: Path) -> int:
-    """Take checkpoint.json and the small files beside it as they are, edited on purpose: write new
-    sums of them. Sums of tensors stay as they were."""
+    """Accept deliberate edits of checkpoint.json and the small files next to it.
+
+    Writes new checksums of these files. The checksums of tensors do not change.
+    """
     from shardwise.checkpoint import document
     from shardwise.checkpoint.atomic_folders import newest
 
@@ -141,26 +144,29 @@ def accept(path: Path) -> int:
     return 0
 
 
-@checkpoint.command(short_help="Write the model as one plain file.")
+@checkpoint.command(short_help="Write the model to one plain file.")
 @_PATH
 @click.argument("to", type=click.Path(path_type=Path))
-@click.option("--average", is_flag=True, help="the moving average of the weights instead")
-@_told
+@click.option("--average", is_flag=True, help="write the moving average of the weights instead")
+@_report_errors
 def export(path: Path, to: Path, average: bool) -> int:
-    """Write the model as one plain file: TO ends in .safetensors or .pt."""
-    from shardwise.checkpoint.tools import export as write
+    """Write the model to one plain file. TO ends in .safetensors or .pt."""
+    from shardwise.checkpoint.tools import export as write_file
 
-    if _of_deepspeed(path) is not None:
+    if _open_deepspeed(path) is not None:
         if average:
-            raise CheckpointError(f"{path} is a save of DeepSpeed, which keeps no average.")
+            raise CheckpointError(
+                f"{path} is a DeepSpeed checkpoint, which has no moving average. Leave out "
+                "--average."
+            )
         return _convert(path, to)
-    count = write(path, to, "average" if average else "model")
+    count = write_file(path, to, "average" if average else "model")
     click.echo(printable(f"{to}: {count} tensors"))
     return 0
 
 
-def _of_deepspeed(path: Path) -> Save | None:
-    """The save of DeepSpeed that `path` is, or names."""
+def _open_deepspeed(path: Path) -> Save | None:
+    """Return the DeepSpeed checkpoint at `path`, or None."""
     from shardwise.checkpoint.deepspeed.folders import find
     from shardwise.checkpoint.deepspeed.save import Save
 
@@ -171,12 +177,12 @@ def _of_deepspeed(path: Path) -> Save | None:
 def _inspect_save(console: Console, save: Save) -> int:
     from shardwise.checkpoint.tools import TensorLine
 
-    _say(console, f"{'written by':>13}  {_described(save)}")
-    _say(console, f"{'client_state':>13}  {', '.join(save.client_state) or 'nothing'}")
+    _print_line(console, f"{'written by':>13}  {_describe(save)}")
+    _print_line(console, f"{'client_state':>13}  {', '.join(save.client_state) or 'nothing'}")
     specs = [save.model.specs[name] for name in sorted(save.model.specs)]
     console.print(_table(TensorLine("model", spec, "", "") for spec in specs))
     size = sum(spec.nbytes for spec in specs)
-    _say(console, f"{'model':>13}  {len(specs)} tensors, {size:,} bytes")
+    _print_line(console, f"{'model':>13}  {len(specs)} tensors, {size:,} bytes")
     return 0
 
 
@@ -186,11 +192,11 @@ def _verify_save(console: Console, save: Save) -> int:
     with console.status("reading"):
         faults = [fault for path in save.files.all if (fault := inert.damage(path)) is not None]
     for fault in faults:
-        _say(console, f"changed     {fault}")
-    said = f"{len(faults)} not as written" if faults else "all as written"
-    _say(
+        _print_line(console, f"changed     {fault}")
+    result = f"{len(faults)} changed" if faults else "all as written"
+    _print_line(
         console,
-        f"{save.files.folder}: {_described(save)}: {len(save.files.all)} files, {said}",
+        f"{save.files.folder}: {_describe(save)}: {len(save.files.all)} files, {result}",
     )
     return NOT_WHOLE if faults else 0
 
@@ -200,31 +206,33 @@ def _table(lines: Iterable[TensorLine], title: str | None = None) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=SIMPLE, title=title, title_justify="left")
+    table = Table(box=SIMPLE, title=title, title_justify="left")
     for column in ("set", "tensor", "dtype", "shape"):
-        drawn.add_column(column, overflow="fold")
-    drawn.add_column("bytes", justify="right", no_wrap=True)
-    drawn.add_column("CRC-32", no_wrap=True)
+        table.add_column(column, overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("CRC-32", no_wrap=True)
     for line in lines:
         spec = line.spec
         shape = " x ".join(map(str, spec.shape)) or "-"
         words = line.kind, spec.name, spec.dtype, shape, f"{spec.nbytes:,}", line.checksum or "-"
-        drawn.add_row(*(Text(printable(word)) for word in words))
-    return drawn
+        table.add_row(*(Text(printable(word)) for word in words))
+    return table
 
 
-# -- saves of DeepSpeed -----------------------------------------------------------------------
+# -- DeepSpeed checkpoints --------------------------------------------------------------------
 
 
-@click.command("zero-to-fp32", short_help="Write a DeepSpeed checkpoint's weights as one file.")
+@click.command("zero-to-fp32", short_help="Write a DeepSpeed checkpoint's weights to one file.")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--tag", "-t", metavar="TAG", help="the save; left out, the one that `latest` names")
+@click.option(
+    "--tag", "-t", metavar="TAG", help="tag to read (default: the one that `latest` names)"
+)
 def zero_to_fp32(folder: Path, out: Path, tag: str | None) -> int:
-    """Write the weights that DeepSpeed saved in FOLDER as one file in fp32, without DeepSpeed.
+    """Write the weights of the DeepSpeed checkpoint in FOLDER to one fp32 file, without DeepSpeed.
 
     OUT ends in .safetensors, .pt, .pth or .bin, or is a folder, for model.safetensors in it. To
-    train on from FOLDER nothing needs to be converted: engine.load("FOLDER").
+    continue training from FOLDER, no conversion is needed: engine.load("FOLDER").
     """
     try:
         return _convert(folder if tag is None else folder / tag, out)
@@ -233,7 +241,7 @@ def zero_to_fp32(folder: Path, out: Path, tag: str | None) -> int:
 
 
 def _convert(folder: Path, out: Path) -> int:
-    """Write the weights of the save in `folder`, and say what they are. Raises CheckpointError."""
+    """Write the weights in `folder`, and print a summary. Raises CheckpointError."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -245,11 +253,11 @@ def _convert(folder: Path, out: Path) -> int:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("writing", total=numel(save))
         count = write_fp32(save, place, lambda more: progress.advance(task, more))
-    click.echo(printable(f"{place}: {count} tensors in fp32, of {_described(save)}"))
+    click.echo(printable(f"{place}: {count} tensors in fp32, from {_describe(save)}"))
     return 0
 
 
-def _described(save: Save) -> str:
-    """In words, what a save is."""
+def _describe(save: Save) -> str:
+    """Return a one-line description of a DeepSpeed checkpoint."""
     ranks = "1 rank" if save.ranks == 1 else f"{save.ranks} ranks"
     return f"DeepSpeed {save.version}, ZeRO stage {save.stage} on {ranks}, step {save.steps}"

@@ -1,4 +1,4 @@
-"""Reads and writes checkpoint.json, which holds all but tensors, with a checksum of itself.
+"""Reader and writer of checkpoint.json: all contents except tensors, with its own checksum.
 
     {"format": "shardwise checkpoint", "version": 2, "step": 200, "seed": 0,
      "sets": {"model": ["model.safetensors"], "optimizer": [...]},
@@ -9,8 +9,8 @@
      "scaling": {...}, "tracked": {"loader": {"samples": 51200, "epoch": 1}}, "written_by": {...},
      "crc32": "5d1f1a07"}
 
-The last line but one holds the CRC-32 of all bytes before it. docs/checkpoint_format.md says what
-each is.
+The last line but one holds the CRC-32 of all bytes before it. docs/checkpoint_format.md describes
+each field.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 FORMAT = "shardwise checkpoint"
 VERSION = 2
 UNSUMMED = 1
-"""The version that had no sums but those of tensors; it is read as it stands."""
+"""The version that had checksums of tensors only. It is still read."""
 
 SHOWN = 8
-"""Other checkpoints that a message names, the newest."""
+"""Maximum number of other checkpoints that a message names, newest first."""
 
 _SUM = "crc32"
+# The exact last bytes, so that the checksum is found without parsing the JSON before it.
 _END = re.compile(rb' "crc32": "([0-9a-f]{8})"\n\}\n')
 _LENGTH_OF_END = len(b' "crc32": "00000000"\n}\n')
 
 
 def dump(fields: Mapping[str, Any]) -> bytes:
-    """Return the file with `fields`, which are all except format, version and checksum."""
+    """Return the bytes of the file; `fields` are all fields except format, version and checksum."""
     known = set(schema.FIELDS) | (set(fields) & set(schema.OPTIONAL))
+    # A field without a check in schema.py would be saved but never validated.
     assert set(fields) == known, set(fields) ^ known
     whole = {"format": FORMAT, "version": VERSION} | dict(fields)
-    # The sum covers all bytes before it, so it has to stand at the end.
+    # The checksum covers all bytes before it, so it must be at the end.
     body = json.dumps(whole, indent=1, allow_nan=False).encode().removesuffix(b"\n}") + b",\n"
     return body + f' "{_SUM}": "{zlib.crc32(body):08x}"\n}}\n'.encode()
 
@@ -53,52 +55,61 @@ def dump(fields: Mapping[str, Any]) -> bytes:
 def load(folder: Path) -> dict[str, Any]:
     """Return the fields of the checkpoint in `folder`.
 
-    Raises CheckpointError if there is none or its version is later, BrokenCheckpoint if the file
-    has changed or a field is not valid.
+    Raises CheckpointError if it does not exist or its version is too new, BrokenCheckpoint if the
+    file has changed or a field is not valid.
     """
     path = folder / DOCUMENT
     data = _read(folder)
     summed = _END.fullmatch(data[-_LENGTH_OF_END:])
+    # Before the JSON is parsed: a flipped bit may leave valid JSON with another value.
     if summed and crc_of(data[:-_LENGTH_OF_END]) != (written := summed[1].decode()):
         raise BrokenCheckpoint(
-            f"{path} is not what was written: its CRC-32 is not {written}. {_accept(folder)}"
+            f"{path} was changed after it was written: its CRC-32 is not {written}. "
+            f"{_accept_hint(folder)}"
         )
-    told = _parsed(path, data)
-    if told["version"] == VERSION and not summed:
+    fields = _parse(path, data)
+    if fields["version"] == VERSION and not summed:
         raise BrokenCheckpoint(
-            f"{path} is not what was written: it does not end with its CRC-32. {_accept(folder)}"
+            f"{path} was changed after it was written: it does not end with its CRC-32. "
+            f"{_accept_hint(folder)}"
         )
-    if told["version"] == UNSUMMED and _SUM in told:
-        raise BrokenCheckpoint(f"{path} has a CRC-32, which its version {UNSUMMED} has not.")
-    return _checked(path, told)
+    # Otherwise a changed version number would turn off the check of the checksum.
+    if fields["version"] == UNSUMMED and _SUM in fields:
+        raise BrokenCheckpoint(
+            f"{path} has a CRC-32, but files of version {UNSUMMED} do not. Use another checkpoint."
+        )
+    return _check_fields(path, fields)
 
 
 def accept(folder: Path) -> dict[str, Any]:
-    """Write new checksums of the small files in `folder`, which were edited on purpose; return the
+    """Write new checksums of the small files in `folder` after a deliberate edit; return the
     fields.
 
-    Checksums of tensors and of the headers of their files stay. Raises as `load` does, except for a
-    wrong checksum, and OSError if nothing can be written.
+    Checksums of tensors and of the headers of their files do not change. Raises as `load` does,
+    except for a wrong checksum, and OSError if the file cannot be written.
     """
     path = folder / DOCUMENT
-    told = _checked(path, _parsed(path, _read(folder)))
-    tensors = {name for names in told["sets"].values() for name in names}
-    there = [path.name for path in folder.iterdir() if path.suffix in (".json", ".pt")]
-    for name in sorted({*told["files"], *there} - tensors - {DOCUMENT}):
-        told["files"][name] = crc_of(read_whole(folder / name))
-    known = [name for name in (*schema.FIELDS, *schema.OPTIONAL) if name in told]
-    replace_file(path, dump({name: told[name] for name in known}))
+    fields = _check_fields(path, _parse(path, _read(folder)))
+    tensors = {name for names in fields["sets"].values() for name in names}
+    # Only the small files: the checksums of tensors still have to prove that the tensors are
+    # intact.
+    names = [path.name for path in folder.iterdir() if path.suffix in (".json", ".pt")]
+    for name in sorted({*fields["files"], *names} - tensors - {DOCUMENT}):
+        fields["files"][name] = crc_of(read_whole(folder / name))
+    known = [name for name in (*schema.FIELDS, *schema.OPTIONAL) if name in fields]
+    replace_file(path, dump({name: fields[name] for name in known}))
+    # Read the file again, so that the result is verified as by any other reader.
     return load(folder)
 
 
 def crc_of(data: bytes) -> str:
-    """Return the CRC-32 of `data` in the form of the document."""
+    """Return the CRC-32 of `data` as checkpoint.json stores it."""
     return f"{zlib.crc32(data):08x}"
 
 
-def _accept(folder: Path) -> str:
+def _accept_hint(folder: Path) -> str:
     return (
-        "Take another checkpoint. If it was edited on purpose: "
+        "Use another checkpoint. If you edited it on purpose: "
         f"`shardwise checkpoint accept {folder}`."
     )
 
@@ -108,48 +119,53 @@ def _read(folder: Path) -> bytes:
     try:
         return read_whole(path)
     except OSError as error:
-        there = [found.path.name for found in complete(folder.parent) if found.path != folder]
-        hint = "Name the folder of one step, as in checkpoints/step-200, or that of all steps."
-        if there:
-            more = "..., " if len(there) > SHOWN else ""
-            hint = f"In {folder.parent} there are {more}{', '.join(there[-SHOWN:])}."
+        others = [found.path.name for found in complete(folder.parent) if found.path != folder]
+        hint = "Name the folder of one step, as in checkpoints/step-200, or their parent."
+        if others:
+            more = "..., " if len(others) > SHOWN else ""
+            hint = f"{folder.parent} contains {more}{', '.join(others[-SHOWN:])}."
         raise CheckpointError(
-            f"{folder} is no checkpoint: {DOCUMENT} cannot be read ({error.strerror}). {hint}"
+            f"{folder} is not a checkpoint: {DOCUMENT} cannot be read ({error.strerror}). {hint}"
         ) from error
 
 
-def _parsed(path: Path, data: bytes) -> dict[str, Any]:
-    """Return the JSON map of a file of ours, of a known version."""
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
+    """Return the JSON object of one of our files, of a known version."""
     try:
-        # Python would take NaN and Infinity, which are not JSON: a load would go on with them.
-        told = json.loads(data, parse_constant=_refuse_constant)
+        # Python would accept NaN and Infinity, which are not JSON, and the load would use them.
+        fields = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise BrokenCheckpoint(f"{path} is no JSON ({error}). Take another checkpoint.") from error
-    if not isinstance(told, dict) or told.get("format") != FORMAT:
-        raise BrokenCheckpoint(f"{path} does not say that it is a {FORMAT}.")
-    version = told.get("version")
+        raise BrokenCheckpoint(
+            f"{path} is not valid JSON ({error}). Use another checkpoint."
+        ) from error
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise BrokenCheckpoint(
+            f'{path} is not a Shardwise checkpoint: it lacks "format": "{FORMAT}". Use another.'
+        )
+    version = fields.get("version")
     if type(version) is not int or version < UNSUMMED:
-        raise BrokenCheckpoint(f"{path} says the version {version!r:.60}, which is none.")
+        raise BrokenCheckpoint(f"{path} has the invalid version {version!r:.60}. Use another.")
+    # Not BrokenCheckpoint: `resume` must not skip a newer checkpoint and go back to an older one.
     if version > VERSION:
         raise CheckpointError(
-            f"{path} is of version {version}, and this Shardwise reads up to {VERSION}: "
-            "install the one that wrote it, or a later one."
+            f"{path} has version {version}, but this Shardwise reads versions up to {VERSION}. "
+            "Install the Shardwise that wrote it, or a later one."
         )
-    return told
+    return fields
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def _checked(path: Path, told: dict[str, Any]) -> dict[str, Any]:
-    """Return `told` if its fields are valid. Raises BrokenCheckpoint."""
-    if told["version"] == UNSUMMED:
-        told.setdefault("files", {})
+def _check_fields(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return `fields` if its fields are valid. Raises BrokenCheckpoint."""
+    if fields["version"] == UNSUMMED:
+        fields.setdefault("files", {})
     try:
-        schema.check(told)
+        schema.check(fields)
     except schema.Fault as fault:
         raise BrokenCheckpoint(
-            f"{path} is not as a checkpoint is written: {fault}. Take another checkpoint."
+            f"{path} has invalid content: {fault}. Use another checkpoint."
         ) from fault
-    return told
+    return fields

@@ -1,8 +1,8 @@
-"""Saves and restores where training is: one class for each such field of checkpoint.json.
+"""Fields of checkpoint.json that record how far training is; one class per field.
 
-To add a field, write a class here, put it into FIELDS, and add its check to schema.OPTIONAL, since
-older checkpoints lack it. Objects that users track, tensors and optimizers have modules of their
-own: tracking.py, tensors.py, optimizer_fields.py.
+To add a field, write a class here, put it into FIELDS, and add its check to schema.OPTIONAL,
+because older checkpoints lack it. Tracked objects, tensors and optimizers have their own modules:
+tracking.py, tensors.py, optimizer_fields.py.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class EngineField(ABC):
 
     @abstractmethod
     def value(self, engine: EngineView) -> Any:
-        """Return the value to save, as JSON; None leaves the field out."""
+        """Return the value to save, as JSON; None omits the field."""
 
     def parse(self, path: Path, saved: Any) -> Any:
         """Return the value in the form that `restore` takes.
 
         A load parses all fields before it changes anything. Raises BrokenCheckpoint for a value
-        that no save has written.
+        that no save writes.
         """
         del path
         return saved
 
     @abstractmethod
     def restore(self, engine: EngineView, parsed: Any) -> None:
-        """Continue from a value."""
+        """Restore the engine from a parsed value."""
 
 
 class _Seed(EngineField):
@@ -48,22 +48,23 @@ class _Seed(EngineField):
         return engine.world.seed
 
     def restore(self, engine: EngineView, parsed: int | None) -> None:
-        """Continue with the seed that was drawn, unless this run has chosen one."""
+        """Use the saved seed, unless this run has its own."""
         chosen = engine.world.settings.seed
-        if parsed is None:  # a save of DeepSpeed has none
+        if parsed is None:  # a DeepSpeed checkpoint has no seed
             return
-        # A seed of --seed or sw.init(seed=...) wins: the user may want other data order.
+        # A seed from --seed or sw.init(seed=...) wins: the user may want another data order.
         if chosen is None:
             engine.world.seed = parsed
         elif chosen != parsed:
             engine.world.say_once(
-                f"this run has the seed {chosen} and the checkpoint {parsed}: data order and "
-                f"dropout are not those of the run that wrote it. Write --seed {parsed} for those."
+                f"this run has seed {chosen} and the checkpoint has seed {parsed}, so data order "
+                "and dropout differ from the run that saved it. To keep them, write "
+                f"--seed {parsed}."
             )
 
 
 class _Scaling(EngineField):
-    """The loss scale, the unit of loss weights, and whether gradients are summed in fp32."""
+    """Loss scale, unit of loss weights, and whether gradients are reduced in fp32."""
 
     name = "scaling"
 
@@ -74,12 +75,13 @@ class _Scaling(EngineField):
     def restore(self, engine: EngineView, parsed: Mapping[str, Any]) -> None:
         engine.scale.restore(parsed)
         engine.weighting.unit = parsed["unit"]
+        # A sum that was widened during the run stays wide, so that a resume has the same bits.
         if parsed["wide"] and engine.spec.settings.reduce_dtype == "fp32":
             engine.objects.states.gradients.widen()
 
 
 class _Draws(EngineField):
-    """Position of the random stream that all ranks draw from in common."""
+    """Position of the common random stream, which all ranks draw from."""
 
     name = "draws"
 
@@ -91,8 +93,8 @@ class _Draws(EngineField):
             return GeneratorStates.of_plain(saved)
         except (ValueError, KeyError, TypeError, struct.error) as error:
             raise BrokenCheckpoint(
-                f"{path} does not tell where draws go on ({type(error).__name__}: {error}). Take "
-                "another checkpoint."
+                f"{path} has an invalid state of the random generators ({type(error).__name__}: "
+                f"{error}). Use another checkpoint."
             ) from error
 
     def restore(self, engine: EngineView, parsed: GeneratorStates) -> None:
@@ -104,20 +106,22 @@ FIELDS: tuple[EngineField, ...] = (_Seed(), SCALING, _Draws())
 
 
 def values(engine: EngineView) -> dict[str, Any]:
-    """Return the fields of `engine` that are saved."""
-    found = {each.name: each.value(engine) for each in FIELDS}
+    """Return the fields to save."""
+    found = {field.name: field.value(engine) for field in FIELDS}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def parse(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that `fields` has, ready for `restore`. Raises BrokenCheckpoint."""
+    """Return the parsed values of `fields`, for `restore`. Raises BrokenCheckpoint."""
     return {
-        each.name: each.parse(path, fields[each.name]) for each in FIELDS if each.name in fields
+        field.name: field.parse(path, fields[field.name])
+        for field in FIELDS
+        if field.name in fields
     }
 
 
 def restore(engine: EngineView, parsed: Mapping[str, Any]) -> None:
-    """Continue from `parsed` values; a field that the checkpoint lacks stays as it is."""
-    for each in FIELDS:
-        if each.name in parsed:
-            each.restore(engine, parsed[each.name])
+    """Restore `parsed` values; fields that the checkpoint lacks are not changed."""
+    for field in FIELDS:
+        if field.name in parsed:
+            field.restore(engine, parsed[field.name])

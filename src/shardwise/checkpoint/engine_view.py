@@ -1,6 +1,7 @@
-"""Declares what saving and loading use of an engine, which is a layer above this package.
+"""Protocols for the parts of an engine that saving and loading use.
 
-The engine passes itself in: its EngineState is an `EngineView`, and its UserObjects `Objects`.
+The engine is in a layer above and passes itself in: its EngineState is an `EngineView`, and its
+UserObjects are `Objects`.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ class Objects(Protocol):
     def states(self) -> StatesView: ...
 
     def check_passes(self) -> None:
-        """Raise for an error in a forward that no step may follow."""
+        """Raise if a forward had an error that forbids a step."""
 
     def look_for_changes(self) -> None:
-        """Take in what user code changed since the last call."""
+        """Apply changes that user code has made since the last call."""
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
-        """Add averages of frozen parameters; return whether the states were laid out again."""
+        """Add averages of frozen parameters; return whether the states have a new layout."""
 
 
 class WeightingView(Protocol):
-    """How the weights of losses are scaled."""
+    """Scaling of loss weights."""
 
     @property
     def unit(self) -> float | None: ...
@@ -46,7 +47,7 @@ class WeightingView(Protocol):
 
 
 class EngineView(Protocol):
-    """An engine and where its training is."""
+    """An engine and the progress of its training."""
 
     @property
     def world(self) -> World: ...
@@ -68,13 +69,13 @@ class EngineView(Protocol):
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether the engine can be saved now."""
+        """True if the engine can be saved now."""
 
     def refuse_in_step(self, call: str) -> None:
-        """Raise UsageError unless `call` is between two steps."""
+        """Raise UsageError if `call` is made within a step."""
 
     def continue_at(self, steps: int) -> None:
-        """Count on from `steps`, which a checkpoint has made."""
+        """Continue to count from the `steps` of a loaded checkpoint."""
 
     def anchored(self) -> AbstractContextManager[None]:
-        """Context manager: all groups of ranks have the same weights inside it."""
+        """Return a context manager that gives all groups of ranks the same weights."""

@@ -1,4 +1,4 @@
-"""Exports whole tensors as one plain file that the stock libraries read."""
+"""Export of whole tensors as one plain file that other libraries read."""
 
 from __future__ import annotations
 
@@ -18,29 +18,39 @@ from shardwise.checkpoint.format import MOST_TENSORS, TensorSpec, dtype_name, la
 from shardwise.errors import CheckpointError
 
 PICKLED = (".pt", ".pth", ".bin")
-"""Endings of files as torch.save writes them."""
+"""Suffixes of files that torch.save writes."""
 
 
 def write_model(model: nn.Module, path: Path) -> None:
-    """Write the state of `model` to `path`: as torch.save does where the ending is of `PICKLED`,
-    else as safetensors, which hold no more than tensors."""
-    write_tensors(*_plain(model), path)
+    """Write the state_dict of `model` to `path`.
+
+    A suffix in `PICKLED` means torch.save, any other suffix safetensors, which hold tensors only.
+    """
+    write_tensors(*_split_state_dict(model), path)
 
 
 def write_tensors(
     tensors: dict[str, Tensor], aliases: Mapping[str, str], rest: Mapping[str, Any], path: Path
 ) -> None:
-    """Write `tensors`, each with memory of its own, and for each of `aliases` the tensor that it
-    names; of `rest`, which are none, what the form of `path` can hold. The folder is made.
+    """Write tensors and their aliases to `path`; its folder is created.
 
-    Safetensors have tied weights once, and the alias in the metadata as their `save_model` does.
-    Raises OSError, and CheckpointError for tensors that safetensors do not know.
+    In safetensors a tied weight is written once, and its aliases go into the metadata, as with
+    their own `save_model`.
+
+    Args:
+        tensors: Tensors by name; no two share memory.
+        aliases: Further names of tensors, each with the name in `tensors`.
+        rest: Values that are not tensors. Safetensors cannot hold them, so they are omitted there.
+
+    Raises:
+        OSError: The file cannot be written.
+        CheckpointError: Safetensors have no such dtype.
     """
-    with written_aside(path) as file:
+    with replace_when_complete(path) as file:
         if path.suffix in PICKLED:
-            twins = {alias: tensors[first] for alias, first in aliases.items()}
+            alias_tensors = {alias: tensors[first] for alias, first in aliases.items()}
             with disk_errors(file) as writer:
-                torch.save({**tensors, **twins, **rest}, writer)
+                torch.save({**tensors, **alias_tensors, **rest}, writer)
         else:
             specs = [
                 TensorSpec(name, dtype_name(value.dtype), tuple(value.shape))
@@ -65,26 +75,28 @@ def write_safetensors(
     """Write safetensors into `file`, which becomes `path`.
 
     Args:
-        aliases: Further names of tied weights, by the name of the tensor that is written.
-        parts: Returns the elements of a tensor as flat tensors, one after the other.
+        aliases: Further names of tied weights, each with the name of the written tensor.
+        parts: Returns the elements of a tensor as consecutive flat tensors.
 
-    Raises CheckpointError if there are more tensors than a file may hold.
+    Raises:
+        CheckpointError: There are more tensors than a file may hold.
     """
-    laid, *more = lay_out(path.stem, specs, limit=math.inf, aliases=aliases)
+    # One file, so no size limit: only the number of tensors could split it.
+    layout, *more = lay_out(path.stem, specs, limit=math.inf, aliases=aliases)
     if more:
         raise CheckpointError(
-            f"{len(specs)} tensors are too many for {path}: a file of safetensors holds "
-            f"{MOST_TENSORS} here. Write to .pt."
+            f"{len(specs)} tensors are too many for {path}: a safetensors file may have "
+            f"{MOST_TENSORS}. Write a .pt file instead."
         )
-    file.write(laid.header)
-    for placed in laid.tensors.values():  # in the order of their places
+    file.write(layout.header)
+    for placed in layout.tensors.values():  # in the order of their offsets
         for flat in parts(placed.spec):
             if flat.numel():
                 file.write(flat.view(torch.uint8).numpy().data)
 
 
 class _Writer:
-    """A file for torch.save that keeps the error of the disk: torch raises another one over it."""
+    """File for torch.save that remembers a disk error, which torch replaces with its own error."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -99,7 +111,7 @@ class _Writer:
             raise
 
     def flush(self) -> None:
-        """Write what is in the buffer."""
+        """Flush the buffer."""
         try:
             self._file.flush()
         except OSError as error:
@@ -109,8 +121,11 @@ class _Writer:
 
 @contextmanager
 def disk_errors(file: IO[bytes]) -> Iterator[IO[bytes]]:
-    """Around torch.save to what it gives: raises the OSError of `file`, such as of a full disk,
-    where torch would raise RuntimeError ("unexpected pos")."""
+    """Context manager that yields a file for torch.save.
+
+    It raises the OSError of `file`, for example for a full disk. torch alone would raise a
+    RuntimeError ("unexpected pos").
+    """
     writer: Any = _Writer(file)
     try:
         yield writer
@@ -121,21 +136,22 @@ def disk_errors(file: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 _NAMELESS = getattr(os, "O_TMPFILE", 0)
-"""Linux's flag for it."""
+"""Linux's flag for opening a file without a name."""
 
 _NEEDS_A_NAME = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
-"""What file systems say on which every file has a name at first."""
+"""Errors of file systems that require a name for every file."""
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[IO[bytes]]:
-    """Gives a file that becomes `path` once it is whole; the folder is made.
+def replace_when_complete(path: Path) -> Iterator[IO[bytes]]:
+    """Context manager that yields a file which becomes `path` once it is complete.
 
-    It has no name until then, so that a killed process leaves nothing. Where it needs one, its
-    lock says that someone writes it, and the next export to `path` removes those without.
+    The folder is created. The file has no name before that, so a killed process leaves
+    nothing behind. If the file system requires a name, the file is locked while it is being
+    written, and the next export to `path` removes such files that are not locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A killed process has left its file behind; the kernel has released the lock on it.
+    # A killed process may have left its file behind; the kernel has released the lock on it.
     _sweep(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -145,13 +161,14 @@ def written_aside(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             if not named:
                 _name(fd, aside)
+            # Before the file is closed, because closing it releases the lock.
             aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
 
 
 def _open(aside: Path) -> tuple[int, bool]:
-    """A file in the folder of `aside`, and whether it has that name rather than none."""
+    """Open a file in the folder of `aside`; the second result says whether it has that name."""
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
         if _NAMELESS:
@@ -165,17 +182,17 @@ def _open(aside: Path) -> tuple[int, bool]:
 
 
 def _name(fd: int, path: Path) -> None:
-    """Give an open file without a name that of `path`."""
+    """Give the open file without a name the name `path`."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # With a folder Python calls linkat, which follows the link to the open file.
+        # With dst_dir_fd Python calls linkat, which follows the link to the open file.
         os.link(f"/proc/self/fd/{fd}", path.name, dst_dir_fd=folder)
     finally:
         os.close(folder)
 
 
 def _lock(fd: int) -> bool:
-    """Whether nobody else has a lock on the file, as far as its file system knows of any."""
+    """Lock the file; return False if another process holds the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -184,9 +201,10 @@ def _lock(fd: int) -> bool:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what killed exports to `path` have left."""
+    """Remove the remains of killed exports to `path`."""
     begin, end = f".{path.name}.", ".partial"
     for found in path.parent.iterdir():
+        # The process id only keeps names apart. It may have been reused, or be from another host.
         pid = found.name.removeprefix(begin).removesuffix(end)
         if found.name != f"{begin}{pid}{end}" or not pid.isdigit() or not found.is_file():
             continue
@@ -199,24 +217,27 @@ def _sweep(path: Path) -> None:
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:
-    """The state_dict of `model` with plain names and CPU memory of its own, in which tied weights
-    are one tensor."""
-    tensors, aliases, rest = _plain(model)
-    found = tensors | {alias: tensors[first] for alias, first in aliases.items()} | rest
-    return {key: found[key] for name in model.state_dict() if (key := _plain_name(name)) in found}
+    """Return a copy of the state_dict of `model` on the CPU, with plain names.
+
+    Tied weights are one tensor.
+    """
+    tensors, aliases, rest = _split_state_dict(model)
+    state = tensors | {alias: tensors[first] for alias, first in aliases.items()} | rest
+    return {key: state[key] for name in model.state_dict() if (key := _plain_name(name)) in state}
 
 
 def _plain_name(key: str) -> str:
     return key.replace("_orig_mod.", "")
 
 
-def _plain(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """Tensors with memory of their own, by plain name, the first name of each alias, and what else
-    is in the state_dict."""
+def _split_state_dict(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    """Return copies of the tensors by plain name, the first name of each alias, and all other
+    entries of the state_dict."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     rest: dict[str, Any] = {}
     first_name: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+    # Sorted, so that the same name of a tied weight comes first in every export.
     for key, value in sorted(model.state_dict().items()):
         name = _plain_name(key)
         if not isinstance(value, Tensor):
@@ -228,5 +249,6 @@ def _plain(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[st
             aliases[name] = first_name[place]
             continue
         first_name[place] = name
+        # cpu() and contiguous() return the same tensor if there is nothing to do, so clone.
         tensors[name] = value.detach().cpu().contiguous().clone()
     return tensors, aliases, rest

@@ -1,13 +1,13 @@
-"""Defines the hook by which a feature adds tensor sets and fields to a checkpoint.
+"""Hook for a feature that adds tensor sets and fields to a checkpoint.
 
-A run without such a feature uses it too, to load checkpoints that a run with the feature wrote.
+A run without the feature uses it too, to load checkpoints of runs with the feature.
 
     save    tensors ─▶ specs, spans, reordered    the sets
-            fields                                 entries of checkpoint.json
-    load    read_as                                which sets and fields this rank reads
+            fields                                 fields of checkpoint.json
+    load    select_sets                                which sets and fields this rank reads
             before_model ─▶ (the model is read) ─▶ after_model, or start_again
 
-A *group* here is the ranks that share one optimizer state; without the feature, all ranks.
+Here a *group* is the ranks that share one optimizer state; without the feature, all ranks.
 """
 
 from __future__ import annotations
@@ -21,54 +21,57 @@ from torch import Tensor
 
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.reader import TensorReader
-from shardwise.checkpoint.tensor_spans import TensorSpan
+from shardwise.checkpoint.tensor_spans import StoredTensors
 
 Places = Mapping[bool, tuple[int, int]]
-"""Number of this rank among the ranks with the same elements, and how many they are. By whether a
-rank has only a part of each tensor (tensor parallelism)."""
+"""This rank's position among the ranks with the same elements, and their number. The key says
+whether a rank has only a part of each tensor (tensor parallelism)."""
 
 Sets = Mapping[str, TensorReader]
-"""Tensors of an opened checkpoint, by the name of the set."""
+"""Readers of an opened checkpoint, by set."""
 
 
 class ExtraTensors(ABC):
-    """Tensors that a feature keeps next to model and optimizer, at the moment of one save or load.
+    """Tensors that a feature adds to one save or load.
 
     Iterating yields the spans that this rank holds.
     """
 
     @abstractmethod
     def specs(self) -> dict[str, list[TensorSpec]]:
-        """Return by kind the tensors of this rank's layers."""
+        """Return the tensors of this rank's layers, by kind."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[TensorSpan]:
+    def __iter__(self) -> Iterator[StoredTensors]:
         """Yield all spans, bucket by bucket."""
 
     @abstractmethod
     def out_of_order(self) -> set[tuple[str, str]]:
-        """Return kind and name of tensors whose memory is not in the order of their elements."""
+        """Return kind and name of tensors whose memory order differs from their element order."""
 
     @abstractmethod
     def reordered(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield kind, name and value of these tensors in the order of their elements, whole.
+        """Yield kind, name and value of these tensors, whole and in element order.
 
         Collective over the group.
         """
 
     def buffers(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what is saved of the buffers `held` by the first rank of this group, by the name
-        in the group's own set."""
+        """Return the buffers that the first rank of a group saves, by their name in its set.
+
+        Args:
+            held: The buffers of that rank.
+        """
         del held
         return {}
 
 
 @dataclass(frozen=True)
 class SetsToRead:
-    """What a rank reads of a checkpoint: sets and fields, as if its own group had written them.
+    """Sets and fields that a rank reads, in the form that its own group would have written.
 
     Args:
-        own: Tensors of the model that are read from another set, by name: reader and name there.
+        own: Model tensors that are read from another set: reader, and name there, by name.
     """
 
     sets: Sets
@@ -77,78 +80,78 @@ class SetsToRead:
 
 
 class ExtraSets:
-    """What a feature adds to checkpoints. Each method adds nothing unless a subclass overrides it.
+    """Additions of a feature to checkpoints. By default, methods add nothing.
 
-    One object serves an engine through all layouts of its states.
+    One object serves an engine even if its states are laid out again.
     """
 
     # -- saving ---------------------------------------------------------------------------
 
     def set_name(self, kind: str, group: int) -> str:
-        """Return the set in which group number `group` keeps its tensors of `kind`."""
+        """Return the name of the set of `kind` that belongs to group number `group`."""
         del group
         return kind
 
     def tensors(self, places: Mapping[str, Places]) -> ExtraTensors | None:
-        """Return the tensors that there are now, None without any. Collective over all ranks.
+        """Return the feature's present tensors, or None. Collective over all ranks.
 
         Args:
-            places: By kind, this rank's place among the ranks with the same elements.
+            places: This rank's place among the ranks with the same elements, by kind.
         """
         del places
         return None
 
     def fields(
-        self, mine: Mapping[str, Any], of_all_layers: Callable[[Any], list[Any]]
+        self, mine: Mapping[str, Any], gather_from_layers: Callable[[Any], list[Any]]
     ) -> dict[str, Any]:
-        """Return further fields of checkpoint.json; schema.py lists them. Collective.
+        """Return additional fields of checkpoint.json; schema.py must list them. Collective.
 
         Args:
             mine: The fields `state`, `borders` and `scaling` of this group.
-            of_all_layers: Gathers a value from the ranks that share out the layers.
+            gather_from_layers: Gathers a value from the pipeline's ranks.
         """
-        del mine, of_all_layers
+        del mine, gather_from_layers
         return {}
 
     # -- loading --------------------------------------------------------------------------
 
-    def read_as(
+    def select_sets(
         self, sets: Sets, fields: Mapping[str, Any], buffers: Set[str], *, model_only: bool
     ) -> SetsToRead:
-        """Return the sets and fields that this rank reads, out of those of all groups.
+        """Return the sets and fields that this rank reads, out of all groups' sets.
 
         Args:
             sets: All sets of the checkpoint.
             fields: Fields of checkpoint.json; empty for files of another library.
-            buffers: The names of the model's buffers.
-            model_only: Whether optimizers and progress are not loaded.
+            buffers: Names of the model's buffers.
+            model_only: True if optimizers and progress are not loaded.
         """
         del buffers, model_only
         return SetsToRead(sets, fields)
 
     def before_model(self) -> None:
-        """Called before the model's tensors are read. Collective over each group."""
+        """Prepare a load, before the model's tensors are read. Collective over each group."""
 
     def start_again(self) -> None:
-        """Called after the model's tensors if nothing else is loaded."""
+        """Reset the feature's state, if only the model was loaded."""
 
     def after_model(
         self,
         source: SetsToRead,
         step: int,
         places: Mapping[str, Places],
-        fill: Callable[[Iterable[TensorSpan]], None],
+        fill: Callable[[Iterable[StoredTensors]], None],
     ) -> None:
-        """Restore the feature's tensors and numbers, once the model's tensors are read.
+        """Restore the feature's tensors and numbers, after the model's tensors are read.
 
         Args:
-            source: What `read_as` returned.
+            source: The result of `select_sets`.
             step: Step of the checkpoint.
             places: As for `tensors`.
             fill: Reads the elements of spans from the checkpoint.
         """
 
     def notes(self, fields: Mapping[str, Any]) -> Iterable[str]:
-        """Return lines for the user about what a load changes or leaves out."""
+        """Return messages for the user about changes and omissions of a load."""
         del fields
         return ()

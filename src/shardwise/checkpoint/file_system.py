@@ -1,11 +1,10 @@
-"""Opens plain files only, writes small ones, and removes what is left of old checkpoints.
+"""File operations of checkpoints: open regular files, write small ones, remove old checkpoints.
 
-What is opened to be read is a regular file, so that nothing waits for the other end of a pipe, and
-a folder in a file's place is told as that.
+Only regular files are opened for reading. A pipe would block until someone writes to it, and a
+folder in the place of a file gets an error that says so.
 
-What is to be removed is tried, never insisted on: someone may have a file of it open (NFS keeps
-that under a name of its own), or own the folder that a link leads to. The checkpoint that is being
-saved does not depend on it.
+A removal may fail, and the save succeeds anyway: another process may have a file open (NFS then
+renames it instead of deleting it), or another user may own the folder that a link points to.
 """
 
 from __future__ import annotations
@@ -28,34 +27,35 @@ _KINDS = {
 
 
 def open_to_read(path: Path) -> int:
-    """A descriptor of the file `path`, or of what it links to.
+    """Return a descriptor of the file `path`; links are followed.
 
-    Raises OSError where it cannot be opened, BrokenCheckpoint where it is no file.
+    Raises OSError if it cannot be opened, BrokenCheckpoint if it is not a regular file.
     """
+    # O_NONBLOCK: opening a pipe without a writer would block forever.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
         raise BrokenCheckpoint(
-            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, and a file belongs "
-            "there. Bring the file back, or take another checkpoint."
+            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, but must be a file. "
+            "Restore the file, or use another checkpoint."
         )
     return fd
 
 
 def read_whole(path: Path) -> bytes:
-    """All bytes of the file `path`. Raises as `open_to_read` does."""
+    """Return all bytes of the file `path`. Raises as `open_to_read` does."""
     with open(open_to_read(path), "rb") as file:
         return file.read()
 
 
 def must_be_file(path: Path) -> None:
-    """Raise as `open_to_read` does, where something else opens the file by its name."""
+    """Raise as `open_to_read` does. For a file that a library opens by its name."""
     os.close(open_to_read(path))
 
 
 def sync(folder: Path) -> None:
-    """Return once the names in `folder` are on the disk."""
+    """Return once the names in `folder` are on disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -64,7 +64,7 @@ def sync(folder: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write `data` to the file `path`, and return once it is on the disk."""
+    """Write `data` to the file `path`, and return once it is on disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -72,7 +72,8 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace the file `path` by one with `data`: whatever happens, one of the two is there."""
+    """Replace the file `path` atomically: after a crash it has the old or the new content."""
+    # In the same folder, because a rename is atomic only within one file system.
     aside = path.with_name(f".{path.name}.partial")
     try:
         write_synced(aside, data)
@@ -83,11 +84,12 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def remove(path: Path) -> str | None:
-    """Remove a folder with all that is in it, or a file, or a link but not what it leads to.
+    """Remove a folder with its contents, a file, or a link (but not its target).
 
-    Returns in words why it is still there.
+    Returns None, or a message that says why the path could not be removed.
     """
     try:
+        # A link to a folder is a folder too, but its target is not ours to remove.
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -98,15 +100,12 @@ def remove(path: Path) -> str | None:
 
 
 def not_removed(path: Path, error: OSError) -> str:
-    """In words, that `path` is still there."""
-    return (
-        f"{path} is to be removed and cannot be ({error.strerror or error}): the next save tries "
-        "again."
-    )
+    """Return the message for a path that could not be removed."""
+    return f"{path} could not be removed ({error.strerror or error}). The next save will try again."
 
 
 def gone_name(folder: Path, step: int | str) -> Path:
-    """A free name in `folder` for what is left of a checkpoint of `step`."""
+    """Return an unused name in `folder` for the remains of the checkpoint of `step`."""
     first = f".step-{step}.gone"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(1)))
     return next(folder / name for name in names if not os.path.lexists(folder / name))

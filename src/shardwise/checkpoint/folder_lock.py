@@ -1,8 +1,8 @@
-"""Locks a folder of checkpoints, so that one job at a time saves into it.
+"""Lock on a folder of checkpoints, so that only one job at a time saves into it.
 
-The lock is the kernel's (or a file server's), so it ends with the process that holds it, however
-that ends, and the job's next start, or another job, takes it. The file says whose it is; one that
-is left behind by a killed job means nothing.
+The kernel (or a file server) holds the lock, so it ends with the process that took it, even after
+a kill. The next start of the job, or another job, can then take it. The lock file names its holder
+for human readers; a file that a killed job left behind locks nothing.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from shardwise.errors import FolderInUse
 from shardwise.messages.printable import printable
 
 LOCK = ".lock"
-"""The file that is locked, in the folder of a run's checkpoints."""
+"""Name of the lock file in the folder of a run's checkpoints."""
 
 PATIENCE = 10.0
-"""Seconds that the end of another process may take, as that of this job's start before."""
+"""Seconds to wait for another process to end, such as the previous start of this job."""
 
 PAUSE = 0.1
-"""Seconds between two tries."""
+"""Seconds between two attempts."""
 
 _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
 _UNKNOWN = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
-"""What file systems say that have no locks."""
+"""Errors of file systems that have no locks."""
 
 
 @dataclass
 class _Lock:
-    """A lock of this process, and how many claims stand on it."""
+    """A lock of this process, with the number of claims that share it."""
 
     fd: int
     path: Path
@@ -47,21 +47,21 @@ class _Lock:
     claims: int = 1
 
     def holds(self) -> bool:
-        """Whether it is still on the file of that name, which someone may have removed."""
+        """Return whether the lock file still has its name; it may have been removed."""
         return _identity(self.path) == _identity(self.fd)
 
 
 _mutex = threading.Lock()
 _locks: dict[Path, _Lock] = {}
-"""By file, since a process that closes a file once loses its lock, however often it has it open:
-engines of one process share theirs."""
+"""Locks by file. A process that closes any descriptor of a file loses its POSIX lock on it, so all
+engines of a process share one descriptor."""
 
 
 @dataclass
 class FolderClaim:
-    """The claim of this job on `folder`, into which it saves.
+    """This job's claim on `folder`, into which it saves.
 
-    `locked` says whether it keeps others out, which not every file system can.
+    `locked` is False if the file system has no locks, so that the claim keeps no other job out.
     """
 
     folder: Path
@@ -69,13 +69,13 @@ class FolderClaim:
     _lock: _Lock | None
 
     def holds(self) -> bool:
-        """Whether it still stands: the folder may have been removed since."""
+        """Return whether the claim is still valid; the folder may have been removed."""
         return self._lock is None or self._lock.holds()
 
     def release(self) -> None:
-        """Let others have the folder. May be called again."""
+        """Release the folder for other jobs. Idempotent."""
         lock, self._lock = self._lock, None
-        if lock is None or lock.process != os.getpid():  # a forked process has not got it
+        if lock is None or lock.process != os.getpid():  # a forked child does not own the lock
             return
         with _mutex:
             lock.claims -= 1
@@ -83,60 +83,64 @@ class FolderClaim:
                 return
             if _locks.get(lock.path) is lock:
                 del _locks[lock.path]
-            # Removed before it is unlocked: else another job could lock a file that then goes.
+            # Unlink before unlocking: otherwise another job could lock a file that is then removed.
             if lock.holds():
                 lock.path.unlink(missing_ok=True)
             os.close(lock.fd)
 
 
 def take(folder: Path, patience: float | None = None) -> FolderClaim:
-    """Claim `folder`, which is made where there is none.
+    """Claim `folder`, which is created if it does not exist.
 
-    Raises FolderInUse where another job still has it after `patience` seconds (PATIENCE), OSError
-    where no file can be made in it.
+    Raises FolderInUse if another job still holds it after `patience` seconds (default PATIENCE),
+    OSError if no file can be created in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     patience = PATIENCE if patience is None else patience
     deadline = time.monotonic() + patience
     while True:
         with _mutex:
-            found = _try(folder)
-        if isinstance(found, FolderClaim):
-            return found
+            claim = _try_to_claim(folder)
+        if isinstance(claim, FolderClaim):
+            return claim
         if time.monotonic() >= deadline:
             raise FolderInUse(
-                f"Another job saves into {folder}: {found}. Two would take each other's "
-                "checkpoints. Give this one a folder of its own, or end that one; to look at what "
-                f'it has saved, write engine.load("{folder}/step-N").'
+                f"Another job saves into {folder}: {claim}. Two jobs would remove each other's "
+                "checkpoints. Give this job its own folder, or stop the other one. To load what it "
+                f'has saved: engine.load("{folder}/step-N").'
             )
         time.sleep(PAUSE)
 
 
-def _try(folder: Path) -> FolderClaim | str:
-    """A claim, or who has the folder."""
+def _try_to_claim(folder: Path) -> FolderClaim | str:
+    """Return a claim, or the name of the job that holds the folder."""
     path = folder.resolve() / LOCK
     held = _locks.get(path)
     if held is not None and held.process == os.getpid() and held.holds():
+        # Several engines of this process may save into the same folder.
         held.claims += 1
         return FolderClaim(folder, True, held)
     while True:
+        # O_NOFOLLOW: a link planted in a shared folder must not make us write into another file.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            # lockf and not flock, which NFS clients may keep to one host.
+            # lockf, not flock: some NFS clients keep flock local to one host.
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            said = _name_in(fd)
+            # The holder may be on another host, so only the file can name it.
+            holder = _read_holder(fd)
             os.close(fd)
             if error.errno in _TAKEN:
-                return said
+                return holder
             if error.errno in _UNKNOWN:
+                # Saving without a lock is better than not saving: the caller warns the user.
                 return FolderClaim(folder, False, None)
             raise
-        if _identity(path) != _identity(fd):  # its holder has removed it in that moment
+        if _identity(path) != _identity(fd):  # the holder removed it between open and lock
             os.close(fd)
             continue
         lock = _locks[path] = _Lock(fd, path)
-        _sign(fd)
+        _write_holder(fd)
         return FolderClaim(folder, True, lock)
 
 
@@ -148,8 +152,8 @@ def _identity(file: Path | int) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _sign(fd: int) -> None:
-    """Say in the file who holds it: for people."""
+def _write_holder(fd: int) -> None:
+    """Write who holds the lock into the file, for human readers."""
     name = {
         "script": sys.argv[0] if sys.argv else "",
         "process": os.getpid(),
@@ -158,16 +162,17 @@ def _sign(fd: int) -> None:
     }
     data = json.dumps(name).encode() + b"\n"
     try:
+        # Written before the truncation, so that a reader never finds the file empty.
         os.pwrite(fd, data, 0)
         os.ftruncate(fd, len(data))
-    except OSError:  # a full disk: the lock holds without a name
+    except OSError:  # a full disk: the lock still works without a name
         os.ftruncate(fd, 0)
 
 
-def _name_in(fd: int) -> str:
+def _read_holder(fd: int) -> str:
     try:
-        told: dict[str, Any] = json.loads(os.pread(fd, 4096, 0))
-        words = "{script} (process {process} on {host}, since {since})".format(**told)
+        holder: dict[str, Any] = json.loads(os.pread(fd, 4096, 0))
+        words = "{script} (process {process} on {host}, since {since})".format(**holder)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-        return "one that has not left its name"
+        return "a job that did not record its name"
     return printable(words[:300])

@@ -1,8 +1,8 @@
-"""Lays out and parses safetensors files, by the letter of their format. Touches no file.
+"""Layout and parser of safetensors files, to the letter of their format. Touches no file.
 
     | 8 bytes: length n | n bytes: JSON, padded with spaces | the tensors, end to end |
 
-Tensors come by falling size of their elements, so that each starts at a multiple of that size.
+Tensors are ordered by decreasing element size, so each starts at a multiple of its element size.
 docs/checkpoint_format.md is the specification.
 """
 
@@ -24,16 +24,17 @@ ITEM_BYTES = {
     "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-"""The dtypes that safetensors knows, with the bytes of an element."""
+"""Bytes per element of each dtype that safetensors defines."""
 
 LONGEST_HEADER = 100_000_000
-"""Bytes; the stock library reads no longer one either."""
+"""Maximum length of a header in bytes; the reference implementation has the same limit."""
 
 MOST_DIMS = 64
-"""Of a tensor: torch has no more either."""
+"""Maximum number of dims of a tensor; torch has the same limit."""
 
 MOST_TENSORS = 2**18
-"""In a file: more would take many seconds to look at, and a set may have several files."""
+"""Maximum number of tensors in a file. Parsing more would take many seconds; a set may have
+several files."""
 
 _LENGTH = 8
 _METADATA = "__metadata__"
@@ -41,7 +42,7 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor as a file names it; `dtype` is a key of ITEM_BYTES."""
+    """Name, dtype (a key of ITEM_BYTES) and shape of a tensor in a file."""
 
     name: str
     dtype: str
@@ -49,18 +50,18 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return self.numel * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A tensor in a file: bytes [begin, end), counted from the beginning of the file."""
+class PlacedTensor:
+    """A tensor in a file: bytes [begin, end), counted from the start of the file."""
 
     spec: TensorSpec
     file: str
@@ -70,11 +71,11 @@ class Placed:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """One file, before or after it was written: `header` are its first bytes."""
+    """Layout of one file, written or not: `header` is its first bytes."""
 
     name: str
     header: bytes
-    tensors: Mapping[str, Placed]
+    tensors: Mapping[str, PlacedTensor]
     metadata: Mapping[str, str]
     nbytes: int
 
@@ -82,52 +83,58 @@ class TensorFile:
 def lay_out(
     stem: str, specs: Iterable[TensorSpec], *, limit: float, aliases: Mapping[str, str]
 ) -> list[TensorFile]:
-    """The files `stem`.safetensors, or several where one would be longer than `limit` bytes, or
-    hold more than MOST_TENSORS.
+    """Return the layout of the set `stem`: one file, or several if it exceeds a limit.
 
-    `aliases` are further names of tensors, by the name under which each is written; they stand in
-    the metadata, as safetensors' own `save_model` puts them there. A tensor that is longer than
-    the limit has a file of its own.
+    A file has at most `limit` bytes and MOST_TENSORS tensors. A tensor that is larger than the
+    limit gets its own file.
+
+    Args:
+        aliases: Further names of tensors, each with the name under which the tensor is written.
+            They are stored in the metadata, where safetensors' own `save_model` puts them.
     """
     # sorted() is stable: all ranks compute the same layout from the same list.
     ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
     groups: list[list[TensorSpec]] = [[]]
-    held = 0
+    size = 0
     for spec in ordered:
-        if groups[-1] and (held + spec.nbytes > limit or len(groups[-1]) == MOST_TENSORS):
+        # Never leave a group empty: a tensor above the limit must still go somewhere.
+        if groups[-1] and (size + spec.nbytes > limit or len(groups[-1]) == MOST_TENSORS):
             groups.append([])
-            held = 0
+            size = 0
         groups[-1].append(spec)
-        held += spec.nbytes
+        size += spec.nbytes
     names = file_names(stem, len(groups))
-    return [_file(name, group, aliases) for name, group in zip(names, groups, strict=True)]
+    return [_build_file(name, group, aliases) for name, group in zip(names, groups, strict=True)]
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """The names of the files of a set, as Hugging Face's readers expect them."""
+    """Return the file names of a set, in the form that Hugging Face's readers expect."""
     if count == 1:
+        # A single file has no number, so that stock readers find it without an index.
         return [f"{stem}.safetensors"]
     return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def index_name(stem: str) -> str:
-    """The name of the index of a set that is split."""
+    """Return the name of the index of a split set."""
     return f"{stem}.safetensors.index.json"
 
 
 def index(files: Sequence[TensorFile]) -> dict[str, Any]:
-    """Which file of a split set holds which tensor."""
-    placed = {name: each for file in files for name, each in file.tensors.items()}
-    total = sum(each.spec.nbytes for each in placed.values())
+    """Return the index of a split set: which file contains which tensor."""
+    placed = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    total = sum(tensor.spec.nbytes for tensor in placed.values())
     return {
         "metadata": {"total_size": total},
         "weight_map": {name: placed[name].file for name in sorted(placed)},
     }
 
 
-def _file(name: str, specs: Sequence[TensorSpec], aliases: Mapping[str, str]) -> TensorFile:
-    held = {spec.name for spec in specs}
-    metadata = {"format": "pt"} | {a: kept for a, kept in sorted(aliases.items()) if kept in held}
+def _build_file(name: str, specs: Sequence[TensorSpec], aliases: Mapping[str, str]) -> TensorFile:
+    names = {spec.name for spec in specs}
+    metadata = {"format": "pt"} | {
+        a: first for a, first in sorted(aliases.items()) if first in names
+    }
     table: dict[str, Any] = {_METADATA: metadata}
     ends, offset = [], 0
     for spec in specs:
@@ -138,27 +145,33 @@ def _file(name: str, specs: Sequence[TensorSpec], aliases: Mapping[str, str]) ->
             "data_offsets": list(ends[-1]),
         }
         offset += spec.nbytes
+    # The header is padded to 8 bytes, so that the first tensor is aligned for any dtype.
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     start = _LENGTH + len(text)
     tensors = {
-        spec.name: Placed(spec, name, start + begin, start + end)
+        spec.name: PlacedTensor(spec, name, start + begin, start + end)
         for spec, (begin, end) in zip(specs, ends, strict=True)
     }
     header = len(text).to_bytes(_LENGTH, "little") + text
     return TensorFile(name, header, tensors, metadata, start + offset)
 
 
-# -- reading --------------------------------------------------------------------------------
+# -- parsing --------------------------------------------------------------------------------
 
 
 def header_length(first: bytes, nbytes: int, name: str) -> int:
-    """Bytes of the JSON of a file of `nbytes` that begins with `first`, its first 8 bytes.
+    """Return the length in bytes of the JSON header of a file.
 
-    Raises BrokenCheckpoint for what cannot be.
+    Raises BrokenCheckpoint if the length is impossible.
+
+    Args:
+        first: The first 8 bytes of the file.
+        nbytes: The size of the file.
     """
     if len(first) < _LENGTH or nbytes < _LENGTH:
         raise _broken(name, f"it ends after {nbytes} bytes, before its header")
+    # Checked against limit and file size before use: a hostile length must not allocate gigabytes.
     length = int.from_bytes(first[:_LENGTH], "little")
     if length > LONGEST_HEADER:
         raise _broken(name, f"its header claims {length} bytes, above {LONGEST_HEADER}")
@@ -168,33 +181,36 @@ def header_length(first: bytes, nbytes: int, name: str) -> int:
 
 
 def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
-    """The table of a file of `nbytes`, whose first bytes are `header` (length and JSON).
+    """Return the table of a file of `nbytes` bytes that starts with `header` (length and JSON).
 
-    Raises BrokenCheckpoint unless the tensors fill the file from the header to its end, each of
-    the bytes that its shape asks for, without holes or overlap.
+    Raises BrokenCheckpoint unless the tensors fill the file from the header to its end without
+    gaps or overlaps, and each has the size that its shape and dtype imply.
     """
-    table = _table(header[_LENGTH:], name)
+    table = _parse_table(header[_LENGTH:], name)
     metadata = table.pop(_METADATA, {})
     if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
         raise _broken(name, "its metadata is not a map of text to text")
     start = len(header)
-    found = [_placed(key, value, name, start) for key, value in table.items()]
-    found.sort(key=lambda placed: (placed.begin, placed.end))
+    tensors = [_parse_entry(key, value, name, start) for key, value in table.items()]
+    # By begin, then end: an empty tensor may start at the same byte as the next one.
+    tensors.sort(key=lambda placed: (placed.begin, placed.end))
     reached = start
-    for placed in found:
+    for placed in tensors:
         if placed.begin != reached:
-            fault = "overlaps the one before" if placed.begin < reached else "leaves a hole before"
+            fault = "overlaps the one before" if placed.begin < reached else "leaves a gap before"
             raise _broken(name, f"tensor {placed.spec.name!r} {fault} it, at byte {placed.begin}")
         reached = placed.end
     if reached != nbytes:
-        told = "is cut short" if reached > nbytes else "has bytes that belong to no tensor"
-        raise _broken(name, f"it {told}: its tensors end at byte {reached} of {nbytes}")
-    return TensorFile(name, header, {p.spec.name: p for p in found}, metadata, nbytes)
+        fault = "is cut short" if reached > nbytes else "has bytes that belong to no tensor"
+        raise _broken(name, f"it {fault}: its tensors end at byte {reached} of {nbytes}")
+    return TensorFile(name, header, {p.spec.name: p for p in tensors}, metadata, nbytes)
 
 
-def _table(text: bytes, name: str) -> dict[str, Any]:
+def _parse_table(text: bytes, name: str) -> dict[str, Any]:
+    # Required by the format, although JSON would allow spaces before it.
     if not text.startswith(b"{"):
         raise _broken(name, "its header does not begin with {")
+    # Counted before parsing: a hostile header of 100 MB must not become millions of objects.
     if (count := text.count(b'"data_offsets"')) > MOST_TENSORS:
         raise _broken(name, f"its header has {count} tensors, above {MOST_TENSORS}")
     try:
@@ -202,39 +218,40 @@ def _table(text: bytes, name: str) -> dict[str, Any]:
     except RecursionError as error:
         raise _broken(name, "its header is nested too deeply") from error
     except ValueError as error:
-        raise _broken(name, f"its header is no JSON ({error})") from error
+        raise _broken(name, f"its header is not valid JSON ({error})") from error
     assert isinstance(table, dict), "text that begins with { is a map"
     return table
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Of two equal keys Python keeps the last and other readers the first: both cannot be right.
+    # Of two equal keys Python keeps the last and other readers the first, so results would differ.
     table = dict(pairs)
     if len(table) != len(pairs):
         names = [key for key, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is in it twice")
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} appears twice")
     return table
 
 
-def _placed(key: str, value: Any, name: str, start: int) -> Placed:
-    """One entry of a header, checked by itself."""
+def _parse_entry(key: str, value: Any, name: str, start: int) -> PlacedTensor:
+    """Return one entry of a header, checked on its own."""
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise _broken(name, f"tensor {key!r} has not just dtype, shape and data_offsets")
+        raise _broken(name, f"tensor {key!r} does not have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise _broken(name, f"tensor {key!r} has the dtype {dtype!r}, which is not known")
+        raise _broken(name, f"tensor {key!r} has the unknown dtype {dtype!r}")
     if not _are_counts(shape) or len(shape) > MOST_DIMS:
-        raise _broken(name, f"tensor {key!r} has the shape {str(shape)[:100]}")
+        raise _broken(name, f"tensor {key!r} has the invalid shape {str(shape)[:100]}")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _broken(name, f"tensor {key!r} has the data_offsets {offsets!r}")
+        raise _broken(name, f"tensor {key!r} has the invalid data_offsets {offsets!r}")
     spec = TensorSpec(key, dtype, tuple(shape))
+    # Reads use shape and dtype for their length, so the offsets must agree with them.
     if offsets[1] - offsets[0] != spec.nbytes:
         raise _broken(
             name,
-            f"tensor {key!r} has {offsets[1] - offsets[0]} bytes, and {dtype} of the shape "
-            f"{shape} takes {spec.nbytes}",
+            f"tensor {key!r} has {offsets[1] - offsets[0]} bytes, but {dtype} of shape {shape} "
+            f"takes {spec.nbytes}",
         )
-    return Placed(spec, name, start + offsets[0], start + offsets[1])
+    return PlacedTensor(spec, name, start + offsets[0], start + offsets[1])
 
 
 def _are_counts(values: Any) -> bool:
@@ -245,8 +262,8 @@ def _are_counts(values: Any) -> bool:
 
 def _broken(name: str, fault: str) -> BrokenCheckpoint:
     return BrokenCheckpoint(
-        f"{name} is no whole safetensors file: {fault}. Take another checkpoint, or a fresh copy "
-        "of this file."
+        f"{name} is not a complete safetensors file: {fault}. Use another checkpoint, or a fresh "
+        "copy of this file."
     )
 
 
@@ -274,15 +291,15 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What safetensors calls `dtype`. Raises CheckpointError where it has no name for it."""
+    """Return the safetensors name of `dtype`. Raises CheckpointError if there is no name."""
     if dtype not in _DTYPE_NAMES:
         raise CheckpointError(
-            f"safetensors files hold no tensors of {dtype}. Keep such a tensor as another dtype, "
-            "or as two of the real one."
+            f"safetensors files cannot hold tensors of {dtype}. Convert the tensor to another "
+            "dtype, or a complex one to two real ones."
         )
     return _DTYPE_NAMES[dtype]
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that safetensors calls `name`, a key of ITEM_BYTES."""
+    """Return the dtype with the safetensors name `name`, a key of ITEM_BYTES."""
     return _DTYPES[name]

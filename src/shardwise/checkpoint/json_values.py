@@ -1,7 +1,7 @@
-"""Encodes values of schedulers, loaders and optimizers as JSON, and decodes them, never as code.
+"""JSON encoding of the state of schedulers, loaders and optimizers. Never runs code.
 
-JSON's own values stand for themselves. What it does not know is a map of one key that begins with
-a dollar sign:
+JSON's own types are stored as they are. Any other type is a map with one key that starts with a
+dollar sign:
 
     {"$tuple": [...]}                       {"$map": [[key, value], ...]}
     {"$counter": [[key, count], ...]}       {"$float": "nan"}
@@ -22,16 +22,18 @@ from shardwise.checkpoint.schema import DEEPEST, Fault, plain_value
 from shardwise.errors import BrokenCheckpoint
 
 LARGEST = 64
-"""Elements of a tensor that may stand in JSON."""
+"""Maximum number of elements of a tensor in JSON."""
 
 
 class NotPlain(TypeError):
-    """A value that has no place in JSON; says what it is."""
+    """A value that cannot be encoded; the message names its type."""
 
 
 def encode(value: Any) -> Any:
-    """`value` as JSON knows it. Raises NotPlain for a type that is not listed above, and for what
-    is nested deeper than a reader goes."""
+    """Return the JSON encoding of `value`.
+
+    Raises NotPlain for a type that is not listed above, and if the value is nested too deeply.
+    """
     try:
         encoded = _encode(value)
         plain_value("value", encoded)
@@ -41,7 +43,7 @@ def encode(value: Any) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    # Exact types: an IntEnum or a subclass of dict would come back as something else.
+    # Exact types: an IntEnum or a subclass of dict would be decoded as another type.
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -49,21 +51,24 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _encode_tensor(value)
     if type(value) is list:
-        return [_encode(each) for each in value]
+        return [_encode(item) for item in value]
     if type(value) is tuple:
-        return {"$tuple": [_encode(each) for each in value]}
+        return {"$tuple": [_encode(item) for item in value]}
     if type(value) is Counter:
         return {"$counter": [[_encode(k), n] for k, n in value.items()]}
     if type(value) in (dict, OrderedDict, defaultdict):
+        # A user's key that starts with a dollar sign must not be taken for one of our tags.
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: _encode(each) for key, each in value.items()}
+            return {key: _encode(item) for key, item in value.items()}
         return {"$map": [[_encode(k), _encode(v)] for k, v in value.items()]}
+    # By name, so that numpy need not be imported for states without its scalars.
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return _encode(value.item())
     raise NotPlain(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def _encode_tensor(value: Tensor) -> Any:
+    # The caller stores such tensors in a file instead.
     if value.numel() > LARGEST or value.is_complex() or value.is_quantized:
         raise NotPlain(f"a tensor of the shape {tuple(value.shape)} and {value.dtype}")
     values = value.detach().cpu().flatten().tolist()
@@ -71,15 +76,15 @@ def _encode_tensor(value: Tensor) -> Any:
         "$tensor": {
             "dtype": dtype_name(value.dtype),
             "shape": list(value.shape),
-            "values": [_encode(each) for each in values],
+            "values": [_encode(number) for number in values],
         }
     }
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given. Raises BrokenCheckpoint for what it cannot have made."""
+    """Return the value that `encode` encoded. Raises BrokenCheckpoint if it cannot have."""
     if isinstance(value, list):
-        return [decode(each) for each in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1 and (key := next(iter(value))).startswith("$"):
@@ -87,18 +92,18 @@ def decode(value: Any) -> Any:
             return _DECODERS[key](value[key])
         except (ArithmeticError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise BrokenCheckpoint(
-                f"A value in checkpoint.json is none that was written: {str(value)[:80]}. Take "
+                f"checkpoint.json has a value that cannot be decoded: {str(value)[:80]}. Use "
                 "another checkpoint."
             ) from error
-    return {key: decode(each) for key, each in value.items()}
+    return {key: decode(item) for key, item in value.items()}
 
 
 _DECODERS: dict[str, Any] = {
-    "$tuple": lambda told: tuple(decode(each) for each in told),
+    "$tuple": lambda content: tuple(decode(item) for item in content),
     "$float": float,
-    "$counter": lambda told: Counter({decode(key): count for key, count in told}),
-    "$map": lambda told: {decode(key): decode(each) for key, each in told},
-    "$tensor": lambda told: torch.tensor(
-        [decode(each) for each in told["values"]], dtype=dtype_of(told["dtype"])
-    ).reshape(told["shape"]),
+    "$counter": lambda content: Counter({decode(key): count for key, count in content}),
+    "$map": lambda content: {decode(key): decode(item) for key, item in content},
+    "$tensor": lambda content: torch.tensor(
+        [decode(item) for item in content["values"]], dtype=dtype_of(content["dtype"])
+    ).reshape(content["shape"]),
 }

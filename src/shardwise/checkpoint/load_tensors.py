@@ -1,4 +1,4 @@
-"""Loads tensors from a checkpoint into the states: each rank reads what it holds."""
+"""Reads tensors of a checkpoint into the states; each rank reads only its own elements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.checkpoint.tensor_spans import (
     MODEL,
     OPTIMIZER,
     OUTER,
-    TensorSpan,
+    StoredTensors,
     state_name,
 )
 from shardwise.checkpoint.tensors import EngineTensors
@@ -35,43 +35,46 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.tiers.host_window import HostWindow
 
 Fill = Callable[[Tensor, int], None]
-"""Fills a flat tensor with the elements of one tensor, starting at the given one."""
+"""Fills a flat tensor with elements of a saved tensor, starting at the given element."""
 
 
 def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
-    """Read the model's tensors, masters and averages. Collective."""
+    """Read the model's tensors, fp32 masters and averages. Collective."""
     spec, states = engine_tensors.spec, engine_tensors.states
     inventory, window = engine_tensors.inventory, HostWindow()
     with torch.no_grad():
+        # Other ranks may still read the old values from shared memory: wait for them.
         states.parameters.meet()
         fill_spans(engine_tensors, source, filter(_is_of_model, engine_tensors.trained))
         fill_spans(engine_tensors, source, engine_tensors.frozen())
-        # Every rank has these whole: buffers, and parameters that are not trained.
+        # Every rank holds these whole: buffers, and parameters that are not trained.
         for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
             if name not in source.names:
                 continue
-            tensors, theirs = source.of_model(name)
+            tensors, saved_name = source.of_model(name)
             shard = spec.shard_of(value)
+            # Chunked for a device, so that a large buffer needs no host copy of its full size.
             if shard is None and value.device.type != "cpu" and value.is_contiguous():
                 for first, near in window.write(value.detach().view(-1), fresh=True):
-                    tensors.read(theirs, first, near)
+                    tensors.read(saved_name, first, near)
             else:
-                read = tensors.whole(theirs)
+                read = tensors.whole(saved_name)
                 found = read.view(value.shape) if shard is None else part_of(read, shard)
                 write(value.detach(), found)
         if spec.placement.is_sharded("optimizer"):
-            # Only this rank's intervals were read: those of the others come by the gather that also
-            # follows an update. All are started before the first is waited for.
+            # This rank has read only its own intervals. The all-gather that follows an update
+            # brings the intervals of other ranks; all gathers start before the first wait.
             sent = [states.parameters.publish(i) for i in range(len(states.optimizer.intervals))]
             for handle in sent:
                 handle.wait()
+            # Other ranks may still read this rank's intervals from shared memory.
             for handle in sent:
                 handle.reusable()
         states.parameters.settle()
 
 
-def _is_of_model(held: TensorSpan) -> bool:
-    """Whether a span has parameters, averages or masters, and not other optimizer state."""
+def _is_of_model(held: StoredTensors) -> bool:
+    """Return whether a span has parameters, averages or masters, not other optimizer state."""
     master = f".{MASTER}"
     return held.kind != OPTIMIZER or all(e.tensor.endswith(master) for e in held.extents)
 
@@ -83,41 +86,45 @@ def fill_optimizers(
     attributes: OptimizerAttributes,
     say: Callable[[str], None],
 ) -> None:
-    """Replace the optimizers' options, attributes and state by the saved ones."""
+    """Replace the optimizers' options, attributes and state with the saved ones."""
     states = engine_tensors.states
     numbers.take_options(engine_tensors.spec.optimizers)
 
     def read(name: str) -> Tensor:
         return source.sets[ATTRIBUTES].whole(name)
 
-    # Before the copies are made, which begin with the attributes of the user's optimizers.
+    # First: `restart` below copies the attributes of the user's optimizers.
     for optimizer, saved in zip(engine_tensors.spec.optimizers, numbers.attributes, strict=True):
         if saved is not None:
             attributes.restore(optimizer, saved, read, say)
-    places = {each.name: place for place, each in enumerate(states.parameters.named)}
-    entries = _entries(states, source, numbers, places)
+    # Parameters that are frozen now are not in `places`; their state is loaded below.
+    places = {frozen.name: place for place, frozen in enumerate(states.parameters.named)}
+    entries = _state_entries(states, source, numbers, places)
     states.optimizer.restart(entries, {places[n] for n in numbers.borders if n in places})
     fill_spans(engine_tensors, source, itertools.filterfalse(_is_of_model, engine_tensors.trained))
-    for each in engine_tensors.idle:
-        state = _whole_state(source, numbers, each.name)
-        shard = engine_tensors.spec.shard_of(each.parameter)
+    for frozen in engine_tensors.frozen_states:
+        state = _read_whole_state(source, numbers, frozen.name)
+        shard = engine_tensors.spec.shard_of(frozen.parameter)
         if shard is not None:
             state = {key: part_of(value, shard) for key, value in state.items()}
-        each.take(state)
+        frozen.take(state)
 
 
 def part_of(value: Any, shard: Shard) -> Any:
-    """Return this rank's part of a tensor of the parameter's size; any other value unchanged."""
+    """Return this rank's part of a tensor of the parameter's shape; any other value unchanged."""
     if isinstance(value, Tensor) and value.ndim and value.numel() == prod(shard.shape):
         return shard.of(value.view(shard.shape))
     return value
 
 
-def _whole_state(source: CheckpointSource, numbers: OptimizerFields, name: str) -> dict[str, Any]:
-    """Return the state of parameter `name` in the form of the user's optimizer."""
+def _read_whole_state(
+    source: CheckpointSource, numbers: OptimizerFields, name: str
+) -> dict[str, Any]:
+    """Return the state of parameter `name` as the user's optimizer keeps it."""
     state = dict(numbers.state.get(name, {}))
     tensors = source.sets.get(OPTIMIZER)
     for full in tensors.specs if tensors is not None else ():
+        # Keys have no dots, parameter names may have.
         owner, _, key = full.rpartition(".")
         if owner == name and key != MASTER:
             assert tensors is not None
@@ -125,13 +132,13 @@ def _whole_state(source: CheckpointSource, numbers: OptimizerFields, name: str) 
     return state
 
 
-def _entries(
+def _state_entries(
     states: StatesView,
     source: CheckpointSource,
     numbers: OptimizerFields,
     places: Mapping[str, int],
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the state by parameter, with a Blank of the dtype used here for each tensor."""
+    """Return the state by parameter; a Blank with the dtype used here stands for each tensor."""
     entries: dict[nn.Parameter, dict[str, Any]] = {}
     masters = {
         slot.parameter: part.master.dtype
@@ -150,7 +157,7 @@ def _entries(
         dtype = dtype_of(spec.dtype)
         held = dtype_of(source.sets[MODEL].specs[source.names[name]].dtype)
         mastered = source.has(OPTIMIZER, state_name(name, MASTER))
-        # State that had the dtype of its master follows the master to another precision.
+        # State with the dtype of its master follows the master when the precision changes.
         if dtype.is_floating_point and dtype == (torch.float32 if mastered else held):
             dtype = masters[places[name]]
         entries.setdefault(parameters[name], {})[key] = Blank(spec.shape, dtype)
@@ -161,61 +168,65 @@ def _entries(
 
 
 def fill_spans(
-    engine_tensors: EngineTensors, source: CheckpointSource, spans: Iterable[TensorSpan]
+    engine_tensors: EngineTensors, source: CheckpointSource, spans: Iterable[StoredTensors]
 ) -> None:
-    """Read all elements of `spans`. A tensor that the checkpoint lacks keeps its values."""
+    """Read all elements of `spans`. Tensors that the checkpoint lacks keep their values."""
     parameters, window = engine_tensors.states.parameters, HostWindow()
     frozen = [t for slab in parameters.frozen for t in slab.named]
-    # The parameters whose memory is not in the order of their elements.
-    apart = {t.name: t for t in [*parameters.named, *frozen] if not t.in_order}
+    # Parameters whose memory order differs from the order of their elements (channels_last).
+    reordered = {t.name: t for t in [*parameters.named, *frozen] if not t.in_order}
     with torch.no_grad():
         for held in spans:
             storage = held.storage
             fills = {
                 e.tensor: found
                 for e in held.extents
-                if (found := _fill_of(held, e.tensor, source, apart)) is not None
+                if (found := _fill_function(held, e.tensor, source, reordered)) is not None
             }
             known = [extent for extent in held.extents if extent.tensor in fills]
-            # If all of it is read, its old bytes need not come from their tier first.
+            # If everything is overwritten, the old bytes need not be read from their tier.
             fresh = len(known) == len(held.extents)
             for number, (first, _) in enumerate(storage.spans if known else ()):
                 value = storage.take(number, fresh=fresh)
                 for low, near in window.write(value, fresh=fresh):
                     if fresh:
-                        near.zero_()  # padding takes part in updates, and must be nothing
+                        near.zero_()  # padding takes part in updates, so it must be zero
                     begin = first + low
                     for part in clipped(known, begin, begin + near.numel()):
                         fills[part.tensor](near[part.start : part.end], part.offset)
                 storage.put(number, changed=True)
 
 
-def _fill_of(
-    held: TensorSpan, name: str, source: CheckpointSource, apart: Mapping[str, NamedParameter]
+def _fill_function(
+    held: StoredTensors,
+    name: str,
+    source: CheckpointSource,
+    reordered: Mapping[str, NamedParameter],
 ) -> Fill | None:
-    """Return a function that fills memory with elements of a tensor, None if the checkpoint lacks
-    it.
+    """Return a function that fills memory with elements of a tensor, or None if the checkpoint
+    lacks it.
 
-    The memory of tensors in `apart` has an order of elements that differs from the file.
+    Tensors in `reordered` have a memory order that differs from the file.
     """
     found = source.values(held.kind, name, held.storage.dtype)
     if found is None:
         return None
-    tensors, theirs = found
+    tensors, saved_name = found
     keyed = held.kind in (OPTIMIZER, GROUP, OUTER)
-    laid = apart.get(name.rpartition(".")[0] if keyed else name)
-    if laid is None or held.as_counted:
-        return lambda into, offset: tensors.read(theirs, offset, into)
-    named = laid
+    parameter = reordered.get(name.rpartition(".")[0] if keyed else name)
+    if parameter is None or held.as_counted:
+        return lambda into, offset: tensors.read(saved_name, offset, into)
+    named = parameter
 
-    @cache  # it comes in several pieces
+    @cache  # `fill` is called once per chunk
     def flat() -> Tensor:
-        return named.flattened(tensors.whole(theirs))
+        return named.flattened(tensors.whole(saved_name))
 
     def fill(into: Tensor, offset: int) -> None:
         whole, end = flat(), offset + into.numel()
+        # copy_ converts the dtype if the checkpoint was saved in another precision.
         into.copy_(whole[offset:end])
         if end == whole.numel():
-            flat.cache_clear()  # pieces come in order: one tensor at a time is held whole
+            flat.cache_clear()  # chunks arrive in order, so at most one whole tensor is in memory
 
     return fill

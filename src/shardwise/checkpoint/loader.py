@@ -1,4 +1,4 @@
-"""Loads a checkpoint, whatever row and size wrote it, into an engine."""
+"""Load of a checkpoint, written by any placement at any world size, into an engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardwise.checkpoint import (
     source,
 )
 from shardwise.checkpoint.agreement import agree, read_on_all
-from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, lacks_document
-from shardwise.checkpoint.deepspeed.folders import find as of_deepspeed
+from shardwise.checkpoint.atomic_folders import DOCUMENT, StepFolder, lacks_document
+from shardwise.checkpoint.deepspeed.folders import find as find_deepspeed
 from shardwise.checkpoint.engine_view import EngineView
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.checkpoint.tensors import EngineTensors
@@ -27,8 +27,8 @@ from shardwise.timeline import Row, span
 
 
 @dataclass(frozen=True)
-class _Parsed:
-    """The fields of a checkpoint, read and checked before anything changes."""
+class _ParsedFields:
+    """Fields of a checkpoint, read and validated before anything changes."""
 
     step: int
     engine: dict[str, Any]
@@ -37,7 +37,7 @@ class _Parsed:
 
 
 class CheckpointLoader:
-    """Loads checkpoints into an engine and the objects that are `tracked`."""
+    """Loads checkpoints into an engine and the `tracked` objects."""
 
     def __init__(self, state: EngineView, tracked: Tracking) -> None:
         self._state = state
@@ -46,38 +46,43 @@ class CheckpointLoader:
         self._objects = state.objects
         self._tracked = tracked
 
-    def found(self, folder: Path) -> tuple[list[Found], list[Found]]:
-        """Return the complete checkpoints in `folder`, and the incomplete ones; newest first.
+    def list_checkpoints(self, folder: Path) -> tuple[list[StepFolder], list[StepFolder]]:
+        """Return the complete and the incomplete checkpoints in `folder`, newest first. Collective.
 
-        The same on all ranks. Collective. Raises CheckpointError if `folder` cannot be read, or is
+        All ranks get the same lists. Raises CheckpointError if `folder` cannot be read, or is
         itself a checkpoint.
         """
-        mine: tuple[list[Found], list[Found]] = [], []
+        own: tuple[list[StepFolder], list[StepFolder]] = [], []
         failure = None
-        # One rank looks for all: on a network disk another may see a new folder later.
+        # Only rank 0 lists the folder: on a network disk other ranks may see a new folder later.
         if self._spec.world_group.rank == 0:
             try:
-                mine = atomic_folders.complete(folder)[::-1], atomic_folders.lost(folder)[::-1]
+                own = (
+                    atomic_folders.complete(folder)[::-1],
+                    atomic_folders.incomplete_checkpoints(folder)[::-1],
+                )
             except OSError as error:
-                failure = f"{folder} cannot be looked into: {error.strerror or error}."
+                failure = f"{folder} cannot be read: {error.strerror or error}."
             if os.path.lexists(folder / DOCUMENT) or lacks_document(folder):
                 failure = (
-                    f"{folder} is a checkpoint itself, and resume takes the folder of all: write "
-                    f'engine.resume("{folder.parent}"), or engine.load("{folder}") for just this.'
+                    f"{folder} is a single checkpoint, but resume takes the folder that contains "
+                    f'all of them. Write engine.resume("{folder.parent}"), or '
+                    f'engine.load("{folder}") to load just this one.'
                 )
-            elif not mine[0] and of_deepspeed(folder):
+            elif not own[0] and find_deepspeed(folder):
                 failure = (
-                    f"{folder} holds what DeepSpeed saved, and resume takes checkpoints of ours: "
-                    f'write engine.load("{folder}"), and resume and save in another folder.'
+                    f"{folder} contains a DeepSpeed checkpoint, but resume takes Shardwise "
+                    f'checkpoints. Write engine.load("{folder}"), then resume and save in another '
+                    "folder."
                 )
         agree(self._spec.world_group, failure)
-        everywhere: tuple[list[Found], list[Found]] = self._world.broadcast_object(mine)
+        everywhere: tuple[list[StepFolder], list[StepFolder]] = self._world.broadcast_object(own)
         return everywhere
 
     def load(self, path: Path, *, strict: bool, model_only: bool) -> int | None:
-        """See Engine.load; returns the number of steps, if `path` says it.
+        """See Engine.load. Returns the number of steps, or None if `path` does not record it.
 
-        If it raises BrokenCheckpoint, it has changed nothing, and raises it on all ranks.
+        If it raises BrokenCheckpoint, it does so on all ranks, and nothing has changed.
         """
         state, spec, objects, world = self._state, self._spec, self._objects, self._world
         objects.look_for_changes()
@@ -87,40 +92,43 @@ class CheckpointLoader:
             examine = partial(
                 self._examine, path, tensors, stack, strict=strict, model_only=model_only
             )
-            # All ranks read and check their part before anything changes. So a damaged checkpoint
-            # leaves the engine as it was, and `resume` can try the one before.
-            found, parsed = read_on_all(spec.world_group, path, examine)
-            if model_only and not found.fields and lacks_document(path):
+            # All ranks read and check their part before anything changes, so a damaged checkpoint
+            # leaves the engine unchanged, and `resume` can try the previous one.
+            checkpoint, parsed = read_on_all(spec.world_group, path, examine)
+            if model_only and not checkpoint.fields and lacks_document(path):
                 world.say_once(
-                    f"{path} has lost its {DOCUMENT}: whether its weights are those that "
-                    "were written cannot be told."
+                    f"{path} has no {DOCUMENT}, so the checksums of its weights cannot be checked."
                 )
-            if objects.make_room_for_averages(found.averaged):
+            if objects.make_room_for_averages(checkpoint.averaged):
                 tensors = EngineTensors(spec, objects.states, state.extra_sets)
             state.extra_sets.before_model()
-            load_tensors.fill_model(tensors, found)
-            # These are no writes of the user, which would be compared over the ranks.
+            load_tensors.fill_model(tensors, checkpoint)
+            # The load itself wrote buffers: do not report these writes as the user's.
             objects.buffers.remember()
             if spec.pipeline is not None:
                 spec.pipeline.tied_weights.invalidate()
+            # Only weights were loaded: step count, optimizers and random streams keep their values.
             if parsed is None:
                 state.extra_sets.start_again()
                 return None
-            fill = partial(load_tensors.fill_spans, tensors, found)
-            state.extra_sets.after_model(found.read, parsed.step, tensors.extra_places, fill)
+            fill = partial(load_tensors.fill_spans, tensors, checkpoint)
+            state.extra_sets.after_model(checkpoint.read, parsed.step, tensors.extra_places, fill)
             load_tensors.fill_optimizers(
-                tensors, found, parsed.optimizers, objects.attributes, world.say_once
+                tensors, checkpoint, parsed.optimizers, objects.attributes, world.say_once
             )
-            for line in state.extra_sets.notes(found.fields):
+            for line in state.extra_sets.notes(checkpoint.fields):
                 world.say_once(line)
         engine_fields.restore(state, parsed.engine)
-        if found.foreign is not None and (lacking := self._tracked.left_out(parsed.tracked)):
+        if checkpoint.foreign is not None and (
+            untouched := self._tracked.names_missing_from(parsed.tracked)
+        ):
             world.say_once(
-                f"a save of DeepSpeed has no state of {', '.join(lacking)}, tracked here: it stays "
-                "as it is."
+                "a DeepSpeed checkpoint has no state for the tracked objects "
+                f"{', '.join(untouched)}: they keep their state."
             )
-        self._tracked.give(parsed.tracked)
-        # Tells the launcher that a restart has made progress from here, not from step 0.
+        # Last: a user's object may look at the optimizers while it loads its state.
+        self._tracked.restore(parsed.tracked)
+        # A restart's progress is then counted from this step, not from step 0.
         world.progress.stepped(state.number, parsed.step)
         world.progress.kept(state.number, parsed.step)
         return parsed.step
@@ -133,27 +141,29 @@ class CheckpointLoader:
         *,
         strict: bool,
         model_only: bool,
-    ) -> tuple[CheckpointSource, _Parsed | None]:
-        """Open `path`, and read this rank's part of it to compare the checksums.
+    ) -> tuple[CheckpointSource, _ParsedFields | None]:
+        """Open `path`, and verify the checksums of this rank's part.
 
-        The second is None if only the model is wanted, or there is no more.
+        The second result is None if only the model is wanted, or the files contain nothing else.
         """
         group = self._spec.world_group
         extra = self._state.extra_sets
-        found = source.open_source(
+        checkpoint = source.open_source(
             path, tensors, extra, stack, strict=strict, model_only=model_only
         )
-        if not found.fields and found.foreign is None:
-            return found, None
-        source.verify(path, found, group.rank, group.size)
-        if model_only or not found.fields:
-            return found, None
-        fields = found.fields
-        if found.foreign is None:
+        if not checkpoint.fields and checkpoint.foreign is None:
+            return checkpoint, None
+        source.verify(path, checkpoint, group.rank, group.size)
+        if model_only or not checkpoint.fields:
+            return checkpoint, None
+        fields = checkpoint.fields
+        if checkpoint.foreign is None:
             tracked = self._tracked.read(path, fields)
         else:
-            tracked = self._tracked.matched(fields["tracked"])
+            tracked = self._tracked.match_schedulers(fields["tracked"])
         optimizers = optimizer_fields.read(fields)
-        parsed = _Parsed(fields["step"], engine_fields.parse(path, fields), tracked, optimizers)
+        parsed = _ParsedFields(
+            fields["step"], engine_fields.parse(path, fields), tracked, optimizers
+        )
         optimizer_fields.check(tensors, fields, optimizers)
-        return found, parsed
+        return checkpoint, parsed

@@ -1,4 +1,4 @@
-"""Writes and reads the optimizers' part of checkpoint.json: options, and single values of state."""
+"""Optimizer fields of checkpoint.json: options, and state that is a single value."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismat
 
 @dataclass(frozen=True)
 class OptimizerFields:
-    """The optimizers' part of checkpoint.json.
+    """The optimizers' fields of checkpoint.json.
 
     Args:
-        options: By optimizer and group, its options.
-        state: By parameter, its state of single values.
-        borders: The parameters at which segments were cut.
-        attributes: By optimizer, its attributes; None if the checkpoint has none.
+        options: Options by optimizer and group.
+        state: State that is a single value, by parameter and key.
+        borders: Parameters at whose borders segments were cut.
+        attributes: Attributes of each optimizer, or None if they were not saved.
     """
 
     options: list[list[dict[str, Any]]]
@@ -33,23 +33,23 @@ class OptimizerFields:
     attributes: list[dict[str, Any] | None]
 
     def take_options(self, optimizers: Sequence[optim.Optimizer]) -> None:
-        """Set the options of the groups (rates, entries of schedulers) to the saved ones."""
-        for optimizer, several in zip(optimizers, self.options, strict=True):
-            for group, saved in zip(optimizer.param_groups, several, strict=True):
+        """Set the options of all groups (rates, entries of schedulers) to the saved ones."""
+        for optimizer, saved_groups in zip(optimizers, self.options, strict=True):
+            for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
                 for key, value in saved.items():
                     now = group.get(key)
                     if isinstance(now, Tensor) and isinstance(value, Tensor):
-                        now.copy_(value)  # a rate that is a tensor may be part of a CUDA graph
+                        now.copy_(value)  # in place: a CUDA graph may read a rate that is a tensor
                     else:
                         group[key] = value
 
 
-def encoded(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
-    """Return for each optimizer its class, its groups with their options, and its attributes.
+def encode_optimizers(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
+    """Return class, groups with options, and attributes of each optimizer, as JSON.
 
     Raises CheckpointError for a value that no file can hold.
     """
-    names = engine_tensors.optimized
+    names = engine_tensors.optimizer_names
     return [
         {
             "class": type(optimizer).__name__,
@@ -57,8 +57,9 @@ def encoded(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
                 {
                     "parameters": [names[p] for p in group["params"]],
                     "options": {
-                        key: _encoded(value, f"option {key} of {type(optimizer).__name__}")
+                        key: _encode(value, f"option {key} of {type(optimizer).__name__}")
                         for key, value in group.items()
+                        # Parameters are saved by name; torch's param_names repeat them.
                         if key not in ("params", "param_names")
                     },
                 }
@@ -72,32 +73,31 @@ def encoded(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
     ]
 
 
-def encoded_state(
+def encode_state(
     numbers: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Return by parameter the state that is one value each, as JSON, and why a value cannot be
-    saved, if so."""
+    """Return state that is a single value as JSON, by parameter, and an error message or None."""
     try:
         return {
-            name: {key: _encoded(value, f"{key} of {name}") for key, value in entries.items()}
+            name: {key: _encode(value, f"{key} of {name}") for key, value in entries.items()}
             for name, entries in numbers.items()
         }, None
     except CheckpointError as error:
         return {}, str(error)
 
 
-def _encoded(value: Any, what: str) -> Any:
+def _encode(value: Any, what: str) -> Any:
     try:
         return json_values.encode(value)
     except json_values.NotPlain as error:
         raise CheckpointError(
-            f"The optimizer keeps {what} as {error}, which a checkpoint cannot hold: tensors, "
+            f"The optimizer stores {what} as {error}, which a checkpoint cannot hold. Use tensors, "
             "numbers, text, and lists and maps of those."
         ) from error
 
 
 def read(fields: Mapping[str, Any]) -> OptimizerFields:
-    """Raises BrokenCheckpoint for what cannot have been written."""
+    """Return the decoded fields. Raises BrokenCheckpoint for values that no save writes."""
     state = {
         name: {key: json_values.decode(value) for key, value in entries.items()}
         for name, entries in fields["state"].items()
@@ -121,133 +121,138 @@ def read(fields: Mapping[str, Any]) -> OptimizerFields:
 
 
 def _check_steps(steps: Mapping[str, Any]) -> None:
-    """Raise BrokenCheckpoint for a step count that would only fail in an update.
+    """Raise BrokenCheckpoint for a step count that would otherwise fail only in an update.
 
-    That is one which is no number, or is a tensor where the counts of other parameters are not.
+    Such a count is not a number, or differs from the others in being a tensor or not.
     """
+    # A tensor among numbers (or the reverse) would pass a load and fail in the next update.
     forms = Counter(isinstance(step, Tensor) for step in steps.values())
-    # Whether a step is a tensor depends on the optimizer, so most of them say what is right.
+    # Whether a step is a tensor depends on the optimizer, so the majority decides.
     usual = forms[True] >= forms[False]
     for name, step in steps.items():
         if _kind(step) != NUMBER or isinstance(step, Tensor) != usual:
             raise BrokenCheckpoint(
-                f"The step of {name} in checkpoint.json is {step!r:.60}, which is no number, or in "
-                "another form than the steps of others. Take another checkpoint."
+                f"The step of {name} in checkpoint.json is {step!r:.60}, which is not a number or "
+                "has another type than the other steps. Use another checkpoint."
             )
 
 
 def check(
     engine_tensors: EngineTensors, fields: Mapping[str, Any], numbers: OptimizerFields
 ) -> None:
-    """Raise CheckpointMismatch if optimizers, groups or their parameters differ from the saved
+    """Raise CheckpointMismatch if the optimizers, their groups or parameters differ from the saved
     ones.
 
-    Raises BrokenCheckpoint for options that do not fit their optimizer.
+    Raises BrokenCheckpoint for options that no optimizer of that class has.
     """
     classes = [(type(o).__name__, len(o.param_groups)) for o in engine_tensors.spec.optimizers]
-    there = [(described["class"], len(described["groups"])) for described in fields["optimizers"]]
-    if len(there) == len(classes):  # a class that is not said may be any
-        there = [(name or own[0], count) for own, (name, count) in zip(classes, there, strict=True)]
-    if classes != there:
+    saved = [(described["class"], len(described["groups"])) for described in fields["optimizers"]]
+    if len(saved) == len(classes):  # a save that names no class matches any
+        saved = [(name or own[0], count) for own, (name, count) in zip(classes, saved, strict=True)]
+    if classes != saved:
 
-        def said(several: list[tuple[str, int]]) -> str:
-            return " and ".join(f"{name} of {count} group(s)" for name, count in several)
+        def describe(optimizers: list[tuple[str, int]]) -> str:
+            return " and ".join(f"{name} with {count} group(s)" for name, count in optimizers)
 
         raise CheckpointMismatch(
-            f"The checkpoint is of the optimizers {said(there)}, and here are {said(classes)}. "
-            "Make the same ones, or load the model alone: engine.load(path, model_only=True)."
+            f"The checkpoint has the optimizers {describe(saved)}, but this engine has "
+            f"{describe(classes)}. Build the same ones, or load only the model: "
+            "engine.load(path, model_only=True)."
         )
     _check_groups(engine_tensors, fields)
     _check_kind(engine_tensors.spec.optimizers, fields, numbers)
     _check_options(engine_tensors.spec.optimizers, numbers)
-    lost = sorted(set(fields["state"]) - set(engine_tensors.optimized.values()))
-    if lost:
+    unknown = sorted(set(fields["state"]) - set(engine_tensors.optimizer_names.values()))
+    if unknown:
         raise CheckpointMismatch(
-            f"The checkpoint has optimizer state of parameters that are in no optimizer here: "
-            f"{listed(lost)}. Give the optimizer the same ones, or load the model alone: "
-            "model_only=True."
+            f"The checkpoint has optimizer state for parameters that no optimizer here has: "
+            f"{listed(unknown)}. Pass the same parameters to the optimizer, or load only the "
+            "model: engine.load(path, model_only=True)."
         )
 
 
 def _check_groups(engine_tensors: EngineTensors, fields: Mapping[str, Any]) -> None:
     """Raise CheckpointMismatch if a parameter would get the options of another group.
 
-    Options are assigned to groups by position.
+    Options belong to groups by position.
     """
-    there = {
+    saved_places = {
         name: place
         for place, group in enumerate(
             _groups(described["groups"] for described in fields["optimizers"])
         )
         for name in group["parameters"]
     }
-    names = engine_tensors.optimized
+    names = engine_tensors.optimizer_names
     optimizers = engine_tensors.spec.optimizers
     for place, group in enumerate(_groups(optimizer.param_groups for optimizer in optimizers)):
         for name in (names[p] for p in group["params"]):
-            if there.get(name, place) != place:
+            if saved_places.get(name, place) != place:
                 raise CheckpointMismatch(
-                    f"{name} is in parameter group {place} here and was in group {there[name]} "
-                    "when the checkpoint was saved (counted over all optimizers), so it would get "
-                    "the rate and the options of others. Make the groups in the same order, or "
-                    "load the model alone: engine.load(path, model_only=True)."
+                    f"{name} is in parameter group {place} here, but was in group "
+                    f"{saved_places[name]} when the checkpoint was saved (counted over all "
+                    "optimizers). It would get the learning rate and options of the wrong group. "
+                    "Create the groups in the same order, or load only the model: "
+                    "engine.load(path, model_only=True)."
                 )
 
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "lr_scale"}
-"""Options that schedulers add to groups."""
+"""Options that schedulers add to a group."""
 
 _ADAMW = "decoupled_weight_decay"
-"""The option of torch's AdamW that its Adam has as False."""
+"""Option that is True in torch's AdamW and False in its Adam."""
 
 
 def _check_kind(
     optimizers: Sequence[optim.Optimizer], fields: Mapping[str, Any], numbers: OptimizerFields
 ) -> None:
-    """Raise CheckpointMismatch if the saved options are those of another class.
+    """Raise CheckpointMismatch if the saved options belong to another class.
 
-    This is for saves that do not name the class of an optimizer.
+    Needed for DeepSpeed checkpoints, which do not name the class of an optimizer.
     """
-    for described, optimizer, several in zip(
+    for described, optimizer, saved_groups in zip(
         fields["optimizers"], optimizers, numbers.options, strict=True
     ):
         if described["class"]:
             continue
-        for group, saved in zip(optimizer.param_groups, several, strict=True):
+        for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
             odd = sorted(set(saved) - set(group) - _OF_SCHEDULERS)
             if saved.get(_ADAMW, group.get(_ADAMW)) != group.get(_ADAMW):
                 odd.append(_ADAMW)
             if odd:
                 raise CheckpointMismatch(
-                    f"The checkpoint is of an optimizer with {listed(odd)}, and here it is "
-                    f"{type(optimizer).__name__}, which differs in that. Make the optimizer that "
-                    "was saved, or load the model alone: engine.load(path, model_only=True)."
+                    f"The checkpoint has an optimizer with {listed(odd)}, unlike "
+                    f"{type(optimizer).__name__} here. Build the optimizer that was saved, or "
+                    "load only the model: engine.load(path, model_only=True)."
                 )
 
 
 NUMBER = "a number"
 
 _SWITCHES = {"foreach", "fused"}
-"""Options of torch's optimizers that are None until somebody turns them on or off."""
+"""Options of torch's optimizers that are None unless the user sets them."""
 
 
 def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFields) -> None:
-    """Raise BrokenCheckpoint for an option of another type, which would only fail in an update."""
-    for optimizer, several in zip(optimizers, numbers.options, strict=True):
-        for place, (group, saved) in enumerate(zip(optimizer.param_groups, several, strict=True)):
+    """Raise BrokenCheckpoint for an option whose wrong type would fail only in an update."""
+    for optimizer, saved_groups in zip(optimizers, numbers.options, strict=True):
+        for place, (group, saved) in enumerate(
+            zip(optimizer.param_groups, saved_groups, strict=True)
+        ):
             for key, value in saved.items():
                 now = group.get(key)
                 switch = key not in _SWITCHES or value is None or isinstance(value, bool)
                 if not (switch and _fits(now, value)):
                     raise BrokenCheckpoint(
-                        f"{key} of group {place} of {type(optimizer).__name__} is {value!r:.60} in "
-                        f"checkpoint.json, and {now!r:.60} here, which is of another kind. Take "
-                        "another checkpoint."
+                        f"checkpoint.json sets {key} of group {place} of "
+                        f"{type(optimizer).__name__} to {value!r:.60}, which has another type than "
+                        f"{now!r:.60} here. Use another checkpoint."
                     )
 
 
 def _fits(now: Any, saved: Any) -> bool:
-    """Return whether `saved` may replace `now`: any number a number, None a switch."""
+    """Return whether `saved` may replace `now`: a number any number, None a bool."""
     if now is None or (saved is None and not isinstance(now, int | float)):
         return True
     if saved is None:
@@ -265,5 +270,5 @@ def _kind(value: Any) -> str:
     return "a list" if isinstance(value, list | tuple) else type(value).__name__
 
 
-def _groups(several: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    return itertools.chain.from_iterable(several)
+def _groups(group_lists: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    return itertools.chain.from_iterable(group_lists)

@@ -1,4 +1,4 @@
-"""Reads tensors of any file by ranges of elements, so that no rank reads what it does not hold."""
+"""Readers of tensors by element ranges, so that no rank reads more than it holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.file_system import must_be_file, open_to_read, read_whole
 from shardwise.checkpoint.format import (
-    Placed,
+    PlacedTensor,
     TensorFile,
     TensorSpec,
     dtype_name,
@@ -24,32 +24,37 @@ from shardwise.checkpoint.format import (
     header_length,
     parse,
 )
-from shardwise.checkpoint.schema import plain_name
+from shardwise.checkpoint.schema import is_plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 _CHUNK = 2**20
-"""Elements that are read at a time to be summed."""
+"""Elements per read when a checksum is computed."""
 
 
 class TensorReader(ABC):
-    """Reads tensors by name; `specs` says what there is."""
+    """Reads tensors by name; `specs` lists them."""
 
     specs: Mapping[str, TensorSpec]
 
     @abstractmethod
     def read(self, name: str, first: int, into: Tensor) -> None:
-        """Fill `into` (flat, on the CPU, of any dtype) with the elements of `name` from `first`
-        on. Raises BrokenCheckpoint where the file ends too early."""
+        """Fill `into` with elements of tensor `name`, starting at element `first`.
+
+        Raises BrokenCheckpoint if the file is too short.
+
+        Args:
+            into: A flat CPU tensor of any dtype.
+        """
 
     def whole(self, name: str) -> Tensor:
-        """All of tensor `name`, in its shape."""
+        """Return the whole tensor `name`, in its shape."""
         spec = self.specs[name]
         value = torch.empty(spec.numel, dtype=dtype_of(spec.dtype))
         self.read(name, 0, value)
         return value.view(spec.shape)
 
     def checksum(self, name: str) -> str:
-        """The CRC-32 of the bytes of tensor `name`, as a checkpoint tells it."""
+        """Return the CRC-32 of the bytes of tensor `name`, as a checkpoint stores it."""
         spec, crc = self.specs[name], 0
         dtype = dtype_of(spec.dtype)
         for first in range(0, spec.numel, _CHUNK):
@@ -58,14 +63,15 @@ class TensorReader(ABC):
             crc = zlib.crc32(value.view(torch.uint8).numpy().data, crc)
         return f"{crc:08x}"
 
-    def close(self) -> None:  # noqa: B027 (nothing to close where nothing is open)
-        """Let go of the files."""
+    def close(self) -> None:  # noqa: B027 (optional: some readers have no open files)
+        """Close the files."""
 
 
 class SafetensorsReader(TensorReader):
-    """The tensors of one or several safetensors files.
+    """Reads the tensors of one or several safetensors files.
 
-    `headers` are the CRC-32 that their headers must have, by the names of files, as far as known.
+    Args:
+        headers: Expected CRC-32 of the files' headers, by file name, as far as known.
     """
 
     def __init__(self, paths: Iterable[Path], headers: Mapping[str, str] | None = None) -> None:
@@ -73,7 +79,7 @@ class SafetensorsReader(TensorReader):
         self.files: list[TensorFile] = []
         self._fds: dict[str, int] = {}
         self._paths: dict[str, Path] = {}
-        self._placed: dict[str, Placed] = {}
+        self._placed: dict[str, PlacedTensor] = {}
         try:
             for path in paths:
                 self._open(path)
@@ -87,60 +93,62 @@ class SafetensorsReader(TensorReader):
             fd = open_to_read(path)
         except OSError as error:
             raise BrokenCheckpoint(
-                f"{path} belongs to this checkpoint and cannot be read ({error.strerror}). Bring "
-                "the file back, or take another checkpoint."
+                f"{path} is part of this checkpoint but cannot be read ({error.strerror}). Restore "
+                "the file, or use another checkpoint."
             ) from error
         self._fds[path.name], self._paths[path.name] = fd, path
         nbytes = os.fstat(fd).st_size
-        # The length comes from the file: it is compared with the size before so much is read.
+        # Compare the length in the file with the file size before reading that many bytes.
         length = header_length(os.pread(fd, 8, 0), nbytes, str(path))
         header = os.pread(fd, 8 + length, 0)
         written = self._headers.get(path.name)
         if written is not None and f"{zlib.crc32(header):08x}" != written:
             raise BrokenCheckpoint(
-                f"The header of {path} is not what was written: its CRC-32 is not {written}. Take "
-                "another checkpoint."
+                f"The header of {path} was changed after it was written: its CRC-32 is not "
+                f"{written}. Use another checkpoint."
             )
         file = parse(header, nbytes, str(path))
         for name, placed in file.tensors.items():
+            # Two files with the same tensor: nothing says which one is right.
             if name in self._placed:
                 raise BrokenCheckpoint(
-                    f"{path} and {self._placed[name].file} both hold {name!r}. Take another "
+                    f"{path} and {self._placed[name].file} both contain {name!r}. Use another "
                     "checkpoint."
                 )
-            self._placed[name] = Placed(placed.spec, path.name, placed.begin, placed.end)
+            self._placed[name] = PlacedTensor(placed.spec, path.name, placed.begin, placed.end)
         self.files.append(file)
 
     def file_of(self, name: str) -> str:
-        """The name of the file that holds tensor `name`."""
+        """Return the name of the file that contains tensor `name`."""
         return self._placed[name].file
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the headers say beside their tensors."""
+        """The metadata of all headers."""
         return {key: value for file in self.files for key, value in file.metadata.items()}
 
     def read(self, name: str, first: int, into: Tensor) -> None:
         placed = self._placed[name]
         dtype = dtype_of(placed.spec.dtype)
-        assert first + into.numel() <= placed.spec.numel, "a range lies in its tensor"
+        assert first + into.numel() <= placed.spec.numel, "the range is within the tensor"
         target = into if into.dtype == dtype and into.is_contiguous() else None
-        # Straight into the target where possible, else through memory of the file's dtype.
+        # Read straight into the target if possible, otherwise through a buffer of the file's dtype.
         value = torch.empty(into.numel(), dtype=dtype) if target is None else target
         data = value.detach().view(torch.uint8).numpy().data if value.numel() else memoryview(b"")
         self._fill(placed, first * dtype.itemsize, data)
         if target is None:
             into.copy_(value)
 
-    def _fill(self, placed: Placed, at: int, data: memoryview) -> None:
+    def _fill(self, placed: PlacedTensor, at: int, data: memoryview) -> None:
         offset = placed.begin + at
         while data:
-            # With an offset, so that no read depends on the position that another one has left.
+            # preadv has no shared file position, so threads may read the same file concurrently.
             count = os.preadv(self._fds[placed.file], [data], offset)
             if count == 0:
                 raise BrokenCheckpoint(
                     f"{self._paths[placed.file]} ends at byte {offset}, inside "
-                    f"{placed.spec.name!r}: it was cut short while it was read."
+                    f"{placed.spec.name!r}: it was truncated while it was read. Load it again once "
+                    "nothing writes to it."
                 )
             data, offset = data[count:], offset + count
 
@@ -150,72 +158,73 @@ class SafetensorsReader(TensorReader):
 
 
 class PickleReader(TensorReader):
-    """The tensors of files that torch.save wrote; never runs code."""
+    """Reads the tensors of files that torch.save wrote. Never runs code."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._tensors: dict[str, Tensor] = {}
         for path in paths:
-            self._tensors |= _state_dict(_unpickled(path), path)
+            self._tensors |= _find_state_dict(_unpickle(path), path)
         self.specs = {
             name: TensorSpec(name, dtype_name(value.dtype), tuple(value.shape))
             for name, value in self._tensors.items()
         }
 
     def read(self, name: str, first: int, into: Tensor) -> None:
-        # Mapped memory: what is not looked at is not read from the disk.
+        # The file is memory-mapped, so elements that are not used are not read from disk.
         flat = self._tensors[name].detach().contiguous().view(-1)
         into.copy_(flat[first : first + into.numel()])
 
 
-def _unpickled(path: Path) -> Any:
+def _unpickle(path: Path) -> Any:
     try:
         must_be_file(path)
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, ValueError):  # not a zip file, as torch before 1.6 wrote them
+        except (RuntimeError, ValueError):  # not a zip file: written by torch before 1.6
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is damaged, or holds more than tensors and plain values; reading those could "
-            "run code, which a checkpoint never does here. Load it where you trust it, and save "
-            "its state_dict() by itself."
+            f"{path} is damaged, or contains more than tensors and plain values. Shardwise does "
+            "not read those, because unpickling them could run code. Load the file in a program "
+            "that trusts it, and save only its state_dict()."
         ) from error
     except BrokenCheckpoint:
         raise
-    except Exception as error:  # whatever torch meets in a file that is not whole
+    except Exception as error:  # torch raises many types for a truncated file
         raise BrokenCheckpoint(f"{path} cannot be read: {error!r:.300}.") from error
 
 
 _INSIDE = ("state_dict", "model_state_dict", "model", "module")
-"""Where training scripts put a model's tensors in what they save."""
+"""Keys under which training scripts store a model's tensors."""
 
 
-def _state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
-    """The tensors in what was loaded, by name."""
+def _find_state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a loaded object by name."""
     while isinstance(loaded, Mapping):
         if loaded and all(isinstance(value, Tensor) for value in loaded.values()):
-            return {_name_in(path, name, value): value for name, value in loaded.items()}
+            return {_check_name(path, name, value): value for name, value in loaded.items()}
+        # Some libraries nest the state_dict several levels deep.
         inside = [key for key in _INSIDE if isinstance(loaded.get(key), Mapping)]
         if not inside:
             break
         loaded = loaded[inside[0]]
     raise CheckpointError(
-        f"{path} holds no state_dict, at its top or as one of {', '.join(_INSIDE)}. Save "
-        "model.state_dict() by itself."
+        f"{path} contains no state_dict, neither at the top nor under {', '.join(_INSIDE)}. Save "
+        "only model.state_dict()."
     )
 
 
-def _name_in(path: Path, name: Any, value: Tensor) -> str:
-    """`name`, where it is one and `value` can be read by ranges."""
+def _check_name(path: Path, name: Any, value: Tensor) -> str:
+    """Return `name` if it is text and `value` can be read by ranges."""
     if value.layout != torch.strided or value.device.type != "cpu":
         raise CheckpointError(
-            f"{path} has {name!r:.60} as a {value.layout} tensor on {value.device}, which is not "
-            "read here. Save it as a dense one, on a device that holds values."
+            f"{path} has {name!r:.60} as a {value.layout} tensor on {value.device}, which cannot "
+            "be read. Save it as a dense tensor on a real device."
         )
     if not isinstance(name, str):
         raise CheckpointError(
-            f"{path} has a tensor under {name!r:.60}, which is no name: a state_dict() has text "
-            "there. Save model.state_dict() by itself."
+            f"{path} has a tensor under {name!r:.60}, which is not a name: the keys of a "
+            "state_dict() are text. Save only model.state_dict()."
         )
     return name
 
@@ -226,64 +235,66 @@ _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def open_foreign(path: Path) -> TensorReader:
-    """The tensors of a file, or of a folder as Hugging Face writes them, split or not.
+    """Open a file, or a folder in Hugging Face's layout, split or not.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is nothing to load.
     """
     if path.is_dir():
+        # Names of transformers, diffusers and older transformers, in this order of preference.
         for stem in ("model", "diffusion_pytorch_model", "pytorch_model"):
             if (files := files_of(path, stem, ".safetensors")) is not None:
                 return SafetensorsReader(files)
         if (files := files_of(path, "pytorch_model", ".bin")) is not None:
             return PickleReader(files)
         raise CheckpointError(
-            f"{path} holds no model.safetensors, model.safetensors.index.json or "
-            "pytorch_model.bin. Name a file, the folder of a checkpoint's step, or that of a model."
+            f"{path} contains no model.safetensors, model.safetensors.index.json or "
+            "pytorch_model.bin. Name a file, a checkpoint folder such as step-200, or the folder "
+            "of a model."
         )
     if not path.exists():
-        raise CheckpointError(f"There is no {path} to load.")
+        raise CheckpointError(f"{path} does not exist. Name a file or folder to load.")
     if path.suffix == ".safetensors":
         return SafetensorsReader([path])
     if path.suffix in _PICKLES:
         return PickleReader([path])
     raise CheckpointError(
-        f"{path} ends in {path.suffix or 'nothing'}: what can be loaded ends in .safetensors, "
-        f"{', '.join(_PICKLES)}, or is a folder."
+        f"{path} ends in {path.suffix or 'nothing'}, which cannot be loaded. Name a folder, or a "
+        f"file that ends in .safetensors, {', '.join(_PICKLES)}."
     )
 
 
 def open_set(
     folder: Path, names: Iterable[Any], headers: Mapping[str, str] | None = None
 ) -> SafetensorsReader:
-    """The files `names` of a checkpoint in `folder`; `headers` as SafetensorsReader has them."""
-    return SafetensorsReader([folder / _plain_name(folder, name) for name in names], headers)
+    """Open the files `names` of a checkpoint in `folder`; see SafetensorsReader for `headers`."""
+    return SafetensorsReader([folder / _check_file_name(folder, name) for name in names], headers)
 
 
 def files_of(folder: Path, stem: str, suffix: str) -> list[Path] | None:
-    """The files of the set `stem` in `folder`, by its index if it has one; None without any."""
+    """Return the files of the set `stem` in `folder`, from its index if any, or None."""
     index = folder / f"{stem}{suffix}.index.json"
     if os.path.lexists(index):
-        return [folder / name for name in _in_index(index)]
+        return [folder / name for name in _read_index(index)]
     whole = folder / f"{stem}{suffix}"
     return [whole] if os.path.lexists(whole) else None
 
 
-def _in_index(path: Path) -> list[str]:
-    """The names of the files that an index lists."""
+def _read_index(path: Path) -> list[str]:
+    """Return the file names that an index lists."""
     try:
         table = json.loads(read_whole(path))["weight_map"]
         names = sorted(set(table.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenCheckpoint(
-            f"{path} is no index of a split model: it has no weight_map of names."
+            f"{path} is not the index of a split model: it has no weight_map of file names."
         ) from error
-    return [_plain_name(path, name) for name in names]
+    return [_check_file_name(path, name) for name in names]
 
 
-def _plain_name(path: Path, name: Any) -> str:
-    """`name` if it is that of a file in the same folder: nothing leads out of a checkpoint."""
-    if not plain_name(name):
+def _check_file_name(path: Path, name: Any) -> str:
+    """Return `name` if it is a file name without folders: no name may point outside `path`."""
+    if not is_plain_name(name):
         raise BrokenCheckpoint(
-            f"{path} names the file {name!r}, which is not one in the same folder."
+            f"{path} names the file {name!r}, which is not a file in the same folder."
         )
     return str(name)

@@ -1,4 +1,4 @@
-"""Plans a save, hands out this rank's byte ranges, and makes the documents next to the tensors.
+"""Plan of a save, this rank's byte ranges, and the documents next to the tensors.
 
 plan ─▶ lend: spans ─▶ extents ─▶ byte ranges ─▶ a writer or a copy ─▶ documents with checksums
 """
@@ -15,7 +15,7 @@ import torch
 
 from shardwise.checkpoint import document, optimizer_fields
 from shardwise.checkpoint.atomic_folders import DOCUMENT
-from shardwise.checkpoint.checksum import ChecksumPart, joined
+from shardwise.checkpoint.checksum import ChecksumPart, combine
 from shardwise.checkpoint.extra_sets import ExtraSets
 from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_name, lay_out
 from shardwise.checkpoint.tensor_spans import (
@@ -25,7 +25,7 @@ from shardwise.checkpoint.tensor_spans import (
     MODEL,
     OPTIMIZER,
     ReportedState,
-    TensorSpan,
+    StoredTensors,
 )
 from shardwise.checkpoint.tensors import (
     EngineTensors,
@@ -41,32 +41,32 @@ from shardwise.tiers.host_window import HostWindow
 T = TypeVar("T")
 
 Sums = Mapping[TensorKey, Sequence[ChecksumPart]]
-"""By set and tensor, the checksums of the parts that a rank has written."""
+"""Checksums of the parts that a rank has written, by set and tensor."""
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The contents of a checkpoint before it is written; the same on all ranks."""
+    """Contents of a checkpoint before it is written; the same on all ranks."""
 
     sets: dict[str, list[TensorFile]]
     reported: ReportedState
     state: dict[str, dict[str, Any]]
-    """By parameter its state of single values, as JSON."""
+    """State that is a single value, as JSON, by parameter and key."""
     borders: list[str]
-    """The parameters at which segments of optimizer state were cut."""
+    """Parameters at whose borders segments of optimizer state were cut."""
     extra_fields: dict[str, Any]
-    """The fields that an ExtraSets adds."""
+    """Fields that an ExtraSets adds."""
     failure: str | None
-    """Why a value cannot be saved, if so."""
+    """Why a value cannot be saved, or None."""
 
     @property
     def files(self) -> list[TensorFile]:
-        """All of them."""
+        """All files of all sets."""
         return [file for files in self.sets.values() for file in files]
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all files."""
+        """Total size of all files in bytes."""
         return sum(file.nbytes for file in self.files)
 
 
@@ -75,42 +75,50 @@ def plan(
 ) -> SavePlan:
     """Plan the files, of at most `limit` bytes each. Collective."""
     spec, states, inventory = engine_tensors.spec, engine_tensors.states, engine_tensors.inventory
-    of_all_layers = engine_tensors.of_all_layers
+    gather_from_layers = engine_tensors.gather_from_layers
     reported = engine_tensors.trained.reported()
-    # Ranks may differ in the shape of a buffer that grows: the rank that writes it decides.
+    # Ranks may disagree on the shape of a buffer that grows: the rank that writes it decides.
     buffers: dict[str, TensorSpec] = {}
-    mine = {name: spec_of(name, value) for name, value in engine_tensors.own_buffers.items()}
-    for several in spec.world_group.gather_objects(mine):
-        buffers |= several
+    own_specs = {name: spec_of(name, value) for name, value in engine_tensors.own_buffers.items()}
+    # All ranks get the same dict: a buffer is written by exactly one rank.
+    for rank_specs in spec.world_group.gather_objects(own_specs):
+        buffers |= rank_specs
     named = states.parameters.named
     numbers: dict[str, dict[str, Any]] = {}
+    # Entries with a Blank are tensors and go into files; the rest is small and goes into JSON.
     singles = {
         named[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
         for number, entries in sorted(reported.states.items())
     }
-    singles |= {e.name: e.numbers for e in engine_tensors.idle if e.numbers or e.tensors}
-    for part in of_all_layers(singles):
+    singles |= {e.name: e.numbers for e in engine_tensors.frozen_states if e.numbers or e.tensors}
+    for part in gather_from_layers(singles):
         numbers |= part
-    # Segments were cut where a parameter had no gradient. A load cuts there again, because
-    # optimizers keep one step count for each segment.
-    borders = _joined(of_all_layers([named[number].name for number in sorted(reported.borders)]))
+    # A segment is cut at a parameter without a gradient. A load must make the same cuts, because
+    # optimizers keep one step count per segment.
+    borders = _concatenate(
+        gather_from_layers([named[number].name for number in sorted(reported.borders)])
+    )
     specs = {
         MODEL: [
             inventory.parameters[name] if name in inventory.parameters else buffers[name]
             for name in inventory.names
         ],
-        AVERAGE: _joined(of_all_layers(average_specs(states))),
+        AVERAGE: _concatenate(gather_from_layers(average_specs(states))),
         ATTRIBUTES: engine_tensors.attribute_specs,
     } | _specs_of_groups(engine_tensors, reported)
+    # The order of these sets and of the names in them must be the same on all ranks, because each
+    # rank computes the offsets of the files for itself.
     sets = {
-        kind: lay_out(kind, each, limit=limit, aliases=inventory.aliases if kind == MODEL else {})
-        for kind, each in specs.items()
-        if each
+        kind: lay_out(
+            kind, set_specs, limit=limit, aliases=inventory.aliases if kind == MODEL else {}
+        )
+        for kind, set_specs in specs.items()
+        if set_specs
     }
-    # A value that no file can hold is an error of all ranks, but only after the collectives below.
-    state, failure = optimizer_fields.encoded_state(numbers)
+    # A value that no file can hold is an error on all ranks, but only after the next collective.
+    state, failure = optimizer_fields.encode_state(numbers)
     extra = extra_sets.fields(
-        {"state": state, "borders": borders, "scaling": scaling}, of_all_layers
+        {"state": state, "borders": borders, "scaling": scaling}, gather_from_layers
     )
     return SavePlan(sets, reported, state, borders, extra, failure)
 
@@ -118,58 +126,62 @@ def plan(
 def _specs_of_groups(
     engine_tensors: EngineTensors, reported: ReportedState
 ) -> dict[str, list[TensorSpec]]:
-    """Return by set the tensors of which each group of ranks has a version. Collective."""
+    """Return, by set, the tensors that differ between groups of ranks. Collective."""
     spec, extra = engine_tensors.spec, engine_tensors.extra
-    mine = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
+    own_specs = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
     if extra is not None:
-        mine |= extra.specs()
-    several = engine_tensors.of_all_layers(mine)
-    joined = {kind: _joined(each[kind] for each in several) for kind in mine}
+        own_specs |= extra.specs()
+    specs_by_layer = engine_tensors.gather_from_layers(own_specs)
+    specs_by_kind = {
+        kind: _concatenate(layer_specs[kind] for layer_specs in specs_by_layer)
+        for kind in own_specs
+    }
     if extra is not None:
-        # Not over the layers: one replica's ranks write the buffers for all.
+        # Not across the layers: the ranks of one replica write the buffers of all.
         buffers = [spec_of(name, value) for name, value in engine_tensors.extra_buffers.items()]
-        joined[GROUP] += _joined(spec.step_group.gather_objects(buffers))
+        specs_by_kind[GROUP] += _concatenate(spec.step_group.gather_objects(buffers))
     return {
         engine_tensors.set_of(kind, group): specs
-        for group, theirs in enumerate(spec.peers.gather_objects(joined))
-        for kind, specs in theirs.items()
+        for group, group_specs in enumerate(spec.peers.gather_objects(specs_by_kind))
+        for kind, specs in group_specs.items()
     }
 
 
-def _joined(several: Iterable[Iterable[T]]) -> list[T]:
-    return list(itertools.chain.from_iterable(several))
+def _concatenate(lists: Iterable[Iterable[T]]) -> list[T]:
+    return list(itertools.chain.from_iterable(lists))
 
 
-def lend(engine_tensors: EngineTensors, made: SavePlan, sink: TensorSink) -> None:
-    """Give `sink` all that this rank writes. Collective if memory is out of order."""
-    known = {(kind, n) for kind, files in made.sets.items() for f in files for n in f.tensors}
-    # Of a tensor in channels_last order, a rank has no contiguous range of the file. These
-    # are put together and written whole, all others first from where they are.
-    apart = engine_tensors.out_of_order(made.reported)
-    apart = {(engine_tensors.set_of(kind), name) for kind, name in apart}
+def lend(engine_tensors: EngineTensors, save_plan: SavePlan, sink: TensorSink) -> None:
+    """Pass to `sink` everything that this rank writes. Collective if memory is out of order."""
+    # An empty optimizer state or a set that no rank has is not in the plan: skip its tensors.
+    known = {(kind, n) for kind, files in save_plan.sets.items() for f in files for n in f.tensors}
+    # A tensor in channels_last order has no contiguous range of the file on any rank. Such
+    # tensors are assembled and written whole, after all others, which are written in place.
+    out_of_order = engine_tensors.out_of_order(save_plan.reported)
+    out_of_order = {(engine_tensors.set_of(kind), name) for kind, name in out_of_order}
     window = HostWindow()
     for held in [*engine_tensors.trained, *engine_tensors.beside()]:
-        _lend_span(held, engine_tensors.set_of(held.kind), known - apart, sink, window)
-    if apart:
-        for held in engine_tensors.reordered(made.reported):
+        _lend_span(held, engine_tensors.set_of(held.kind), known - out_of_order, sink, window)
+    if out_of_order:
+        for held in engine_tensors.reordered(save_plan.reported):
             _lend_span(held, engine_tensors.set_of(held.kind), known, sink, window)
 
 
 def _lend_span(
-    held: TensorSpan,
+    held: StoredTensors,
     kind: str,
     wanted: Set[TensorKey],
     sink: TensorSink,
     window: HostWindow,
 ) -> None:
-    """Give `sink` this rank's share of the `wanted` tensors of a span, which are in the set
-    `kind`."""
+    """Pass to `sink` this rank's share of the `wanted` tensors of a span in the set `kind`."""
     storage = held.storage
-    mine = [part for part in held.extents if (kind, part.tensor) in wanted]
-    if not mine:
+    wanted_extents = [part for part in held.extents if (kind, part.tensor) in wanted]
+    if not wanted_extents:
         return
-    # Ranks with the same elements write equal shares, so that all disks and links are used.
+    # Ranks that hold the same elements write equal shares, so that all disks and links are used.
     first, end = share(storage.numel, held.copy, held.copies)
+    # Per span of the storage: its number, the part [low, high) of it to write, and its start.
     pieces = [
         (number, max(a, first) - a, min(b, end) - a, a)
         for number, (a, b) in enumerate(storage.spans)
@@ -177,51 +189,54 @@ def _lend_span(
     ]
     for place, (number, low, high, start) in enumerate(pieces):
         if place + 1 < len(pieces):
+            # On a slow tier, the next span is read while this one is written.
             storage.read_ahead(pieces[place + 1][0])
         taken = storage.take(number)[low:high].detach()
         for offset, near in window.read(taken, sink.settle):
             begin = start + low + offset
-            parts = clipped(mine, begin, begin + near.numel())
+            parts = clipped(wanted_extents, begin, begin + near.numel())
+            # As bytes, because numpy has no bf16. A tensor without elements cannot be viewed so.
             memory = near.view(torch.uint8).numpy().data if near.numel() else memoryview(b"")
             sink.write(kind, byte_ranges(parts, storage.dtype.itemsize, CHUNK), memory)
-        # The storage may reuse the memory of this piece: the sink must be done with it.
+        # The storage may reuse this memory, so the sink must have finished reading it.
         sink.settle()
         storage.put(number, changed=False)
 
 
 def documents(
-    made: SavePlan,
-    several: Iterable[Sums],
+    save_plan: SavePlan,
+    sums_by_rank: Iterable[Sums],
     fields: Mapping[str, Any],
-    more: Mapping[str, bytes],
+    small_files: Mapping[str, bytes],
 ) -> dict[str, bytes]:
     """Return the small files of a checkpoint by name, checkpoint.json last.
 
     Args:
-        several: The checksums of what each rank has written.
-        fields: The fields of checkpoint.json besides those about files.
-        more: Further small files.
+        sums_by_rank: The checksums of the parts that each rank has written.
+        fields: The fields of checkpoint.json, except those about files.
+        small_files: Additional small files.
     """
     parts: dict[TensorKey, list[ChecksumPart]] = {}
-    for sums in several:
-        for tensor, found in sums.items():
-            parts.setdefault(tensor, []).extend(found)
-    checksums: dict[str, dict[str, str]] = {kind: {} for kind in made.sets}
-    for kind, files in made.sets.items():
+    for sums in sums_by_rank:
+        for tensor, tensor_parts in sums.items():
+            parts.setdefault(tensor, []).extend(tensor_parts)
+    checksums: dict[str, dict[str, str]] = {kind: {} for kind in save_plan.sets}
+    for kind, files in save_plan.sets.items():
         for placed in (placed for file in files for placed in file.tensors.values()):
             name = placed.spec.name
-            crc = joined(parts.get((kind, name), ()), placed.spec.nbytes)
+            crc = combine(parts.get((kind, name), ()), placed.spec.nbytes)
             assert crc is not None, (
                 f"{name} was not written whole: {sorted(parts.get((kind, name), ()))}"
             )
             checksums[kind][name] = f"{crc:08x}"
-    small = dict(more)
-    for kind, files in made.sets.items():
+    small = dict(small_files)
+    for kind, files in save_plan.sets.items():
         if len(files) > 1:
             small[index_name(kind)] = json.dumps(index(files), indent=1).encode() + b"\n"
-    sets = {kind: [file.name for file in files] for kind, files in made.sets.items()}
-    summed = {name: document.crc_of(data) for name, data in small.items()}
-    summed |= {file.name: document.crc_of(file.header) for file in made.files}
-    tensors = {"sets": sets, "checksums": checksums, "files": summed}
+    sets = {kind: [file.name for file in files] for kind, files in save_plan.sets.items()}
+    # The header of a tensor file has a checksum too: it says where each tensor starts.
+    file_sums = {name: document.crc_of(data) for name, data in small.items()}
+    file_sums |= {file.name: document.crc_of(file.header) for file in save_plan.files}
+    tensors = {"sets": sets, "checksums": checksums, "files": file_sums}
     # Last: a folder counts as a checkpoint once this file is in it.
     return small | {DOCUMENT: document.dump(tensors | dict(fields))}

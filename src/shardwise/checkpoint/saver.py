@@ -1,10 +1,10 @@
-"""Saves an engine as a checkpoint: at once, or copied first and written by a thread.
+"""Saves of an engine: in the foreground, or copied first and written by a thread.
 
-save_tensors.plan       which tensors there are, in which files               all ranks
+save_tensors.plan       tensors, and their files                              all ranks
 Draft.begin, create     a hidden folder with files of full length             rank 0
-lend ─▶ Writer          each rank writes its byte ranges and sums them        all ranks
+lend ─▶ Writer          each rank writes its byte ranges, with checksums      all ranks
 documents               checksums of whole tensors, checkpoint.json           rank 0
-Draft.finish            fsync, rename: the checkpoint is there                rank 0
+Draft.finish            fsync, rename: the checkpoint is published            rank 0
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from shardwise.world.world import leave
 
 
 class CheckpointSaver:
-    """Saves an engine: tensors, fields, and the objects that are `tracked`."""
+    """Saves an engine: tensors, fields, and the `tracked` objects."""
 
     def __init__(self, state: EngineView, tracked: Tracking) -> None:
         self._state = state
@@ -58,7 +58,7 @@ class CheckpointSaver:
         self._job: BackgroundSave | None = None
         self._claims: dict[Path, FolderClaim] = {}
         self._is_awaited_at_exit = False
-        # An engine that is dropped without `close` must not keep its folders from other jobs.
+        # An engine that is dropped without `close` must release its folders for other jobs.
         finalize(self, _release, self._claims)
 
     # -- saving ---------------------------------------------------------------------------
@@ -66,77 +66,88 @@ class CheckpointSaver:
     def save(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         """See Engine.save. Raises CheckpointNotWritten even if training may continue without."""
         group = self._spec.world_group
-        # Groups that come and go write at once: one that ended meanwhile would leave a save
-        # without its part, and the save would have to begin again.
-        behind = background and not group.comes_and_goes
+        # With elastic groups, write in the foreground: if a group left during a background save,
+        # its part would be missing, and the save would have to start again.
+        in_background = background and not group.has_changing_ranks
 
         def save() -> Path:
-            return self._save(folder, keep=keep, background=behind, split=split)
+            return self._save(folder, keep=keep, background=in_background, split=split)
 
+        # Elastic groups may change during a save: `steadily` then repeats it with the new ranks.
         with span("save", Row.CHECKPOINT):
             return group.steadily(save)
 
     def _save(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         if keep is not None and keep < 1:
-            raise UsageError(f"keep takes how many checkpoints to keep, 1 or more, not {keep}.")
-        # One save at a time: `Draft.begin` removes drafts, also one that a thread still writes.
+            raise UsageError(f"keep={keep}: must be the number of checkpoints to keep, 1 or more.")
+        # One save at a time: `Draft.begin` removes all drafts, even one that a thread is writing.
         self.wait()
+        # An error in a forward since the last step must surface now, before anything is written.
         self._objects.check_passes()
         self._objects.look_for_changes()
-        for line in self._tracked.lacks(
+        for line in self._tracked.describe_losses(
             self._spec.optimizers, self._world.current_batch.training_streams()
         ):
             self._world.say_once(line)
-        for line in self._objects.attributes.lacks():
+        for line in self._objects.attributes.describe_losses():
             self._world.say_once(line)
-        # Before any work: a second job in the folder has to fail at once, not after a long copy.
+        # Before any work: a second job in the same folder must fail at once, not after a long copy.
         self.claim(folder)
-        # The model of a checkpoint is what all groups of ranks have in common.
+        # The model in a checkpoint is the state that all groups of ranks share.
         with self._state.anchored():
             return self._save_model(folder, keep=keep, background=background, split=split)
 
     def _save_model(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         state, spec, group = self._state, self._spec, self._spec.world_group
+        # Copies of the user's optimizer make the updates. Return the state that belongs to no
+        # parameter to the user's own optimizer, because the save reads it there.
         self._objects.states.optimizer.return_common_state()
-        attributes = [self._objects.attributes.changed(each) for each in spec.optimizers]
+        attributes = [self._objects.attributes.changed(optimizer) for optimizer in spec.optimizers]
         tensors = EngineTensors(spec, self._objects.states, state.extra_sets, attributes)
         scaling = engine_fields.SCALING.value(state)
-        made = save_tensors.plan(tensors, state.extra_sets, scaling, split)
-        # Only rank 0 writes these: what users track may be large, and one copy is saved.
+        save_plan = save_tensors.plan(tensors, state.extra_sets, scaling, split)
+        # Only rank 0 encodes them: tracked objects may be large, and one copy is enough.
         is_first = group.rank == 0
-        # Any rank may have a value that cannot be saved: islands have optimizers of their own.
-        fields, more, failure = self._fields(tensors, made) if is_first else ({}, {}, made.failure)
-        # Before the draft: a value that cannot be saved must leave no trace on the disk.
+        # Any rank may hold a value that cannot be saved: islands have separate optimizers.
+        fields, small_files, failure = (
+            self._fields(tensors, save_plan) if is_first else ({}, {}, save_plan.failure)
+        )
+        # Before the draft: a value that cannot be saved must leave no trace on disk.
         agree(group, failure)
-        draft = Draft(folder, state.steps, made.nbytes)
-        kept = partial(self._world.progress.kept, state.number, state.steps)
-        finish = partial(_finish, made, fields, more, draft, keep, kept, self._world.say_once)
+        # From here on a failure of the disk is CheckpointNotWritten, which `tolerate` may accept.
+        draft = Draft(folder, state.steps, save_plan.nbytes)
+        report_kept = partial(self._world.progress.kept, state.number, state.steps)
+        finish = partial(
+            _finish, save_plan, fields, small_files, draft, keep, report_kept, self._world.say_once
+        )
         try:
-            self._begin(draft, made)
-            name, about = ("copy" if background else "write"), {"bytes": made.nbytes}
+            self._begin(draft, save_plan)
+            name, about = ("copy" if background else "write"), {"bytes": save_plan.nbytes}
             with span(name, Row.CHECKPOINT, about):
-                how = self._copy_and_start if background else self._write
-                how(tensors, made, draft, finish)
+                write = self._copy_and_start if background else self._write
+                write(tensors, save_plan, draft, finish)
         except CheckpointNotWritten:
             if group.rank == 0:
-                draft.discard()  # a part of it would only take up room
+                draft.discard()  # a partial checkpoint would only waste space
             raise
         return draft.final
 
     def _fields(
-        self, tensors: EngineTensors, made: SavePlan
+        self, tensors: EngineTensors, save_plan: SavePlan
     ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
-        """Return the fields of checkpoint.json, the small files, and why a value cannot be saved,
-        if so. For rank 0."""
+        """Return the fields of checkpoint.json, the small files, and an error message or None.
+
+        Called on rank 0.
+        """
         spec = self._spec
         try:
             tracked, files = self._tracked.states()
-            optimizers = optimizer_fields.encoded(tensors)
-            if made.failure is not None:
-                raise CheckpointError(made.failure)
+            optimizers = optimizer_fields.encode_optimizers(tensors)
+            if save_plan.failure is not None:
+                raise CheckpointError(save_plan.failure)
         except CheckpointError as error:
             return {}, {}, str(error)
-        # For people to read: no load looks at it.
+        # For human readers: no load uses these, so that no version or size is ever rejected.
         written_by = {
             "shardwise": __version__,
             "torch": torch.__version__,
@@ -147,9 +158,11 @@ class CheckpointSaver:
         }
         of_engine = engine_fields.values(self._state)
         required = {name: value for name, value in of_engine.items() if name in schema.FIELDS}
-        fields = {"optimizers": optimizers, "state": made.state, "borders": made.borders}
-        fields |= made.extra_fields | {"step": self._state.steps} | required
+        fields = {"optimizers": optimizers, "state": save_plan.state, "borders": save_plan.borders}
+        fields |= save_plan.extra_fields | {"step": self._state.steps} | required
         fields |= {"tracked": tracked, "written_by": written_by} | of_engine
+        # from_pretrained needs a config.json next to model.safetensors. With several models their
+        # names have prefixes, so no stock reader could use it.
         for model in spec.models if len(spec.models) == 1 else ():
             config: Any = getattr(model, "config", None)
             if callable(getattr(config, "to_json_string", None)):  # a model of transformers
@@ -158,85 +171,89 @@ class CheckpointSaver:
                 files["config.json"] = config.to_json_string().encode()
         return fields, files, None
 
-    def _begin(self, draft: Draft, made: SavePlan) -> None:
-        """Make the draft's folder and its files, on rank 0; all ranks must see them. Collective.
+    def _begin(self, draft: Draft, save_plan: SavePlan) -> None:
+        """Create the draft's folder and files on rank 0, and check that all ranks see them.
+        Collective.
 
-        Raises CheckpointNotWritten, or CheckpointError if they do not, on all ranks.
+        Raises CheckpointNotWritten or CheckpointError on all ranks.
         """
         group, failure = self._spec.world_group, None
         if group.rank == 0:
             try:
                 draft.begin()
-                create(draft.path, made.files)
+                create(draft.path, save_plan.files)
             except OSError as error:
-                failure = draft.refused(error)
+                failure = draft.describe_error(error)
         agree(group, failure, CheckpointNotWritten)
-        # Rank 0 takes a temporary folder if the file system knows no writes at an offset.
+        # Rank 0 uses a temporary folder if the file system has no writes at an offset.
         draft.path = group.gather_objects(draft.path)[0]
-        # The path may exist on every host and be another disk there: look for what rank 0 made.
+        # The path may exist on every host and be a different disk there, so look for the draft.
         seen = group.gather_objects((socket.gethostname(), draft.path.is_dir()))
-        blind = sorted({host for host, there in seen if not there})
+        blind = sorted({host for host, is_visible in seen if not is_visible})
         if blind:
+            # Another rank's view is wrong, not the disk: nothing will complete this draft.
             if group.rank == 0:
                 draft.discard()
             raise CheckpointError(
-                f"{draft.folder} is not the same folder everywhere: {', '.join(blind)} cannot see "
-                "what rank 0 made there. Save into a folder on a file system that all hosts share."
+                f"{draft.folder} is not a shared folder: {', '.join(blind)} cannot see the draft "
+                "that rank 0 created there. Save into a folder on a file system that all hosts "
+                "share."
             )
 
     def _write(
         self,
         tensors: EngineTensors,
-        made: SavePlan,
+        save_plan: SavePlan,
         draft: Draft,
         finish: Callable[[Sequence[Sums]], None],
     ) -> None:
-        """Write all of it, and return when it is complete. Collective.
+        """Write everything, and return once the checkpoint is complete. Collective.
 
         Raises CheckpointNotWritten on all ranks.
         """
         group, failure = self._spec.world_group, None
-        writer = Writer(draft.path, made.sets)
+        writer = Writer(draft.path, save_plan.sets)
         sums: Sums = {}
         try:
-            # An OSError in here is not the checkpoint's disk but that of an offloaded state.
-            save_tensors.lend(tensors, made, writer)
+            # An OSError in here is about the disk of an offloaded state, not the checkpoint's.
+            save_tensors.lend(tensors, save_plan, writer)
             try:
                 sums = writer.finish()
             except OSError as error:
-                failure = draft.refused(error)
+                failure = draft.describe_error(error)
         finally:
             writer.close()
-        # Two rounds: rank 0 may complete the checkpoint only once every part is on the disk.
+        # Two rounds: rank 0 may publish the checkpoint only once every part is on disk.
         agree(group, failure, CheckpointNotWritten)
-        several = group.gather_objects(sums)
+        sums_by_rank = group.gather_objects(sums)
         if group.rank == 0:
             try:
-                finish(several)
+                finish(sums_by_rank)
             except OSError as error:
-                failure = draft.refused(error)
+                failure = draft.describe_error(error)
         agree(group, failure, CheckpointNotWritten)
 
     def _copy_and_start(
         self,
         tensors: EngineTensors,
-        made: SavePlan,
+        save_plan: SavePlan,
         draft: Draft,
         finish: Callable[[Sequence[Sums]], None],
     ) -> None:
-        """Copy all of it, and start a thread that writes the copy. Collective."""
+        """Copy everything, and start a thread that writes the copy. Collective."""
         group, failure = self._spec.world_group, None
         self._copies.begin()
-        save_tensors.lend(tensors, made, self._copies)
-        # The note of a failure must find room even if the thread fills the disk.
+        save_tensors.lend(tensors, save_plan, self._copies)
+        # Reserve space for the note of a failure now, because the thread may fill the disk.
         try:
             reserve(draft.path, group.rank)
         except OSError as error:
-            failure = draft.refused(error)
+            failure = draft.describe_error(error)
+        # A rank that failed must not leave the others waiting for its note until the timeout.
         agree(group, failure, CheckpointNotWritten)
         self._job = BackgroundSave(
             self._copies,
-            Writer(draft.path, made.sets),
+            Writer(draft.path, save_plan.sets),
             draft,
             finish,
             rank=group.rank,
@@ -245,31 +262,32 @@ class CheckpointSaver:
         )
         if not self._is_awaited_at_exit:
             self._is_awaited_at_exit = True
-            # Weak, so that the handler does not keep a dropped engine and its memory.
+            # Weak, so that the handler does not keep a dropped engine and its memory alive.
             _await_at_exit(WeakMethod(self.wait))
         self._job.start()
 
     # -- the folder -------------------------------------------------------------------------
 
     def claim(self, folder: Path) -> None:
-        """Keep other jobs out of `folder`, into which this one saves. Collective.
+        """Lock `folder`, into which this job saves, against other jobs. Collective.
 
-        Raises FolderInUse on all ranks if another job has it already. A folder that cannot be
-        written is for the save to report.
+        Raises FolderInUse on all ranks if another job holds it. A folder that cannot be written
+        raises nothing here: the save reports it.
         """
         failure = None
         held = self._claims.get(folder)
-        # A folder that was removed since has lost its lock.
+        # If the folder was removed since, its lock is gone too. Only rank 0 locks: the lock keeps
+        # other jobs out, not other ranks of this one.
         if self._spec.world_group.rank == 0 and (held is None or not held.holds()):
             try:
-                with suppress(OSError):  # as of a disk that may only be read
+                with suppress(OSError):  # for example a read-only disk
                     if held is not None:
                         held.release()
                     claim = self._claims[folder] = take(folder)
                     if not claim.locked:
                         self._world.say_once(
-                            f"the file system of {folder} has no locks: see that no other job "
-                            "saves there."
+                            f"the file system of {folder} has no file locks: make sure that no "
+                            "other job saves there."
                         )
             except FolderInUse as error:
                 failure = str(error)
@@ -278,54 +296,58 @@ class CheckpointSaver:
     def end_removals(self, folder: Path) -> None:
         """Finish removals in `folder` that a kill interrupted.
 
-        A run that has nothing more to train makes no save that would do so.
+        A save does this too, but a run that has nothing left to train makes no save.
         """
         if self._spec.world_group.rank == 0 and folder in self._claims:
             atomic_folders.end_removals(folder)
 
     def leave(self) -> None:
-        """Release the folders to other jobs."""
+        """Release the folders for other jobs."""
         _release(self._claims)
 
     def tolerate(self, error: CheckpointNotWritten) -> None:
-        """Report that a checkpoint is missing if training may continue without it; else raise."""
+        """Report a missing checkpoint if training may continue without it; otherwise raise."""
         if self._spec.settings.save_failure == "stop":
             raise error
-        self._world.print(f"shardwise: {error} Training goes on.", file=sys.stderr)
+        self._world.print(f"shardwise: {error} Training continues.", file=sys.stderr)
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank knows that the save in the background failed."""
+        """True once this rank knows that the background save failed."""
         return self._job is not None and not self._job.is_alive() and bool(self._job.failure)
 
     # -- leaving at a step boundary ---------------------------------------------------------
 
     def mark_boundary(self) -> None:
-        """Keep the model's buffers as they are now, for a save between this step and the next."""
+        """Keep a copy of the model's buffers, for a save between this step and the next."""
         self._objects.buffers.keep()
 
     def go_back_to_boundary(self) -> None:
-        """Undo the changes of forwards since the last step.
+        """Undo the effects of forwards since the last step.
 
-        Outside of a loop over a Loader, restore the common random stream too. In such a loop the
-        body of the last batch is done, so its draws count.
+        Outside a loop over a Loader, this rewinds the common random stream too. Inside such a loop
+        the body has finished with the last batch, so its draws count.
         """
         self._objects.buffers.restore()
         if not self._world.current_batch.in_loop():
             self._world.draws.go_back_to_boundary()
 
     def at_boundary(self) -> AbstractContextManager[None]:
-        """Context manager for a save that other ranks load. Rewinds the common random stream to the
-        last boundary, because those ranks repeat what this process has drawn since."""
+        """Return a context manager for a save that other ranks will load.
+
+        It rewinds the common random stream to the last boundary, because those ranks will repeat
+        the draws that this process has made since.
+        """
         in_loop = self._world.current_batch.in_loop()
         return nullcontext() if in_loop else self._world.draws.at_boundary()
 
     def wait(self) -> None:
-        """Wait for the save in the background.
+        """Wait for the background save.
 
-        Raises CheckpointNotWritten on all ranks if it failed, unless training continues without.
+        Raises CheckpointNotWritten on all ranks if it failed and training must not continue.
         """
         if self._job is not None:
+            # Clear it first: a failure must be reported once, not again by the next save.
             job, self._job = self._job, None
             with span("wait for the save before", Row.CHECKPOINT):
                 job.join()
@@ -334,22 +356,26 @@ class CheckpointSaver:
 
 
 def _finish(
-    made: SavePlan,
+    save_plan: SavePlan,
     fields: Mapping[str, Any],
-    more: Mapping[str, bytes],
+    small_files: Mapping[str, bytes],
     draft: Draft,
     keep: int | None,
-    kept: Callable[[], None],
+    report_kept: Callable[[], None],
     say: Callable[[str], None],
-    several: Sequence[Sums],
+    sums_by_rank: Sequence[Sums],
 ) -> None:
-    """Complete a checkpoint from the checksums of all ranks, then remove the oldest ones. For
-    rank 0, maybe in a thread."""
-    draft.finish(save_tensors.documents(made, several, fields, more))
-    kept()
+    """Publish a checkpoint with the checksums of all ranks, then remove the oldest ones.
+
+    Runs on rank 0, possibly in a thread.
+    """
+    draft.finish(save_tensors.documents(save_plan, sums_by_rank, fields, small_files))
+    # After the rename: only now can a restart rely on this checkpoint. Before pruning: a kill
+    # between the two leaves too many checkpoints, never too few.
+    report_kept()
     if keep is not None:
         draft.prune(keep)
-    for line in draft.left:  # this one is complete, whatever is left beside it
+    for line in draft.warnings:  # warnings only: this checkpoint is complete
         say(line)
 
 
@@ -359,9 +385,9 @@ def _release(claims: dict[Path, FolderClaim]) -> None:
 
 
 def _await_at_exit(wait: WeakMethod[Callable[[], None]]) -> None:
-    """Wait for the save in the background before the process ends.
+    """Wait for the background save before the process exits.
 
-    If it failed, the process ends with exit code 1: at that point no caller can catch an error.
+    If the save failed, exit with code 1: at that point no caller can catch an exception.
     """
 
     def last() -> None:
@@ -370,6 +396,7 @@ def _await_at_exit(wait: WeakMethod[Callable[[], None]]) -> None:
                 call()
         except CheckpointError as error:
             print(f"shardwise: {error}", file=sys.stderr, flush=True)
+            # Skips other exit handlers and the interpreter's shutdown, so leave the group first.
             leave()
             sys.stdout.flush()
             os._exit(1)

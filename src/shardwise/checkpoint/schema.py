@@ -1,8 +1,8 @@
-"""Checks once, where it is read, that checkpoint.json holds what it may. Pure.
+"""Validation of checkpoint.json, done once when it is read. Pure.
 
-Whoever takes a value out of it later need not ask whether it is one.
+Later code uses values of the file without checking them again.
 
-A check is called with the place of a value, as `optimizers[0].groups`, and the value.
+A check is called with the path of a value, such as `optimizers[0].groups`, and the value.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 DEEPEST = 100
-"""Levels of lists and maps in a value of the user."""
+"""Maximum nesting of lists and maps in a user's value."""
 
 Check = Callable[[str, Any], None]
 
 
 class Fault(ValueError):
-    """A value that no save writes. Says its place and value."""
+    """A value that no save writes. The message has its path and value."""
 
 
 def _must(good: bool, place: str, value: Any, wanted: str) -> None:
@@ -30,12 +30,12 @@ def _must(good: bool, place: str, value: Any, wanted: str) -> None:
 
 
 def _check(wanted: str, good: Callable[[Any], bool]) -> Check:
-    """Return a check for the values for which `good` holds; `wanted` says which in words."""
+    """Return a check that `good` holds; `wanted` describes the valid values."""
     return lambda place, value: _must(good(value), place, value, wanted)
 
 
 def _is_number(value: Any, *kinds: type) -> bool:
-    # True and False are integers to Python, and not to a reader of JSON.
+    # In Python True and False are integers; in JSON they are not.
     return isinstance(value, kinds or (int, float)) and not isinstance(value, bool)
 
 
@@ -54,53 +54,53 @@ crc = _check(
     "8 hexadecimal digits",
     lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None,
 )
-# One that is not finite stands there as json_values.py encodes it.
+# json_values.py encodes a number that is not finite as {"$float": ...}.
 number = _check(
     "a number",
     lambda v: _is_number(v) or (isinstance(v, dict) and v.get("$float") in ("nan", "inf", "-inf")),
 )
 
 
-def plain_name(name: Any) -> bool:
-    """Return whether `name` is a file in the same folder, so that no name leads out of a
+def is_plain_name(name: Any) -> bool:
+    """Return whether `name` is a file name without folders, so that no name points outside a
     checkpoint."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
-file_name = _check("the name of a file in the same folder", plain_name)
+file_name = _check("the name of a file in the same folder", is_plain_name)
 
 
 def plain_value(place: str, value: Any, depth: int = 0) -> None:
-    """Check a value of any JSON type that is not nested too deeply."""
+    """Raise Fault if a value, of any JSON type, is nested too deeply."""
     if depth > DEEPEST:
         raise Fault(f"its {place[:60]} is nested deeper than {DEEPEST} levels")
     if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            plain_value(place, each, depth + 1)
+        for item in value.values() if isinstance(value, dict) else value:
+            plain_value(place, item, depth + 1)
 
 
 def list_of(check: Check) -> Check:
-    def several(place: str, value: Any) -> None:
+    def check_list(place: str, value: Any) -> None:
         _must(isinstance(value, list), place, value, "a list")
-        for number, each in enumerate(value):
-            check(f"{place}[{number}]", each)
+        for number, item in enumerate(value):
+            check(f"{place}[{number}]", item)
 
-    return several
+    return check_list
 
 
 def map_of(check: Check) -> Check:
-    def named(place: str, value: Any) -> None:
+    def check_map(place: str, value: Any) -> None:
         _must(isinstance(value, dict), place, value, "a map")
-        for name, each in value.items():
-            check(f"{place}.{name}", each)
+        for name, item in value.items():
+            check(f"{place}.{name}", item)
 
-    return named
+    return check_map
 
 
 def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """Return a check for a map with `fields`, and maybe `optional` ones.
+    """Return a check for a map with all `fields`, and possibly `optional` ones.
 
-    Other keys are allowed: a later version may have more.
+    Other keys are allowed, because later versions may add some.
     """
 
     def check_record(place: str, value: Any) -> None:
@@ -136,7 +136,7 @@ FIELDS: dict[str, Check] = {
     "tracked": map_of(plain_value),
     "written_by": map_of(plain_value),
 }
-"""The fields of each checkpoint.json besides format, version and checksum."""
+"""Fields of every checkpoint.json besides format, version and checksum."""
 
 _ISLAND = record(
     {
@@ -152,7 +152,7 @@ REPORTED = (
     *("step", "weight", "shown", "loss", "backwards", "divisor", "several", "asked", "unsaved"),
     *("finite", "options", "weights", "scale", "updates"),
 )
-"""The numbers that an island reports with its gradients."""
+"""Numbers that an island reports with its gradients."""
 
 _REPORT = record(dict.fromkeys(REPORTED, number))
 _WAITING = record({"step": count, "reports": list_of(_REPORT), "used": list_of(text)})
@@ -163,9 +163,9 @@ OPTIONAL: dict[str, Check] = {
     "islands": list_of(_ISLAND),
     "behind": _BEHIND,
 }
-"""Further fields: those of some runs, and those that older checkpoints lack."""
+"""Optional fields: only some runs write them, and older checkpoints lack them."""
 
 
-def check(told: Any) -> None:
-    """Raise Fault for the first field of `told` that is missing or has a wrong value."""
-    record(FIELDS, OPTIONAL)("", told)
+def check(fields: Any) -> None:
+    """Raise Fault for the first field that is missing or has an invalid value."""
+    record(FIELDS, OPTIONAL)("", fields)

@@ -1,6 +1,6 @@
-"""Declares what a checkpoint needs of the things that an engine is made from, and of its states.
+"""Protocols for the parts of an engine's specification and states that a checkpoint uses.
 
-The engine is a layer above and passes them in: `EngineSpec` and `States` in engine/.
+The engine is in a layer above and passes in its `EngineSpec` and `States`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters
 
-# Properties, because an attribute of a protocol would have to be writable and of exactly that type.
+# Properties: a plain attribute of a protocol must be writable and have exactly the same type.
 
 
 class SpecView(Protocol):
-    """What an engine is made from."""
+    """Models, optimizers, settings and groups of ranks of an engine."""
 
     @property
     def models(self) -> Sequence[nn.Module]: ...
@@ -47,8 +47,8 @@ class SpecView(Protocol):
     @property
     def tensor_rank(self) -> int: ...
     @property
-    def steps_apart(self) -> bool:
-        """Whether groups of ranks make updates of their own."""
+    def has_separate_steps(self) -> bool:
+        """True if groups of ranks make separate updates (islands)."""
 
     # Groups of ranks, as in engine/engine_spec.py.
     @property
@@ -68,17 +68,17 @@ class SpecView(Protocol):
         """Return every parameter of the models and optimizers."""
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
-        """Return the part of the whole tensor that `parameter` is; None if it is whole."""
+        """Return the part of a whole tensor that `parameter` is; None if it is whole."""
 
     def is_here(self, parameter: Tensor) -> bool:
-        """Return whether this rank trains `parameter`, or a part of it."""
+        """Return whether this rank trains `parameter` or a part of it."""
 
     def runs(self, module: nn.Module) -> bool:
         """Return whether this rank runs `module`."""
 
 
 class StatesView(Protocol):
-    """The states of an engine, as they are laid out now."""
+    """The states of an engine in their present layout."""
 
     @property
     def parameters(self) -> Parameters: ...

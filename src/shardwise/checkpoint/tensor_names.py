@@ -1,8 +1,8 @@
-"""Matches the tensor names of a file with those of a model, whoever wrote it. Pure.
+"""Matching of the tensor names in a file to the names in a model, for files of any library. Pure.
 
-DistributedDataParallel puts `module.` before every name, torch.compile `_orig_mod.` before those
-of what it compiles. Both are left out where that makes more names known; a submodule that is
-really called `module` keeps its name.
+DistributedDataParallel adds the prefix `module.` to every name, and torch.compile adds `_orig_mod.`
+to the names in a compiled module. A prefix is removed only if more names match without it, so a
+submodule that is really called `module` keeps its name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _COMPILED = "_orig_mod."
 
 @dataclass(frozen=True)
 class Match:
-    """`found`: by the model's first name of a tensor, the file's. `missing` are of the model,
-    `unexpected` of the file."""
+    """Result of a match. `found` maps the model's first name of a tensor to the name in the file;
+    `missing` are names of the model, `unexpected` names of the file."""
 
     found: dict[str, str]
     missing: list[str]
@@ -25,16 +25,20 @@ class Match:
 
 
 def match(wanted: Mapping[str, Sequence[str]], held: Iterable[str]) -> Match:
-    """Match `held`, the names in a file, with the tensors `wanted`: by first name, all names
-    (those of tied weights)."""
+    """Match the names in a file (`held`) to the tensors of a model.
+
+    Args:
+        wanted: All names of each tensor (several for tied weights), keyed by the first.
+    """
     names = list(held)
-    known = {name for several in wanted.values() for name in several}
+    known = {name for all_names in wanted.values() for name in all_names}
+    # max returns the first of equals, so the simplest interpretation wins.
     best = max(_readings(names), key=lambda read: sum(read(name) in known for name in names))
     by_name = {best(name): name for name in names}
     found = {
-        first: by_name[next(name for name in several if name in by_name)]
-        for first, several in wanted.items()
-        if any(name in by_name for name in several)
+        first: by_name[next(name for name in all_names if name in by_name)]
+        for first, all_names in wanted.items()
+        if any(name in by_name for name in all_names)
     }
     return Match(
         found,
@@ -44,8 +48,9 @@ def match(wanted: Mapping[str, Sequence[str]], held: Iterable[str]) -> Match:
 
 
 def _readings(names: Sequence[str]) -> list[Callable[[str], str]]:
-    """Ways to read the names, the plainest first: the first of equals is taken."""
+    """Return the ways to interpret the names, simplest first; `max` picks the first of equals."""
     readings: list[Callable[[str], str]] = [str, _uncompiled]
+    # DistributedDataParallel wraps the whole model, so either all names have its prefix or none.
     if names and all(_uncompiled(name).startswith(_WRAPPER) for name in names):
         readings += [
             lambda name: name.removeprefix(_WRAPPER),
@@ -58,7 +63,7 @@ def _uncompiled(name: str) -> str:
     return name.replace(_COMPILED, "")
 
 
-def listed(several: Sequence[str]) -> str:
-    """`several` in a message, the first 20 of them."""
-    shown = ", ".join(several[:20])
-    return shown if len(several) <= 20 else f"{shown} and {len(several) - 20} more"
+def listed(names: Sequence[str]) -> str:
+    """Return the names for a message: the first 20, and the number of the others."""
+    shown = ", ".join(names[:20])
+    return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"

@@ -1,7 +1,7 @@
-"""Maps intervals of buckets to named tensors, so that checkpoints read and write them by spans.
+"""Maps intervals of buckets to named tensors, so that checkpoints can read and write them.
 
-A state knows intervals of buckets. To the world outside it is tensors with names, of which each
-rank has some elements: a checkpoint is written from, and read into, these spans.
+The states store intervals of flat buckets. A checkpoint stores tensors by name, and
+each rank holds some of their elements. A StoredTensors connects the two.
 """
 
 from __future__ import annotations
@@ -21,32 +21,31 @@ from shardwise.states.optimizer.ema import Averages
 from shardwise.states.optimizer.existing_optimizer_state import Blank
 from shardwise.states.optimizer.interval_gather import gather_bucket, on_host
 from shardwise.states.optimizer.optimizer_state import OptimizerState
-from shardwise.states.optimizer.update_interval import UpdateSegment
+from shardwise.states.optimizer.update_interval import UpdatedTensor
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
 from shardwise.states.storage.storage import MemoryStorage, Storage
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
-"""Kinds of sets that every checkpoint may have."""
+"""Kinds of sets that any checkpoint may have."""
 
 OUTER, GROUP = "outer", "group"
-"""Kinds of extra sets: the same for all groups of ranks, and one for each group."""
+"""Kinds of extra sets: one that all groups of ranks share, and one per group."""
 
 ATTRIBUTES = "attributes"
-"""The kind of tensors that optimizers keep in attributes."""
+"""Kind of the tensors in optimizers' attributes."""
 
 MASTER = "master"
 """Key of fp32 masters among the optimizer's tensors."""
 
 
 @dataclass(frozen=True)
-class TensorSpan:
-    """A flat interval of one set's tensors, which `copies` ranks hold and this one as number
-    `copy`.
+class StoredTensors:
+    """A flat interval with tensors of one set. `copies` ranks hold it; this rank is number `copy`.
 
-    Elements in no extent are padding. With `as_counted`, elements have the order of their own
-    tensor, even if their parameter is stored in another order.
+    Elements outside all extents are padding. With `as_counted`, elements are in the order of their
+    own tensor, even if their parameter is stored in another order.
     """
 
     kind: str
@@ -59,25 +58,25 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class ReportedState:
-    """Optimizer state of all ranks: by parameter its entries, with a Blank for each tensor, and the
-    parameters at which segments were cut."""
+    """Optimizer state of all ranks: the entries by parameter, with a Blank for each tensor, and
+    the parameters at whose borders segments were cut."""
 
     states: dict[int, dict[str, Any]]
     borders: set[int]
 
 
 def state_name(name: str, key: str) -> str:
-    """Return the name of entry `key` of parameter `name` among the optimizer's tensors."""
+    """Return the tensor name of entry `key` in the state of parameter `name`."""
     return f"{name}.{key}"
 
 
 class TensorSpans:
-    """The spans of one rank in trained parameters, masters, optimizer state and averages.
+    """Spans of one rank in trained parameters, masters, optimizer state and averages.
 
     Args:
-        group: The ranks that shard the states, if `scattered`.
-        among: Number of this rank among the ranks with the same elements, and their count; by
-            whether a rank has only a part of each tensor.
+        group: Ranks that shard the states, if `scattered`.
+        among: This rank's position among the ranks with the same elements, and their number. The
+            key says whether a rank has only a part of each tensor (tensor parallelism).
         among_own: The same for optimizer state, which each group of ranks has for itself.
     """
 
@@ -106,9 +105,10 @@ class TensorSpans:
         }
 
     def reported(self) -> ReportedState:
-        """Gather which state there is from all ranks. Collective."""
-        mine = self._own_states(), self._own_borders()
-        gathered = self._group.gather_objects(mine) if self._scattered else [mine]
+        """Gather the optimizer state's entries from all ranks. Collective."""
+        own_report = self._own_states(), self._own_borders()
+        # With replicated state each rank has all entries, so no collective is needed.
+        gathered = self._group.gather_objects(own_report) if self._scattered else [own_report]
         states: dict[int, dict[str, Any]] = {}
         for interval, _ in gathered:
             states |= interval
@@ -127,7 +127,7 @@ class TensorSpans:
             }
         )
 
-    def _entry(self, index: int, segment: UpdateSegment, number: int, key: str, value: Any) -> Any:
+    def _entry(self, index: int, segment: UpdatedTensor, number: int, key: str, value: Any) -> Any:
         if not self._optimizer.is_tensor(index, segment, key, value):
             return value
         flat = self._optimizer.is_flat(index, segment, key, value)
@@ -135,6 +135,7 @@ class TensorSpans:
         return Blank(tuple(shape), value.dtype)
 
     def _own_borders(self) -> set[int]:
+        # A cut at an interval's start follows from the bucket layout, so it need not be saved.
         return {
             segment.pieces[0].parameter
             for interval, group in zip(
@@ -145,24 +146,26 @@ class TensorSpans:
             if segment.first > interval.own[0] and segment.pieces[0].offset == 0
         }
 
-    def __iter__(self) -> Iterator[TensorSpan]:
+    def __iter__(self) -> Iterator[StoredTensors]:
         """Yield all spans, bucket by bucket."""
         for index in range(len(self._optimizer.intervals)):
             for kind, key, storage in self._intervals(index):
-                yield self._holding(index, kind, storage, self._extents(index, key))
+                yield self._span(index, kind, storage, self._extents(index, key))
             yield from self._states(index)
 
     def _intervals(self, index: int) -> Iterator[tuple[str, str | None, Storage]]:
-        """Yield set, key and storage of the states that cover a whole interval."""
+        """Yield set, key and storage of each state that covers a whole interval."""
         interval = self._optimizer.intervals[index]
         yield MODEL, None, interval.target
+        # fp32 training has no separate master: target and master are the same storage.
         if interval.master is not interval.target:
             yield OPTIMIZER, MASTER, interval.master
         if self._averages is not None:
             yield AVERAGE, None, self._averages.storages[index]
 
-    def _states(self, index: int) -> Iterator[TensorSpan]:
+    def _states(self, index: int) -> Iterator[StoredTensors]:
         interval = self._optimizer.intervals[index]
+        # Moments cover the whole interval, but some parameters may have none yet.
         for key, storage in interval.moments.items():
             numbers = {
                 piece.parameter
@@ -170,7 +173,8 @@ class TensorSpans:
                 if key in state
                 for piece in segment.pieces
             }
-            yield self._holding(index, OPTIMIZER, storage, self._extents(index, key, numbers))
+            yield self._span(index, OPTIMIZER, storage, self._extents(index, key, numbers))
+        # All other tensors, such as Adafactor's factors, belong to one segment each.
         for segment, state in self._optimizer.state_of(index):
             for key, value in state.items():
                 is_tensor = self._optimizer.is_tensor(index, segment, key, value)
@@ -178,16 +182,16 @@ class TensorSpans:
                     continue
                 names = {p.parameter: self._name(p.parameter, key) for p in segment.pieces}
                 if flat := self._optimizer.is_flat(index, segment, key, value):
-                    found = extents(segment.pieces, segment.first, names, self._shards)
+                    parts = extents(segment.pieces, segment.first, names, self._shards)
                 else:
-                    found = [Extent(next(iter(names.values())), 0, value.numel(), 0)]
-                holding = self._holding(index, OPTIMIZER, MemoryStorage(_flat(value)), found)
+                    parts = [Extent(next(iter(names.values())), 0, value.numel(), 0)]
+                holding = self._span(index, OPTIMIZER, MemoryStorage(_flat(value)), parts)
                 yield replace(holding, as_counted=not flat)
 
     def _extents(
         self, index: int, key: str | None, numbers: set[int] | None = None
     ) -> list[Extent]:
-        """The extents of a bucket's interval by the names of a key; of `numbers` if given."""
+        """Return the extents of a bucket's interval, named by `key`; only of `numbers` if given."""
         interval = self._optimizer.intervals[index]
         names = {
             slot.parameter: self._name(slot.parameter, key)
@@ -200,44 +204,44 @@ class TensorSpans:
         name = self._parameters.named[number].name
         return name if key is None else state_name(name, key)
 
-    def _holding(
-        self, index: int, kind: str, storage: Storage, found: Sequence[Extent]
-    ) -> TensorSpan:
-        # A bucket holds parts of tensors only, or none.
+    def _span(
+        self, index: int, kind: str, storage: Storage, parts: Sequence[Extent]
+    ) -> StoredTensors:
+        # Tensors of a bucket are either all whole or all parts, so the first slot decides.
         slots = self._optimizer.intervals[index].bucket.slots
         among = self._among_own if kind == OPTIMIZER else self._among
         copy, copies = among[slots[0].parameter in self._shards]
-        return TensorSpan(kind, storage, found, copy, copies)
+        return StoredTensors(kind, storage, parts, copy, copies)
 
-    # -- tensors whose memory is not in the order of their elements -------------------------
+    # -- tensors whose memory order differs from their element order ------------------------
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
-        """Return set and name of tensors whose memory is not in the order of their elements."""
+        """Return set and name of tensors whose memory order differs from their element order."""
         return {
             (kind, self._name(slot.parameter, key))
             for index in range(len(self._optimizer.intervals))
-            if (slots := self._odd_slots(index))
-            for kind, key, _ in self._wholes(index, slots, reported)
+            if (slots := self._reordered_slots(index))
+            for kind, key, _ in self._flat_states(index, slots, reported)
             for slot in slots
             if self._has(slot.parameter, key, reported)
         }
 
     def reordered(self, reported: ReportedState) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield these tensors flat in the order of their elements, whole on every rank.
+        """Yield these tensors flat in element order, whole on every rank.
 
         Collective, bucket by bucket.
         """
         for index in range(len(self._optimizer.intervals)):
-            if not (slots := self._odd_slots(index)):
+            if not (slots := self._reordered_slots(index)):
                 continue
-            for kind, key, dtype in self._wholes(index, slots, reported):
-                flat = self._whole(index, kind, key, dtype)
+            for kind, key, dtype in self._flat_states(index, slots, reported):
+                flat = self._gather_state(index, kind, key, dtype)
                 for slot in slots:
                     if self._has(slot.parameter, key, reported):
                         view = self._parameters.named[slot.parameter].view(flat, slot.start)
                         yield kind, self._name(slot.parameter, key), view.contiguous().view(-1)
 
-    def _odd_slots(self, index: int) -> list[Slot]:
+    def _reordered_slots(self, index: int) -> list[Slot]:
         return [
             slot
             for slot in self._optimizer.intervals[index].bucket.slots
@@ -247,13 +251,15 @@ class TensorSpans:
     def _has(self, number: int, key: str | None, reported: ReportedState) -> bool:
         return key in (None, MASTER) or key in reported.states.get(number, ())
 
-    def _wholes(
+    def _flat_states(
         self, index: int, slots: Sequence[Slot], reported: ReportedState
     ) -> Iterator[tuple[str, str | None, torch.dtype]]:
-        """Yield set, key and dtype of the states that are flat over a bucket. The same on all
-        ranks."""
+        """Yield set, key and dtype of the states that are flat over a bucket, in the same order
+        on all ranks."""
         for kind, key, storage in self._intervals(index):
             yield kind, key, storage.dtype
+        # From the reported state, not from this rank's: another rank's parameters may have a key
+        # that no parameter of this rank has, and the gather needs every rank.
         dtypes = {
             key: entry.dtype
             for slot in slots
@@ -263,8 +269,8 @@ class TensorSpans:
         for key in sorted(dtypes):
             yield OPTIMIZER, key, dtypes[key]
 
-    def _whole(self, index: int, kind: str, key: str | None, dtype: torch.dtype) -> Tensor:
-        """Gather one state of a whole bucket."""
+    def _gather_state(self, index: int, kind: str, key: str | None, dtype: torch.dtype) -> Tensor:
+        """Gather one state of a whole bucket. Collective if the state is sharded."""
         interval = self._optimizer.intervals[index]
         own = {(k, name): storage for k, name, storage in self._intervals(index)}
         device = self._parameters.kind(index)[1]
@@ -277,13 +283,15 @@ class TensorSpans:
         return gather_bucket(interval.bucket, interval.own, value, group)
 
 
-def of_sharded_bucket(bucket: ShardedBucket, among: Mapping[bool, tuple[int, int]]) -> TensorSpan:
+def of_sharded_bucket(
+    bucket: ShardedBucket, among: Mapping[bool, tuple[int, int]]
+) -> StoredTensors:
     """Return the span of a sharded bucket of frozen parameters; `among` is as in TensorSpans."""
     slots = list(zip(bucket.layout.slots, bucket.named, strict=True))
     names = {slot.parameter: named.name for slot, named in slots}
     shards = {slot.parameter: t.shard for slot, t in slots if t.shard is not None}
-    found = extents(bucket.layout.pieces(*bucket.own), bucket.own[0], names, shards)
-    return TensorSpan(MODEL, bucket.storage, found, *among[bool(shards)])
+    parts = extents(bucket.layout.pieces(*bucket.own), bucket.own[0], names, shards)
+    return StoredTensors(MODEL, bucket.storage, parts, *among[bool(shards)])
 
 
 def of_tensor(
@@ -293,19 +301,18 @@ def of_tensor(
     copies: int,
     kind: str = MODEL,
     shard: Shard | None = None,
-) -> TensorSpan:
-    """Return the span of a whole tensor that `copies` ranks hold, or of the part that `shard`
-    names."""
+) -> StoredTensors:
+    """Return the span of a whole tensor that `copies` ranks hold, or of its part `shard`."""
     whole = Extent(name, 0, value.numel(), 0)
-    found = [whole] if shard is None else of_whole(whole, shard)
-    return TensorSpan(kind, MemoryStorage(_flat(value)), found, copy, copies)
+    parts = [whole] if shard is None else of_whole(whole, shard)
+    return StoredTensors(kind, MemoryStorage(_flat(value)), parts, copy, copies)
 
 
 def reordered_bucket(
     bucket: ShardedBucket, group: Collectives
 ) -> Iterator[tuple[NamedParameter, Tensor]]:
-    """Yield the tensors of `bucket` whose memory is not in the order of their elements, in that
-    order."""
+    """Yield the tensors of `bucket` whose memory order differs from their element order, in
+    element order. Collective."""
     if all(named.in_order for named in bucket.named):
         return
     value = bucket.storage.loaded(bucket.kind[2])

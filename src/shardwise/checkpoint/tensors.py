@@ -1,4 +1,4 @@
-"""Names the tensors of an engine that a checkpoint holds, with the intervals that this rank has."""
+"""Names of all tensors of an engine in a checkpoint, with the intervals that this rank holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.checkpoint.tensor_spans import (
     GROUP,
     OUTER,
     ReportedState,
-    TensorSpan,
+    StoredTensors,
     TensorSpans,
 )
 from shardwise.layout.shards import Shard
@@ -33,50 +33,52 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Inventory:
-    """The tensors of the models, in the order of registration.
+    """Tensors of the models, in registration order.
 
     Args:
-        names: All names of each tensor, by the first one, under which it is written.
-        buffers: The buffers by name, as this rank has them.
+        names: All names of each tensor, keyed by the first one, under which it is saved.
+        buffers: Buffers of this rank by name.
         parameters: Dtype and whole shape of each parameter.
     """
 
     names: dict[str, list[str]]
     buffers: dict[str, Tensor]
     homes: dict[str, nn.Module]
-    """The modules that have them."""
+    """Modules that own the tensors, by name."""
     whole: dict[str, Tensor]
-    """Parameters that are not trained and not laid out, as every rank has them."""
+    """Parameters that are neither trained nor in a flat buffer; every rank holds them whole."""
     parameters: dict[str, TensorSpec]
 
     @property
     def aliases(self) -> dict[str, str]:
-        """The further names of tied weights, by the first."""
-        return {alias: first for first, several in self.names.items() for alias in several[1:]}
+        """Maps each alias of a tied weight to its first name."""
+        return {alias: first for first, all_names in self.names.items() for alias in all_names[1:]}
 
 
-def take(spec: SpecView, states: StatesView) -> Inventory:
-    """List the tensors that an engine has now."""
+def take_inventory(spec: SpecView, states: StatesView) -> Inventory:
+    """Return the inventory of an engine's present tensors."""
     parameters = states.parameters
-    laid = {t.parameter: t for t in parameters.named}
-    laid |= {t.parameter: t for slab in parameters.frozen for t in slab.named}
+    # Parameters in flat buffers, whose own tensors may be empty at the moment (ZeRO-3).
+    forms = {t.parameter: t for t in parameters.named}
+    forms |= {t.parameter: t for slab in parameters.frozen for t in slab.named}
     names: dict[int, list[str]] = {}
     buffers: dict[str, Tensor] = {}
+    # By identity, because tied weights are one tensor under several names.
     homes: dict[str, nn.Module] = {}
     by_id: dict[int, Any] = {}
-    for name, value, module in _tensors(spec):
+    for name, value, module in _named_tensors(spec):
         homes.setdefault(name, module)
         names.setdefault(id(value), []).append(name)
         by_id[id(value)] = value
-    for named in spec.located():  # those that only an optimizer knows
+    for named in spec.located():  # adds parameters that only an optimizer holds
         names.setdefault(id(named.parameter), [named.name])
         by_id[id(named.parameter)] = named.parameter
     specs: dict[str, TensorSpec] = {}
     whole: dict[str, Tensor] = {}
     for number, (first, *_) in names.items():
         value = by_id[number]
-        if value in laid:
-            form = laid[value]
+        if value in forms:
+            form = forms[value]
             specs[first] = TensorSpec(first, dtype_name(form.dtype), tuple(form.whole_shape))
         elif isinstance(value, nn.Parameter):
             specs[first] = spec_of(first, value, spec.shard_of(value))
@@ -84,36 +86,37 @@ def take(spec: SpecView, states: StatesView) -> Inventory:
                 whole[first] = value
         else:
             buffers[first] = value
-    known = {several[0]: several for several in names.values()}
+    known = {all_names[0]: all_names for all_names in names.values()}
     return Inventory(known, buffers, homes, whole, specs)
 
 
-def _tensors(spec: SpecView) -> Iterator[tuple[str, Tensor, nn.Module]]:
-    """Every name of every parameter and persistent buffer of the models, as in state_dict(), and
-    the module that has it."""
+def _named_tensors(spec: SpecView) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    """Yield name, tensor and owner of all parameters and persistent buffers, as in state_dict()."""
     for model, prefix in zip(spec.models, spec.prefixes, strict=True):
-        # With duplicates: every name of a tied weight belongs into the file.
+        # With duplicates, because the file lists every name of a tied weight.
         for path, module in model.named_modules(remove_duplicate=False):
-            kept = {
+            buffers = {
                 key: buffer
                 for key, buffer in module._buffers.items()
                 if key not in module._non_persistent_buffers_set
             }
-            for key, value in [*module._parameters.items(), *kept.items()]:
+            for key, value in [*module._parameters.items(), *buffers.items()]:
                 if value is not None:
                     name = ".".join(part for part in (prefix, path, key) if part)
+                    # torch.compile's wrapper must not change the names in the file.
                     yield name.replace("_orig_mod.", ""), value, module
 
 
 def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
-    """Name, dtype and shape that `value`, or the tensor that it is a part of, has in a file."""
+    """Return name, dtype and shape in a file, of `value` or of the tensor that it is a part of."""
     shape = tuple(value.shape) if shard is None else shard.shape
     return TensorSpec(name, dtype_name(value.dtype), shape)
 
 
 def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> list[TensorSpec]:
-    """Return the tensors of the optimizers' state; masters are listed if their dtype differs."""
+    """Return the tensors of the optimizers' state, with masters whose dtype differs."""
     states, specs = engine_tensors.states, []
+    # A master with its parameter's dtype is the parameter itself, and is saved as such.
     named = states.parameters.named
     masters = {
         slot.parameter: part.master.dtype
@@ -129,15 +132,15 @@ def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> l
             if isinstance(entry, Blank):
                 name = tensor_spans.state_name(form.name, key)
                 specs.append(TensorSpec(name, dtype_name(entry.dtype), entry.shape))
-    for each in engine_tensors.idle:
-        for key, value in sorted(each.tensors.items()):
-            shard = engine_tensors.spec.shard_of(each.parameter)
-            specs.append(spec_of(tensor_spans.state_name(each.name, key), value, shard))
+    for frozen in engine_tensors.frozen_states:
+        for key, value in sorted(frozen.tensors.items()):
+            shard = engine_tensors.spec.shard_of(frozen.parameter)
+            specs.append(spec_of(tensor_spans.state_name(frozen.name, key), value, shard))
     return specs
 
 
 def average_specs(states: StatesView) -> list[TensorSpec]:
-    """The moving averages, if there are any."""
+    """Return the moving averages, if the engine has any."""
     if states.averages is None:
         return []
     dtypes = {
@@ -146,13 +149,13 @@ def average_specs(states: StatesView) -> list[TensorSpec]:
         for slot in part.bucket.slots
     }
     return [
-        TensorSpec(each.name, dtype_name(dtypes[number]), tuple(each.whole_shape))
-        for number, each in enumerate(states.parameters.named)
+        TensorSpec(parameter.name, dtype_name(dtypes[number]), tuple(parameter.whole_shape))
+        for number, parameter in enumerate(states.parameters.named)
     ]
 
 
 class _Group:
-    """A parameter group of an optimizer. Its kind takes a trial, which is made once, when asked."""
+    """A parameter group of an optimizer. Its kind needs a trial, which runs once, on first use."""
 
     def __init__(self, optimizer: optim.Optimizer, options: dict[str, Any]) -> None:
         self.optimizer = optimizer
@@ -160,17 +163,17 @@ class _Group:
 
     @cached_property
     def kind(self) -> OptimizerKind:
-        """How the parameters of the group are updated."""
-        # All parameters of a group are updated in one way, so one of them is enough.
+        """How the parameters of this group are updated."""
+        # All parameters of a group are updated in the same way, so one is enough for the trial.
         device = self.options["params"][0].device
         return examine(self.optimizer, self.options, device, is_copied=False)
 
 
 @dataclass(frozen=True)
 class FrozenState:
-    """State of a parameter that is in a group of an optimizer and is not trained now.
+    """State of a parameter that is in an optimizer's group and is frozen now.
 
-    It stays with the user's optimizer, whole on every rank, until the parameter is trained again.
+    It stays in the user's optimizer, whole on every rank, until the parameter is trained again.
     """
 
     name: str
@@ -179,7 +182,7 @@ class FrozenState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of its state by key, as they are laid out while the parameter is trained."""
+        """Tensors of its state by key, with the classification used while it is trained."""
         state = self._state
         if not state:
             return {}
@@ -188,7 +191,7 @@ class FrozenState:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The single values of its state by key."""
+        """Single values of its state by key."""
         tensors = self.tensors
         return {k: v for k, v in self._state.items() if k not in tensors}
 
@@ -198,7 +201,8 @@ class FrozenState:
         return state
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Replace the state by `state`."""
+        """Replace the state with `state`."""
+        # Removed first: an optimizer without state for it creates a new one at the next step.
         held(self.group.optimizer).pop(self.parameter, None)
         if state:
             device = self.parameter.device
@@ -207,8 +211,8 @@ class FrozenState:
             }
 
 
-def _idle(spec: SpecView, states: StatesView) -> Iterator[FrozenState]:
-    """Yield the frozen parameters of the optimizers' groups, in their order."""
+def _frozen_states(spec: SpecView, states: StatesView) -> Iterator[FrozenState]:
+    """Yield the frozen parameters in the optimizers' groups, in order."""
     trained = {named.parameter for named in states.parameters.named}
     names = {named.parameter: named.name for named in spec.located()}
     for optimizer in spec.optimizers:
@@ -218,22 +222,22 @@ def _idle(spec: SpecView, states: StatesView) -> Iterator[FrozenState]:
                     yield FrozenState(names[parameter], parameter, group)
 
 
-def _place(rank: int, alike: list[bool]) -> tuple[int, int]:
-    """Return the number of `rank` among the ranks marked in `alike`, and how many there are."""
-    return sum(alike[:rank]), sum(alike)
+def _position(rank: int, selected: list[bool]) -> tuple[int, int]:
+    """Return the position of `rank` among the `selected` ranks, and their number."""
+    return sum(selected[:rank]), sum(selected)
 
 
-def _each(*several: list[bool]) -> list[bool]:
-    """Return for each rank whether all of `several` hold."""
-    return [all(flags) for flags in zip(*several, strict=True)]
+def _all_hold(*conditions: list[bool]) -> list[bool]:
+    """Return for each rank whether all conditions in `conditions` hold."""
+    return [all(flags) for flags in zip(*conditions, strict=True)]
 
 
 class EngineTensors:
-    """All tensors that a rank saves or loads. Making one is collective.
+    """All tensors that a rank saves or loads. The constructor is collective.
 
     Args:
-        extra_sets: The tensors and fields that a feature adds.
-        attributes: By optimizer, the values of its attributes, for a save.
+        extra_sets: Tensors and fields that a feature adds.
+        attributes: Attribute values of each optimizer, for a save.
     """
 
     def __init__(
@@ -246,28 +250,33 @@ class EngineTensors:
         self.spec = spec
         self.states = states
         self.attributes = attributes
-        self.inventory = take(spec, states)
-        self.idle = list(_idle(spec, states))
+        self.inventory = take_inventory(spec, states)
+        self.frozen_states = list(_frozen_states(spec, states))
         run = spec.world_group
         self.attribute_specs, self._attribute_copies = self._share_attributes()
+        # Each rank's coordinates, gathered at once: which part of each tensor it has, which layers,
+        # which shard, which group of ranks, and its number in that group.
         places_of = spec.shard_group, spec.apart, spec.peers
-        mine = spec.tensor_rank, spec.pipeline_rank, *(group.rank for group in places_of)
+        coordinates = spec.tensor_rank, spec.pipeline_rank, *(group.rank for group in places_of)
         parts, near, shared, home, peer = (
-            [there == here for there in column]
-            for here, column in zip(mine, zip(*run.gather_objects(mine), strict=True), strict=True)
+            [other == own for other in column]
+            for own, column in zip(
+                coordinates, zip(*run.gather_objects(coordinates), strict=True), strict=True
+            )
         )
 
-        def places(*alike: list[bool]) -> dict[bool, tuple[int, int]]:
+        def places(*conditions: list[bool]) -> dict[bool, tuple[int, int]]:
             return {
-                False: _place(run.rank, _each(near, *alike)),
-                True: _place(run.rank, _each(near, parts, *alike)),
+                False: _position(run.rank, _all_hold(near, *conditions)),
+                True: _position(run.rank, _all_hold(near, parts, *conditions)),
             }
 
-        # Ranks that hold the same elements share the writing: `among` those with the same shard, or
-        # `everywhere` if a state is not sharded. Parameters are the same in all groups of ranks,
-        # optimizer state only within a group (`home`).
+        # Ranks that hold the same elements share the writing: `among` are those with the same
+        # shard, `everywhere` is for a state that is not sharded. Parameters are equal in all
+        # groups of ranks; optimizer state is equal only within a group (`home`).
         self._among, self._everywhere = places(shared), places()
         among_own, self._everywhere_own = places(shared, home), places(home)
+        # With replicated optimizer state all ranks hold everything, so all of them share the work.
         scattered = spec.placement.is_sharded("optimizer")
         self.trained = TensorSpans(
             states.parameters,
@@ -284,82 +293,89 @@ class EngineTensors:
         self.extra = extra_sets.tensors(self.extra_places)
 
     def _share_attributes(self) -> tuple[list[TensorSpec], tuple[int, int] | None]:
-        """Return the tensors of `attributes`, and this rank's number among the ranks that write
-        them.
+        """Return the tensors of `attributes`, and this rank's position among their writers.
 
-        The second is None if this rank writes none. Collective.
+        The position is None if this rank writes none. Collective.
         """
+        # No collective if there are no attributes: all ranks agree on that from the classes alone.
         run = self.spec.world_group
-        if all(each is None for each in self.attributes):
+        if all(values_of_optimizer is None for values_of_optimizer in self.attributes):
             return [], None
         values = self._attribute_tensors
         everywhere = run.gather_objects([spec_of(name, value) for name, value in values.items()])
         first = everywhere[0]
-        if self.spec.steps_apart or any(each != first for each in everywhere):
-            # Ranks disagree: only the values of one rank fit each other.
+        if self.spec.has_separate_steps or any(
+            values_of_optimizer != first for values_of_optimizer in everywhere
+        ):
+            # Ranks disagree: write the values of one rank, which are consistent with each other.
             return first, (0, 1) if run.rank == 0 else None
-        # The same everywhere, so all ranks share the writing.
+        # Equal on all ranks, so all ranks share the writing.
         return first, (run.rank, run.size)
 
     @property
     def _attribute_tensors(self) -> dict[str, Tensor]:
         return {
-            n: v for each in self.attributes if each is not None for n, v in each.tensors.items()
+            n: v
+            for values in self.attributes
+            if values is not None
+            for n, v in values.tensors.items()
         }
 
     def set_of(self, kind: str, group: int | None = None) -> str:
-        """Return the name of the set for tensors of a kind, of this rank's group or of number
+        """Return the name of the set for tensors of a kind, for this rank's group or for
         `group`."""
         return self._extra_sets.set_name(kind, self.spec.peers.rank if group is None else group)
 
     @property
-    def optimized(self) -> dict[nn.Parameter, str]:
-        """The names of all parameters that an optimizer has, trained now or not."""
+    def optimizer_names(self) -> dict[nn.Parameter, str]:
+        """Names of all parameters in the optimizers' groups, trained or frozen."""
+        # A pipeline rank has only its layers' states, but a group has the parameters of all layers.
         if self.spec.pipeline is not None:
             return {named.parameter: named.name for named in self.spec.located()}
         names = {named.parameter: named.name for named in self.states.parameters.named}
-        return names | {each.parameter: each.name for each in self.idle}
+        return names | {frozen.parameter: frozen.name for frozen in self.frozen_states}
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
-        """The buffers that this rank writes: the first of the ranks that run their modules does."""
+        """Buffers that this rank writes: the first rank that runs the module does."""
         return {} if self.spec.peers.rank > 0 else self._buffers_of_group
 
     @property
     def extra_buffers(self) -> dict[str, Tensor]:
-        """The buffers that this rank writes into its group's set."""
+        """Buffers that this rank writes into its group's set."""
         return {} if self.extra is None else self.extra.buffers(self._buffers_of_group)
 
     @property
     def _buffers_of_group(self) -> dict[str, Tensor]:
+        # The ranks of a stage hold equal buffers, so its first rank writes them.
         if self.spec.stage_group.rank > 0:
             return {}
         homes = self.inventory.homes
         return {n: b for n, b in self.inventory.buffers.items() if self.spec.runs(homes[n])}
 
-    def of_all_layers(self, mine: T) -> list[T]:
-        """Gather `mine` from the ranks that share out the layers, in their order. Collective."""
-        line = self.spec.pipeline
-        return [mine] if line is None else line.group.gather_objects(mine)
+    def gather_from_layers(self, value: T) -> list[T]:
+        """Gather `value` from the pipeline's ranks, in order of their layers. Collective."""
+        pipeline = self.spec.pipeline
+        return [value] if pipeline is None else pipeline.group.gather_objects(value)
 
-    def frozen(self) -> Iterator[TensorSpan]:
-        """Yield the frozen parameters that are sharded."""
+    def frozen(self) -> Iterator[StoredTensors]:
+        """Yield the spans of sharded frozen parameters."""
         for slab in self.states.parameters.frozen:
             yield tensor_spans.of_sharded_bucket(slab, self._among)
 
-    def beside(self) -> Iterator[TensorSpan]:
+    def beside(self) -> Iterator[StoredTensors]:
         """Yield the spans of all tensors that are not trained.
 
-        These are frozen parameters and their state, attributes of optimizers, buffers, and the
-        tensors of a feature.
+        These are frozen parameters and their state, attributes of optimizers, buffers, and extra
+        sets.
         """
         yield from self.frozen()
         if self.extra is not None:
             yield from self.extra
-        for each in self.idle:
-            for key, value in each.tensors.items():
-                name = tensor_spans.state_name(each.name, key)
-                yield self._tensor(name, value, each.parameter, tensor_spans.OPTIMIZER)
+        for frozen in self.frozen_states:
+            for key, value in frozen.tensors.items():
+                name = tensor_spans.state_name(frozen.name, key)
+                yield self._tensor(name, value, frozen.parameter, tensor_spans.OPTIMIZER)
         for name, value in self.inventory.whole.items():
             yield self._tensor(name, value, value)
         if self._attribute_copies is not None:
@@ -373,27 +389,27 @@ class EngineTensors:
 
     def _tensor(
         self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
-    ) -> TensorSpan:
-        """Return the span of a tensor that belongs to `parameter` and that every rank has."""
+    ) -> StoredTensors:
+        """Return the span of a tensor that belongs to `parameter` and is whole on every rank."""
         shard = self.spec.shard_of(parameter)
         return tensor_spans.of_tensor(name, value, *self._copies(kind, shard), kind, shard)
 
     def _copies(self, kind: str, shard: Shard | None = None) -> tuple[int, int]:
-        """Return the number of this rank among the ranks that have the whole tensor, and their
-        count."""
+        """Return this rank's position among the ranks that hold the whole tensor, and their
+        number."""
         own = {tensor_spans.OPTIMIZER: self._everywhere_own, GROUP: self._everywhere_peers}
         return own.get(kind, self._everywhere)[shard is not None]
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
-        """Return set and name of tensors whose memory is not in the order of their elements."""
+        """Return set and name of tensors whose memory order differs from their element order."""
         frozen = [t for slab in self.states.parameters.frozen for t in slab.named]
         odd = {(tensor_spans.MODEL, named.name) for named in frozen if not named.in_order}
         apart = set() if self.extra is None else self.extra.out_of_order()
         return self.trained.out_of_order(reported) | odd | apart
 
-    def reordered(self, reported: ReportedState) -> Iterator[TensorSpan]:
-        """Yield spans of these tensors in the order of their elements. Collective."""
-        # A part of a tensor always lies in order.
+    def reordered(self, reported: ReportedState) -> Iterator[StoredTensors]:
+        """Yield spans of these tensors in element order. Collective."""
+        # A part of a tensor (tensor parallelism) is always in element order.
         beside = () if self.extra is None else self.extra.reordered()
         for kind, name, value in chain(self.trained.reordered(reported), beside):
             yield tensor_spans.of_tensor(name, value, *self._copies(kind), kind)

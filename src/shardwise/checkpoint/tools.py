@@ -1,4 +1,4 @@
-"""Inspects, verifies and exports a checkpoint without a run."""
+"""Inspection, verification and export of a checkpoint without a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 @dataclass(frozen=True)
 class TensorLine:
-    """A tensor of a checkpoint: its set, its file, and its CRC-32 as written."""
+    """A tensor of a checkpoint, with its set, its file and its stored CRC-32."""
 
     kind: str
     spec: TensorSpec
@@ -32,14 +32,15 @@ class TensorLine:
 class OpenedCheckpoint:
     """Context manager for a checkpoint's fields and tensors.
 
-    `path` is the folder of a step, or of several steps, of which the newest is taken. Raises
-    CheckpointError if there is none, BrokenCheckpoint if a file is damaged.
+    `path` is the folder of one step, or of several, whose newest is opened. Raises CheckpointError
+    if it does not exist, BrokenCheckpoint if a file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = newest(path)
         self.fields = document.load(self.path)
         self._stack = ExitStack()
+        # Files that are already open are closed if a later one is damaged.
         self.sets: dict[str, SafetensorsReader] = {}
         with ExitStack() as opening:
             for kind, names in self.fields["sets"].items():
@@ -55,36 +56,36 @@ class OpenedCheckpoint:
 
     @property
     def is_summed(self) -> bool:
-        """Whether the fields have a checksum. Checkpoints of earlier versions have none."""
+        """True if the fields have a checksum. Checkpoints of earlier versions do not."""
         return bool(self.fields["version"] > document.UNSUMMED)
 
     def lines(self) -> Iterator[TensorLine]:
-        """Yield every tensor, by name within its set."""
+        """Yield every tensor, sorted by name within its set."""
         for kind, tensors in self.sets.items():
             for name in sorted(tensors.specs):
                 written = self.fields["checksums"].get(kind, {}).get(name, "")
                 yield TensorLine(kind, tensors.specs[name], tensors.file_of(name), written)
 
-    def checked(self) -> Iterator[tuple[TensorLine, bool]]:
-        """Yield every tensor, and whether its bytes have the checksum that was written."""
+    def verify_tensors(self) -> Iterator[tuple[TensorLine, bool]]:
+        """Yield every tensor, and whether its bytes match the stored checksum."""
         for line in self.lines():
             yield line, self.sets[line.kind].checksum(line.spec.name) == line.checksum
 
-    def changed(self) -> list[str]:
-        """Return the names of small files that have changed or are missing."""
+    def changed_files(self) -> list[str]:
+        """Return the names of small files that are changed or missing."""
         tensors = {name for names in self.fields["sets"].values() for name in names}
-        found = []
+        names = []
         for name, written in self.fields["files"].items():
-            if name not in tensors:  # headers were compared when they were read
+            if name not in tensors:  # the reader has already checked the headers of tensor files
                 try:
                     good = document.crc_of(read_whole(self.path / name)) == written
                 except (OSError, BrokenCheckpoint):
                     good = False
-                found += [] if good else [name]
-        return found
+                names += [] if good else [name]
+        return names
 
-    def missing(self) -> list[str]:
-        """Return the tensors that have a checksum and are in no file."""
+    def missing_tensors(self) -> list[str]:
+        """Return the tensors that have a checksum but are in no file."""
         return [
             f"{kind}: {name}"
             for kind, sums in self.fields["checksums"].items()
@@ -94,19 +95,20 @@ class OpenedCheckpoint:
 
 
 def export(path: Path, to: Path, kind: str = "model") -> int:
-    """Write the tensors of set `kind` into one plain .safetensors or .pt file; return their number.
+    """Write the tensors of set `kind` into one .safetensors or .pt file; return their number.
 
-    The folder is created. Raises CheckpointError for another file ending, if the checkpoint has no
-    such set, or if the file cannot be written.
+    The folder is created. Raises CheckpointError for another suffix, if the checkpoint has no such
+    set, or if the file cannot be written.
     """
     if to.suffix not in (".safetensors", *PICKLED):
         raise CheckpointError(
-            f"{to} ends in {to.suffix or 'nothing'}: an export ends in .safetensors or .pt."
+            f"{to} ends in {to.suffix or 'nothing'}. Write a file name that ends in .safetensors "
+            "or .pt."
         )
     with OpenedCheckpoint(path) as opened:
         if kind not in opened.sets:
             raise CheckpointError(
-                f"{opened.path} has no {kind}: it has {', '.join(sorted(opened.sets))}."
+                f"{opened.path} has no set {kind}. It has {', '.join(sorted(opened.sets))}."
             )
         tensors = opened.sets[kind]
         values = {name: tensors.whole(name) for name in sorted(tensors.specs)}
@@ -114,19 +116,19 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
         aliases = {k: v for k, v in tensors.metadata.items() if v in values}
         try:
             write_tensors(values, aliases, {}, to)
-        except (OSError, RuntimeError) as error:  # torch's writer raises the latter
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
             why = getattr(error, "strerror", None) or error
             raise CheckpointError(f"{to} cannot be written: {why}.") from error
         return len(values)
 
 
 def _check_all(opened: OpenedCheckpoint, kind: str, values: dict[str, Tensor]) -> None:
-    """Raise BrokenCheckpoint if a tensor has changed since it was written."""
-    for line, good in opened.checked():
+    """Raise BrokenCheckpoint if a tensor of set `kind` does not match its checksum."""
+    for line, good in opened.verify_tensors():
         if line.kind == kind and not good:
             raise BrokenCheckpoint(
-                f"{line.spec.name} in {opened.path / line.file} is not what was written: its "
-                f"CRC-32 is not {line.checksum}. Take another checkpoint."
+                f"{line.spec.name} in {opened.path / line.file} was changed after it was written: "
+                f"its CRC-32 is not {line.checksum}. Use another checkpoint."
             )
     assert values.keys() == opened.sets[kind].specs.keys()
 
@@ -138,7 +140,7 @@ def summary(opened: OpenedCheckpoint) -> dict[str, Any]:
     return {
         "step": fields["step"],
         "seed": fields["seed"],
-        "optimizers": ", ".join(str(each.get("class")) for each in fields["optimizers"]),
+        "optimizers": ", ".join(str(optimizer.get("class")) for optimizer in fields["optimizers"]),
         "tracked": ", ".join(sorted(fields["tracked"])) or "nothing",
         "written by": ", ".join(f"{key} {value}" for key, value in written.items()),
     }

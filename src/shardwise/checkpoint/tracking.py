@@ -1,4 +1,4 @@
-"""Saves and loads the objects that `engine.track` was given, each under its name."""
+"""State of the objects passed to `engine.track`, saved and loaded under their names."""
 
 from __future__ import annotations
 
@@ -18,62 +18,66 @@ from torch import Tensor, optim
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.document import crc_of
 from shardwise.checkpoint.file_system import read_whole
-from shardwise.checkpoint.schema import plain_name
+from shardwise.checkpoint.schema import is_plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
 from shardwise.world.current_batch import LoaderStream
 
 _all: WeakSet[Tracking] = WeakSet()
-"""The trackings of all engines of this process."""
+"""The Tracking of every engine in this process."""
 
 
 class Tracking:
-    """Objects that have a state, by name; see `trackable`.
+    """Objects with a state, by name; see `trackable`.
 
-    If a state is loaded for a name that is not tracked yet, it is kept for the object to come.
+    If a load finds a state for a name that is not tracked yet, it is kept until the name is.
     """
 
     def __init__(self) -> None:
         self._tracked: dict[str, Any] = {}
-        self._given: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
         self._pending: dict[str, Any] = {}
         _all.add(self)
 
     def add(self, objects: Mapping[str, Any]) -> None:
-        """Track `objects` too, and restore states that were loaded for them before."""
-        for name, each in objects.items():
-            if name in self._given and self._given[name] is not each:
-                raise UsageError(f"{name} is tracked already: give each object a name of its own.")
-            self._tracked[name], self._given[name] = trackable(name, each), each
+        """Track `objects` too, and restore any states that were loaded for them earlier."""
+        for name, value in objects.items():
+            # Tracking the same object again is harmless, for example in a notebook cell that runs
+            # twice.
+            if name in self._objects and self._objects[name] is not value:
+                raise UsageError(
+                    f"engine.track already has an object named {name}. Use another name."
+                )
+            self._tracked[name], self._objects[name] = trackable(name, value), value
             if name in self._pending:
-                _give(name, self._tracked[name], self._pending.pop(name))
+                _restore_state(name, self._tracked[name], self._pending.pop(name))
 
     # -- saving ---------------------------------------------------------------------------
 
     def states(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Return the states: as JSON, and as files of torch.save if they hold larger tensors.
+        """Return the states as JSON, and files of torch.save for those with larger tensors.
 
         Raises CheckpointError for a state that could only be read by running code.
         """
         fields: dict[str, Any] = {}
         files: dict[str, bytes] = {}
-        for name, each in self._tracked.items():
-            state = each.state_dict()
+        for name, tracked in self._tracked.items():
+            state = tracked.state_dict()
             try:
                 fields[name] = json_values.encode(state)
             except json_values.NotPlain as error:
                 fields[name] = {"$file": f"tracked-{name}.pt"}
-                files[f"tracked-{name}.pt"] = _pickled(name, state, str(error))
+                files[f"tracked-{name}.pt"] = _pickle(name, state, str(error))
         return fields, files
 
-    def lacks(
+    def describe_losses(
         self, optimizers: Iterable[optim.Optimizer], streams: Iterable[LoaderStream]
     ) -> Iterator[str]:
-        """Yield a line for each object whose state a resume would lose."""
+        """Yield a warning for each object whose state a resume would lose."""
         known = list(self._tracked.values())
         for optimizer in optimizers:
-            scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-            # A scheduler of schedulers may keep the optimizer in its parts only.
-            tracked = any(
+            is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+            # A scheduler of schedulers (SequentialLR) may store the optimizer only in its parts.
+            is_tracked = any(
                 hasattr(each, "get_last_lr")
                 and (
                     getattr(each, "optimizer", optimizer) is optimizer
@@ -81,24 +85,24 @@ class Tracking:
                 )
                 for each in known
             )
-            if scheduled and not tracked:
+            if is_scheduled and not is_tracked:
                 yield (
-                    f"a learning-rate scheduler acts on {type(optimizer).__name__} and is not "
-                    "tracked: a resume would start it anew. Write "
-                    "engine.track(scheduler=scheduler)."
+                    f"a learning-rate scheduler of {type(optimizer).__name__} is not tracked, so "
+                    "a resume would restart it. Write engine.track(scheduler=scheduler)."
                 )
-        everyones = [each for tracking in _all for each in tracking._tracked.values()]
-        names = {getattr(each, "name", None) for each in everyones}
+        # A Loader that any engine of this process tracks is saved with that engine.
+        all_tracked = [each for tracking in _all for each in tracking._tracked.values()]
+        names = {getattr(each, "name", None) for each in all_tracked}
         for stream in streams:
             if not stream.passing and stream.name not in names:
                 yield (
-                    f"{stream.name} is not tracked: a resume would begin its data anew. Write "
+                    f"{stream.name} is not tracked, so a resume would restart its data. Write "
                     "engine.track(loader=loader)."
                 )
         for name in self._pending:
             yield (
-                f"the checkpoint that was loaded has the state of {name}, which was not tracked "
-                f"since: this one is without. Write engine.track({name}=...)."
+                f"the loaded checkpoint has a state of {name}, which has not been tracked since, "
+                f"so this save lacks it. Write engine.track({name}=...)."
             )
 
     # -- loading --------------------------------------------------------------------------
@@ -107,91 +111,95 @@ class Tracking:
         """Return the states in the checkpoint `path`, whose JSON has `fields`.
 
         Raises BrokenCheckpoint if a file is damaged, CheckpointMismatch if a tracked object has no
-        state.
+        saved state.
         """
         saved, sums = fields["tracked"], fields["files"]
         missing = sorted(set(self._tracked) - set(saved))
         if missing:
             raise CheckpointMismatch(
-                f"{path} has no state of {', '.join(missing)}, which engine.track was given: it "
-                f"has {', '.join(sorted(saved)) or 'nothing tracked'}. Load the model alone "
-                "(engine.load(path, model_only=True)), or track the same objects."
+                f"{path} has no state of {', '.join(missing)}, which engine.track has; it has "
+                f"{', '.join(sorted(saved)) or 'nothing tracked'}. Track the same objects, or load "
+                "only the model: engine.load(path, model_only=True)."
             )
         return {
-            name: _unpickled(path, value["$file"], sums)
+            name: _unpickle(path, value["$file"], sums)
             if isinstance(value, dict) and set(value) == {"$file"}
             else json_values.decode(value)
             for name, value in saved.items()
         }
 
-    def matched(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `states` of schedulers that another library saved, by the names used here.
+    def match_schedulers(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Return scheduler states of another library, under the names used here.
 
-        A single state belongs to the single scheduler that is tracked, else to the scheduler of its
-        name.
+        If there is one state and one tracked scheduler, they belong together. Otherwise names
+        decide.
         """
-        schedulers = [n for n, each in self._tracked.items() if hasattr(each, "get_last_lr")]
+        schedulers = [n for n, tracked in self._tracked.items() if hasattr(tracked, "get_last_lr")]
         if len(schedulers) == len(states) == 1:
             return {schedulers[0]: next(iter(states.values()))}
         return dict(states)
 
-    def left_out(self, states: Mapping[str, Any]) -> list[str]:
-        """Return the tracked names that have none of `states`."""
+    def names_missing_from(self, states: Mapping[str, Any]) -> list[str]:
+        """Return the tracked names that `states` lacks."""
         return sorted(set(self._tracked) - set(states))
 
-    def give(self, states: Mapping[str, Any]) -> None:
+    def restore(self, states: Mapping[str, Any]) -> None:
         """Restore the state of each object. Raises BrokenCheckpoint if an object rejects it."""
         for name, state in states.items():
             if name in self._tracked:
-                _give(name, self._tracked[name], state)
+                _restore_state(name, self._tracked[name], state)
             else:
                 self._pending[name] = state
 
 
-def _give(name: str, each: Any, state: Any) -> None:
-    """Restore one state. Raises BrokenCheckpoint if `each` rejects it."""
+def _restore_state(name: str, tracked: Any, state: Any) -> None:
+    """Restore one state. Raises BrokenCheckpoint if `tracked` rejects it."""
     try:
-        each.load_state_dict(state)
+        tracked.load_state_dict(state)
     except UsageError:
         raise
-    except Exception as error:  # whatever an object of the user's makes of it
+    except Exception as error:  # a user's object may raise anything
         raise BrokenCheckpoint(
-            f"{name}, which is a {type(each).__name__}, does not take its state in the "
-            f"checkpoint ({type(error).__name__}: {error}). Track what was saved, or take another."
+            f"The {type(tracked).__name__} tracked as {name} rejects its state in the checkpoint "
+            f"({type(error).__name__}: {error}). Track the object that was saved, or use another "
+            "checkpoint."
         ) from error
 
 
-def _pickled(name: str, state: Any, odd: str) -> bytes:
-    """Return a state as torch.save writes it. Raises CheckpointError if reading it runs code."""
+def _pickle(name: str, state: Any, odd: str) -> bytes:
+    """Serialize a state with torch.save. Raises CheckpointError if reading it would run code."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
-    # At the save and not at the load, when the training would be lost.
+    # Checked at the save: at the load it would be too late, because the training would be lost.
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
         raise CheckpointError(
-            f"The state of {name} holds {odd}, and reading {', '.join(unsafe)} could run code, "
-            "which a checkpoint never does. Let its state_dict() return tensors, numbers, text, "
-            "and lists and maps of those."
+            f"The state of {name} contains {odd}. Reading {', '.join(unsafe)} could run code, "
+            "which a checkpoint never does. Return only tensors, numbers, text, and lists and "
+            "maps of those from its state_dict()."
         )
     return buffer.getvalue()
 
 
-def _unpickled(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
-    """Return the contents of file `name` in the checkpoint `path`, once its CRC-32 is checked."""
-    if not plain_name(name):
-        raise BrokenCheckpoint(f"{path} names the file {name!r}, which is not one in its folder.")
+def _unpickle(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
+    """Return the contents of file `name` in the checkpoint `path`, after a check of its CRC-32."""
+    if not is_plain_name(name):
+        raise BrokenCheckpoint(
+            f"{path} names the file {name!r}, which is not a file in the same folder. Use another "
+            "checkpoint."
+        )
     try:
         data = read_whole(path / name)
         if name in sums and crc_of(data) != sums[name]:
             raise BrokenCheckpoint(
-                f"{path / name} is not what was written: its CRC-32 is not {sums[name]}. Take "
-                "another checkpoint."
+                f"{path / name} was changed after it was written: its CRC-32 is not {sums[name]}. "
+                "Use another checkpoint."
             )
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except BrokenCheckpoint:
         raise
-    except Exception as error:  # whatever torch meets in a file that is not whole
+    except Exception as error:  # torch raises many types for a truncated file
         raise BrokenCheckpoint(f"{path / name} cannot be read: {error!r:.300}.") from error
 
 
@@ -200,7 +208,7 @@ def _unpickled(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
 
 @dataclass(frozen=True)
 class _StateAdapter:
-    """Gives an object a `state_dict` and a `load_state_dict`."""
+    """Adds `state_dict` and `load_state_dict` to an object."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
@@ -212,39 +220,39 @@ class _StateAdapter:
         self.set(state)
 
 
-def trackable(name: str, each: Any) -> Any:
-    """Return `each`, or an adapter that gives it `state_dict` and `load_state_dict`.
+def trackable(name: str, value: Any) -> Any:
+    """Return `value`, or an adapter that adds `state_dict` and `load_state_dict`.
 
     Adapters exist for random generators (torch, numpy, random.Random), and for dicts, lists, deques
     and tensors, which are filled in place.
 
-    Raises UsageError for other objects: the value of a number, say, cannot be set.
+    Raises UsageError for other objects. A number, for example, cannot be changed in place.
     """
-    if all(callable(getattr(each, m, None)) for m in ("state_dict", "load_state_dict")):
-        return each
-    if isinstance(each, torch.Generator):
-        return _StateAdapter(each.get_state, each.set_state)
-    if isinstance(each, random.Random):
-        # The state is (version, words, gauss), and JSON makes lists of tuples.
+    if all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict")):
+        return value
+    if isinstance(value, torch.Generator):
+        return _StateAdapter(value.get_state, value.set_state)
+    if isinstance(value, random.Random):
+        # The state is (version, words, gauss). JSON turns its tuples into lists.
         return _StateAdapter(
-            lambda: list(each.getstate()), lambda s: each.setstate((s[0], tuple(s[1]), s[2]))
+            lambda: list(value.getstate()), lambda s: value.setstate((s[0], tuple(s[1]), s[2]))
         )
-    if hasattr(each, "bit_generator"):  # numpy's, which may not be loaded
-        bits = each.bit_generator
+    if hasattr(value, "bit_generator"):  # a numpy Generator; numpy may not be imported
+        bits = value.bit_generator
         return _StateAdapter(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    if isinstance(each, dict):
-        return _StateAdapter(lambda: dict(each), partial(_refill, each, each.update))
-    if isinstance(each, list | deque):
-        return _StateAdapter(lambda: list(each), partial(_refill, each, each.extend))
-    if isinstance(each, Tensor):
-        return _StateAdapter(each.detach, each.detach().copy_)
+    if isinstance(value, dict):
+        return _StateAdapter(lambda: dict(value), partial(_refill, value, value.update))
+    if isinstance(value, list | deque):
+        return _StateAdapter(lambda: list(value), partial(_refill, value, value.extend))
+    if isinstance(value, Tensor):
+        return _StateAdapter(value.detach, value.detach().copy_)
     raise UsageError(
         f"engine.track({name}=...) takes an object with state_dict() and load_state_dict(), a "
-        f"generator, a dict, a list or a tensor, not {type(each).__name__}, which nothing can be "
-        f"given back to. Keep it in a dict: {name}s = {{...}}; engine.track({name}s={name}s)."
+        f"generator, a dict, a list or a tensor, not {type(value).__name__}, because a load could "
+        f"not restore it. Keep it in a dict: {name}s = {{...}}; engine.track({name}s={name}s)."
     )
 
 
-def _refill(each: Any, fill: Callable[[Any], None], state: Any) -> None:
-    each.clear()
+def _refill(container: Any, fill: Callable[[Any], None], state: Any) -> None:
+    container.clear()
     fill(state)

@@ -1,9 +1,9 @@
-"""Writes a rank's byte ranges into files that all ranks write together.
+"""Writer of a rank's byte ranges into files that all ranks share.
 
-    memory ─┬─ a thread: pwrite ──▶ file, on its way to the disk at once ──▶ fsync at the end
-            └─ here: CRC-32 ──▶ one per tensor, joined with those of the other ranks
+    memory ─┬─ thread: pwrite ──▶ file, writeback starts at once ──▶ fsync at the end
+            └─ caller: CRC-32 ──▶ one per tensor, combined over all ranks
 
-So the disk works while what follows is summed.
+So the disk writes while the caller computes the checksum of the next range.
 """
 
 from __future__ import annotations
@@ -20,81 +20,82 @@ from threading import Event, Thread
 from typing import Protocol
 
 from shardwise.checkpoint.checksum import ChecksumPart
-from shardwise.checkpoint.format import Placed, TensorFile
+from shardwise.checkpoint.format import PlacedTensor, TensorFile
 from shardwise.layout.byte_ranges import Extent
 
 CHUNK = 8 * 2**20
-"""Bytes of one write: while one is written, the next one is summed."""
+"""Bytes per write. While one chunk is written, the checksum of the next is computed."""
 
 WORTH_STARTING = 2**20
-"""Bytes from which a range is worth a hint to start its writeback."""
+"""Minimum size in bytes of a range to start its writeback early."""
 
 TensorKey = tuple[str, str]
-"""Names of a set and of a tensor in it."""
+"""Name of a set, and name of a tensor in it."""
 
 
 class TensorSink(Protocol):
-    """Takes ranges of tensors. It may read `memory` until `settle` has returned."""
+    """Receives ranges of tensors. It may read `memory` until `settle` has returned."""
 
     def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
-        """Take `ranges` of `memory`, each of a tensor of the set `kind`."""
+        """Take `ranges` of `memory`; each belongs to a tensor of the set `kind`."""
 
     def settle(self) -> None:
-        """Return once the memory of earlier writes may change."""
+        """Return once the memory of earlier writes may be modified."""
 
 
 def create(folder: Path, files: Iterable[TensorFile]) -> None:
-    """Create the files with their headers, each of its full length. Raises OSError."""
+    """Create files with their headers and full length. Raises OSError."""
     for file in files:
-        with (folder / file.name).open("xb") as made:
-            made.write(file.header)
-            # Of full length at once, because ranks write their ranges in any order.
-            made.truncate(file.nbytes)
+        with (folder / file.name).open("xb") as out:
+            out.write(file.header)
+            # Full length at once, because ranks write their ranges in any order.
+            out.truncate(file.nbytes)
 
 
 class Writer:
-    """Writes into the files `sets` (by set) that were created in `folder`.
+    """Writes into the files `sets` (by set), which must exist in `folder`.
 
-    Only `finish` raises for an error of the disk, so that the rank reaches its next collective.
+    Disk errors are raised only by `finish`, so that the rank reaches its next collective.
     """
 
     def __init__(self, folder: Path, sets: Mapping[str, Sequence[TensorFile]]) -> None:
         self._folder = folder
-        self._placed: dict[TensorKey, Placed] = {
+        self._placed: dict[TensorKey, PlacedTensor] = {
             (kind, name): placed
             for kind, files in sets.items()
             for file in files
             for name, placed in file.tensors.items()
         }
         self._files: dict[str, int] = {}
-        # Not an executor: the interpreter closes those before it waits for other threads.
+        # Not an executor: the interpreter shuts executors down before it joins other threads.
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._obey, name="shardwise-checkpoint-writer")
+        # Not a daemon thread: a save in progress must finish before the interpreter exits.
+        self._thread = Thread(target=self._run_orders, name="shardwise-checkpoint-writer")
         self._thread.start()
         self._parts: dict[TensorKey, list[ChecksumPart]] = defaultdict(list)
         self._failure: BaseException | None = None
 
     def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
-        """Start to write `ranges` of `memory`, and sum them."""
-        for each in ranges:
-            tensor = kind, each.tensor
-            data = memory[each.start : each.end]
-            self._orders.put(partial(self._put, self._placed[tensor], each.offset, data))
-            # Summed here while the thread writes the same bytes: neither waits for the other.
-            self._parts[tensor].append(ChecksumPart(each.offset, len(data), zlib.crc32(data)))
+        """Start writing `ranges` of `memory`, and compute their checksums."""
+        for extent in ranges:
+            tensor = kind, extent.tensor
+            data = memory[extent.start : extent.end]
+            self._orders.put(partial(self._put, self._placed[tensor], extent.offset, data))
+            # Computed here while the thread writes the same bytes.
+            self._parts[tensor].append(ChecksumPart(extent.offset, len(data), zlib.crc32(data)))
 
     def settle(self) -> None:
         """Return once all earlier ranges are in the page cache."""
         done = Event()
-        # Orders are done in turn, so this one comes after every write before it.
+        # The thread runs orders one after another, so this one runs after all earlier writes.
         self._orders.put(done.set)
         done.wait()
 
     def finish(self) -> dict[TensorKey, list[ChecksumPart]]:
-        """Wait until all ranges are on the disk, and return their checksums. Raises OSError."""
+        """Wait until all ranges are on disk, and return their checksums. Raises OSError."""
         self.settle()
         if self._failure is None:
-            # Each rank for itself: fsync of another host does not reach the pages of this one.
+            # On every rank: fsync on one host does not flush the page cache of another host.
             for fd in self._files.values():
                 os.fsync(fd)
         self.close()
@@ -103,48 +104,49 @@ class Writer:
         return dict(self._parts)
 
     def close(self) -> None:
-        """End the thread and close the files. May be called again."""
+        """Stop the thread and close the files. Idempotent."""
         self._orders.put(None)
         self._thread.join()
         while self._files:
             os.close(self._files.popitem()[1])
 
-    def _obey(self) -> None:
-        """Run the orders in turn. After a failure no more is written."""
+    def _run_orders(self) -> None:
+        """Run orders one after another. After a failure, write nothing more."""
         while (order := self._orders.get()) is not None:
             try:
                 order()
-            except BaseException as error:  # told by `finish`, on the thread that called
+            except BaseException as error:  # `finish` raises it in the caller's thread
                 self._failure = self._failure or error
 
-    def _put(self, placed: Placed, at: int, data: memoryview) -> None:
+    def _put(self, placed: PlacedTensor, at: int, data: memoryview) -> None:
         if self._failure is not None:
             return
+        # Opened on first use: with split sets a rank writes into only some of the files.
         fd = self._files.get(placed.file)
         if fd is None:
             fd = self._files[placed.file] = os.open(
                 self._folder / placed.file, os.O_WRONLY | os.O_CLOEXEC
             )
         offset = placed.begin + at
-        assert offset + len(data) <= placed.end, "a rank keeps to its tensor"
+        assert offset + len(data) <= placed.end, "a rank writes within its tensor"
         first = offset
-        # pwrite may write less than it was given, as near the end of a quota.
+        # pwrite may write less than requested, for example near the end of a quota.
         while data:
             written = os.pwrite(fd, data, offset)
             data, offset = data[written:], offset + written
         start = _sync_file_range()
         if start is not None and offset - first >= WORTH_STARTING:
-            # The disk writes while the next ranges are summed. Only a hint: fsync comes at the end
-            # anyway, and reports errors.
+            # The disk writes while the next ranges are processed. This is only a hint: the final
+            # fsync waits for all data and reports errors.
             start(fd, ctypes.c_int64(first), ctypes.c_int64(offset - first), _WRITE)
 
 
 @cache
 def _sync_file_range() -> Callable[..., int] | None:
-    """Return Linux's call to start writeback, which Python does not wrap."""
-    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    return found
+    """Return Linux's sync_file_range, which starts writeback and which Python does not wrap."""
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    return function
 
 
 _WRITE = 2
-"""SYNC_FILE_RANGE_WRITE: start, and do not wait."""
+"""SYNC_FILE_RANGE_WRITE: start writeback without waiting for it."""

@@ -15,6 +15,7 @@ import click
 
 from shardwise import __version__, config
 from shardwise.checkpoint.commands import checkpoint, zero_to_fp32
+from shardwise.config import deepspeed
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import (
     allocations,
@@ -46,52 +47,54 @@ Train on N workers as on one:   shardwise run -n 4 --zero 2 train.py --epochs 3
 shardwise run [flags] SCRIPT.py [its arguments]     also: -m MODULE, or any program
 """
 DOCTOR_TOP = """\
-What each host has, how fast ranks talk, what is wrong:   shardwise doctor -H node1:2,node2:2
+Check the hosts and the network of a run:   shardwise doctor -H node1:2,node2:2
 
 shardwise doctor [flags of the run]     also: srun shardwise doctor, mpirun -n 4 shardwise doctor
 """
 SCALE_TOP = """\
-What more workers bring:   shardwise scale -n 1,2,4,8 train.py --epochs 3
+Measure the speed-up of more workers:   shardwise scale -n 1,2,4,8 train.py --epochs 3
 
 shardwise scale [flags] SCRIPT.py [its arguments]     the script needs no change
 """
 PIPELINE_TOP = """\
-Where to cut a model into stages:   shardwise pipeline-plan --pipeline 4 train.py --epochs 3
+Find good pipeline stages for a model:   shardwise pipeline-plan --pipeline 4 train.py --epochs 3
 
 shardwise pipeline-plan [flags] SCRIPT.py [its arguments]     runs a few steps on one worker
 """
-NO_SCRIPT_TO_MEASURE = "What shall be measured? For example: shardwise scale -n 1,2 train.py"
-NO_SCRIPT_TO_TIME = "Which model? For example: shardwise pipeline-plan --pipeline 2 train.py"
+NO_SCRIPT_TO_MEASURE = "No script given. Example: shardwise scale -n 1,2 train.py"
+NO_SCRIPT_TO_TIME = "No script given. Example: shardwise pipeline-plan --pipeline 2 train.py"
 
 
 class Commands(click.Group):
-    """The group of commands, with a suggestion for an unknown word."""
+    """The group of commands. Suggests a command for an unknown word."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that `args` begin with."""
+        """Return the command that the first word names. Raises LaunchError."""
         word = args[0]
         if word not in self.commands and not word.startswith("-"):
-            raise LaunchError(f"There is no command {word!r}. {self._meant(args)}")
+            raise LaunchError(f"There is no command {word!r}. {self._suggest(args)}")
         return super().resolve_command(ctx, args)
 
-    def _meant(self, args: list[str]) -> str:
-        """A suggestion for what `args` were meant to be."""
+    def _suggest(self, args: list[str]) -> str:
+        """Return a suggestion for a line whose first word is no command."""
         shown = sorted(name for name, command in self.commands.items() if not command.hidden)
         if near := difflib.get_close_matches(args[0], shown, n=1):
             return f"Did you mean: shardwise {near[0]}"
         if program.is_script(args[0]) or shutil.which(args[0]):
             return f"Did you mean: shardwise run {' '.join(args)}"
-        return f"There are: {', '.join(shown)}."
+        return f"The commands are: {', '.join(shown)}."
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code, 2 for what is wrong before any start."""
+    """Run the command line and return the exit code: 2 for an error before any rank starts."""
+    # First of all: a file opened later would otherwise become descriptor 1 or 2.
     if closed := console.open_standard_streams():
         return _refuse(closed)
     try:
         code = _shardwise.main(arguments, prog_name="shardwise", standalone_mode=False)
+        # Flush inside of `try`: a full disk or a closed pipe shows here, not while Python exits.
         if sys.stdout is not None:
             sys.stdout.flush()
     except click.NoSuchOption as error:
@@ -111,9 +114,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
-    """Print the error, safe for a terminal; returns the exit code."""
+    """Print the error, escaped for a terminal, and return the exit code."""
     if sys.stderr is not None:
-        with suppress(OSError):  # where nobody listens, the code says it
+        with suppress(OSError):  # nobody reads stderr: the exit code has to do
             print(f"shardwise: {shortened(printable(message))}", file=sys.stderr, flush=True)
     return WRONG_USE
 
@@ -130,8 +133,11 @@ def _no_such_flag(error: click.NoSuchOption) -> str:
 
 
 def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
-    """The command `run`, with the flags that the user gave in `given`; with `local_rank` the script
-    has it as an argument, as DeepSpeed's launcher gives it."""
+    """Run the command `run` with the flags in `given`.
+
+    With `local_rank` the script gets --local_rank as an argument, as from DeepSpeed's launcher.
+    """
+    # What is left in `given` afterwards are the launcher's own flags.
     settings = {name: given.pop(name) for name in ("config", "deepspeed", *config.FIELDS)}
     settings = {
         name: command_line.as_text(value) for name, value in settings.items() if value is not None
@@ -139,58 +145,57 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
     command_line.check_settings(settings)
     adopted = given.pop("adopt", None)
     if not words:
-        raise LaunchError("What shall be run? For example: shardwise run -n 2 train.py")
+        raise LaunchError("No script given. Example: shardwise run -n 2 train.py")
     command_line.mention_misplaced(words, OF_THE_SIZE if given.get("size") is None else ())
     if adopted is None:
         _mention_copies(words[0], given.get("size"))
     else:
+        # The script runs inside of the module shardwise.adopt from here on.
         words = command_line.adopting(adopted, words, module=given["module"])
         given["module"] = True
     if local_rank:
         words = deepspeed_flags.with_local_rank(words, module=given["module"])
         given["module"] = True
     if "deepspeed" in settings:
-        _show_json(settings["deepspeed"], given["size"], dry_run=given["dry_run"])
+        path, dry_run = settings["deepspeed"], given["dry_run"]
+        job = deepspeed.parse(path)
+        lines = deepspeed.lines(job, given["size"]) if dry_run else deepspeed.short_lines(job)
+        for line in lines:
+            click.echo(f"{path}: {line}", err=not dry_run)
     given["part_runner"] = None
     if given.pop("elastic_islands"):
-        # Only then, since most runs need none of it.
+        # Imported here because most runs do not need it, and it costs time at the start.
         from shardwise.islands.elastic.run import RUNNER
 
         given["part_runner"] = RUNNER
-    return start.run(start.Asked(words=words, settings=settings, **given))
-
-
-def _show_json(path: str, size: int | None, *, dry_run: bool) -> None:
-    """Say what comes of the DeepSpeed JSON at `path`: all of it in a dry run, else in short."""
-    job = config.deepspeed.parse(path)
-    shown = config.deepspeed.lines(job, size) if dry_run else config.deepspeed.short_lines(job)
-    for line in shown:
-        click.echo(f"{path}: {line}", err=not dry_run)
+    return start.run(start.LaunchRequest(words=words, settings=settings, **given))
 
 
 def _mention_copies(script: str, size: int | None) -> None:
-    """Warn of a script on several workers that names neither us nor Horovod: it runs as independent
-    copies, or by the library that it names."""
+    """Warn if a script for several workers uses neither us nor Horovod.
+
+    It would run as independent copies, or be distributed by another library that it imports.
+    """
     text = program.text_of(script)
     if size is None or size == 1 or not text or program.names_us(text):
         return
     if (library := _adoptable(text)) is not None:
         click.echo(
-            f"shardwise: {script} trains by {library} alone, so no flag of shardwise's changes "
-            f"how: write shardwise run --adopt {library}, or change its import "
+            f"shardwise: {script} trains with {library} alone, so shardwise's flags have no "
+            f"effect: write shardwise run --adopt {library}, or change its import "
             f"(docs/from_{library}.md).",
             err=True,
         )
     elif not program.joins_itself(script):
         click.echo(
-            f"shardwise: {script} names neither shardwise nor horovod: unless what it imports "
-            f"calls sw.init, {size} copies of it run, each by itself with all of the work.",
+            f"shardwise: {script} imports neither shardwise nor horovod. Unless one of its modules "
+            f"calls sw.init, {size} independent copies run, and each does all of the work.",
             err=True,
         )
 
 
 def _adoptable(text: str) -> str | None:
-    """The library in a script's text in whose place --adopt puts ours; None without one."""
+    """Return the library in a script's text that --adopt replaces, or None."""
     if program.imports(text, "deepspeed"):
         return "deepspeed"
     if re.search(r"\bimport Accelerator\b|\baccelerate\.Accelerator\b", text):
@@ -201,11 +206,11 @@ def _adoptable(text: str) -> str | None:
 
 
 def _deepspeed(words: tuple[str, ...], **given: Any) -> int:
-    """The command `deepspeed`: what DeepSpeed's launcher is told, told to `run`."""
+    """Run the command `deepspeed`: translate the flags of DeepSpeed's launcher, and `run`."""
     if not words:
-        raise LaunchError("What shall be run? Write: shardwise deepspeed --num_gpus 2 train.py")
+        raise LaunchError("No script given. Example: shardwise deepspeed --num_gpus 2 train.py")
     settings = {name: given.pop(name, None) for name in config.FIELDS}
-    flags = deepspeed_flags.run_words(deepspeed_flags.asked(given, words))
+    flags = deepspeed_flags.run_words(deepspeed_flags.parse(given, words))
     for name, value in settings.items():
         if value is not None:
             flags += command_line.spelled(name, command_line.as_text(value))
@@ -213,12 +218,15 @@ def _deepspeed(words: tuple[str, ...], **given: Any) -> int:
         flags += ["--adopt", deepspeed_flags.DEEPSPEED]
     if not settings["quiet"]:
         click.echo(f"shardwise: {deepspeed_flags.line_of([*flags, *words])}", err=True)
-    asked = _run_command().make_context("run", [*flags, *words]).params
-    return _run(**asked, local_rank=not given["no_local_rank"])
+    params = _run_command().make_context("run", [*flags, *words]).params
+    return _run(**params, local_rank=not given["no_local_rank"])
 
 
 def _doctor(explain: bool, **given: Any) -> int:
-    """The command `doctor`: this process where a launcher started it, else a run of its own."""
+    """Run the command `doctor`.
+
+    If a launcher started this process, examine it as one rank. Otherwise start a run of doctor.
+    """
     identity = launcher_detection.identify()
     if explain:
         click.echo(described(identity, os.environ))
@@ -226,11 +234,13 @@ def _doctor(explain: bool, **given: Any) -> int:
             names = ", ".join(str(host) for host in allocation.hosts)
             click.echo(f"hosts of {allocation}: {names}")
         return 0
+    # Imported by name and only here: doctor imports torch, which takes seconds.
     if identity.launcher != "python":
         return import_module("shardwise.tools.doctor.__main__").main()  # type: ignore[no-any-return]
-    asked = (given[name] for name in ("size", "per_host", "hosts", "hostfile", "nnodes"))
+    sizes = (given[name] for name in ("size", "per_host", "hosts", "hostfile", "nnodes"))
     has_hosts = slurm.needs_srun(os.environ) or allocations.find(os.environ) is not None
-    if all(value is None for value in asked) and not has_hosts:
+    if all(value is None for value in sizes) and not has_hosts:
+        # Two ranks at least: one alone has no network to examine.
         given["size"] = resources.gpu_count(os.environ) or 2
     return _run(("shardwise.tools.doctor",), module=True, **given)
 
@@ -247,13 +257,8 @@ def _scale(
     hostfile: str | None,
     **given: Any,
 ) -> int:
-    """The command `scale`: `given` are the settings of the runs."""
-    passed = _settings_of_measured_runs(
-        words,
-        given,
-        "What shall be measured? For example: shardwise scale -n 1,2 train.py",
-        module=module,
-    )
+    """Run the command `scale`. `given` are the settings of the measured runs."""
+    passed = _settings_of_measured_runs(words, given, NO_SCRIPT_TO_MEASURE, module=module)
     for name, value in (("-H", hosts), ("--hostfile", hostfile)):
         passed += [] if value is None else [name, value]
     plan = import_module("shardwise.tools.scale.runs").ScalingPlan(
@@ -271,13 +276,8 @@ def _scale(
 def _pipeline_plan(
     words: tuple[str, ...], stages: int, micros: int | None, steps: int, by: str, **given: Any
 ) -> int:
-    """The command `pipeline-plan`: `given` are the settings of the run whose layers are timed."""
-    passed = _settings_of_measured_runs(
-        words,
-        given,
-        "Which model? For example: shardwise pipeline-plan --pipeline 2 train.py",
-        module=False,
-    )
+    """Run the command `pipeline-plan`. `given` are the settings of the measured run."""
+    passed = _settings_of_measured_runs(words, given, NO_SCRIPT_TO_TIME, module=False)
     command = import_module("shardwise.tools.pipeline_plan.command")
     request = command.PipelinePlanRequest(
         words, tuple(passed), stages, micros or 4 * stages, steps, by
@@ -286,46 +286,50 @@ def _pipeline_plan(
 
 
 def _split(**given: Any) -> int:
-    """The old name of `pipeline-plan`."""
+    """Run `pipeline-plan` by its old name."""
     click.echo("shardwise: `shardwise split` is now called `shardwise pipeline-plan`.", err=True)
     return _pipeline_plan(**given)
 
 
 def _settings_of_measured_runs(
-    words: tuple[str, ...], given: dict[str, Any], empty: str, *, module: bool
+    words: tuple[str, ...], given: dict[str, Any], no_script: str, *, module: bool
 ) -> list[str]:
-    """The settings `given` as words of a command line. Raises LaunchError, `empty` of no words."""
+    """Return the settings `given` as words of a command line.
+
+    Raises LaunchError if the program does not exist, or with the message `no_script` if `words` is
+    empty.
+    """
     settings = {
         name: command_line.as_text(value) for name, value in given.items() if value is not None
     }
     command_line.check_settings(settings)
     if not words:
-        raise LaunchError(empty)
-    program.command(words[0], words[1:], module=module)  # raises where there is none
+        raise LaunchError(no_script)
+    program.command(words[0], words[1:], module=module)  # raises if it does not exist
     command_line.mention_misplaced(words)
     return [word for name, value in settings.items() for word in command_line.spelled(name, value)]
 
 
 OF_THE_SIZE = {"-n", "-np", "--nproc-per-node", "--nproc_per_node"}
-"""Flags for the number of ranks; looked for behind the script where it is not set before it."""
+"""Flags for the number of ranks: if missing before the script, they may be misplaced after it."""
 
 KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 
 
 def _run_command() -> Command:
-    """`run` leaves everything after its first word to the program that it runs."""
+    """Return `run`, which leaves everything after its first word to the program that it runs."""
     return Command(
         "run",
         top=RUN_TOP,
         callback=_run,
         params=command_line.all_flags(),
         context_settings=command_line.PROGRAM_LAST,
-        short_help="Train on N workers as on one.",
+        short_help="Train on N workers exactly as on one.",
     )
 
 
 def _deepspeed_command() -> Command:
-    """`deepspeed` has the flags of DeepSpeed's launcher, and those of our settings."""
+    """Return `deepspeed`, which has the flags of DeepSpeed's launcher and of our settings."""
     return Command(
         deepspeed_flags.DEEPSPEED,
         top=deepspeed_flags.TOP,
@@ -342,7 +346,7 @@ def _deepspeed_command() -> Command:
 
 
 def _doctor_command() -> Command:
-    """`doctor` has the flags of `run`, but for what to run."""
+    """Return `doctor`, which has the flags of `run`, except those for the program."""
     return Command(
         "doctor",
         top=DOCTOR_TOP,
@@ -352,12 +356,12 @@ def _doctor_command() -> Command:
             *(f for f in command_line.all_flags() if f.name not in ("words", "module", "adopt")),
         ],
         context_settings={"max_content_width": command_line.WIDTH},
-        short_help="Look at the hosts and the network of a run.",
+        short_help="Check the hosts and the network of a run.",
     )
 
 
 def _scale_command() -> Command:
-    """`scale` has the settings of `run`, but for those that it gives itself."""
+    """Return `scale`, which has the settings of `run`, except those that it sets itself."""
     own = {"record", "record_tensors", "stop_after", "batch", "trial"}
     shared = {"words", "module", "config", "hosts", "hostfile", *config.FIELDS} - own
     return Command(
@@ -371,7 +375,7 @@ def _scale_command() -> Command:
 
 
 def _pipeline_plan_command(name: str, callback: Callable[..., int], *, hidden: bool) -> Command:
-    """`pipeline-plan` has the settings that decide what a layer is and takes."""
+    """Return `pipeline-plan`, which has the settings that change a layer's time or memory."""
     shared = {"words", "units", "device", "precision", "activations", "micro_batch_size"}
     return Command(
         name,
@@ -383,7 +387,7 @@ def _pipeline_plan_command(name: str, callback: Callable[..., int], *, hidden: b
             *command_line.flags_named(shared),
         ],
         context_settings=command_line.PROGRAM_LAST,
-        short_help="Show where to cut a model into pipeline stages.",
+        short_help="Find good pipeline stages for a model.",
         hidden=hidden,
     )
 

@@ -1,4 +1,6 @@
-"""Moves flat buffers between ranks: the only caller of torch.distributed's collectives.
+"""Transports, which run collectives over flat buffers.
+
+This package is the only caller of torch.distributed's collectives.
 
     base.py             the verbs of a transport, its handles, how to add one; Solo, of one rank
     gloo.py             CPU ranks, by Gloo's point-to-point messages
@@ -9,11 +11,11 @@
     hybrid_shard.py     sharded inside a host, replicated between hosts
     connect.py          chooses the transport of a process and joins it
     gather_order.py     runs collectives inside forwards and backwards in one order on all ranks
-    agreed_order.py     the list that gives this order
+    agreed_order.py     the list of entries that defines this order
 
     mismatched_calls.py detects ranks in different collectives at one call
     ordered_sums.py     sums in rank order, or in the tree of the exact mode
-    torch_backend.py    what Gloo and NCCL share: subgroups, and their errors in words
+    torch_backend.py    shared by Gloo and NCCL: subgroups, and their errors in words
     gloo_exchange.py    the messages of one call over Gloo, and their tags: gloo_messages.py
     shared_work.py      calls in flight between ranks that share memory
     shared_buffers.py   puts their buffers into the memory of arena.py

@@ -1,29 +1,30 @@
-"""Agrees on one order of collectives inside forwards and backwards, alike on all ranks.
+"""One order, the same on all ranks, of the collectives inside forwards and backwards.
 
 An *entry* of the order is a collective of all ranks inside a forward or backward: the gather of a
-unit, or the exchange of a BatchNorm's statistics. But ranks may need different ones: one skips a
-branch, another takes it. So all ranks run the entries of one list. A rank that needs an entry
-further down the list takes part in those before it on the way ("catching up"), and in what is left
-when its pass ends:
+unit, or the exchange of a BatchNorm's statistics. But ranks may need different entries: one takes
+a branch of the model, another skips it. So all ranks run the entries of one list. A rank that
+needs an entry further down the list first takes part in the entries before it ("catching up"). At
+the end of its pass it takes part in the remaining entries:
 
     list          embed   a   b   c   head
-    rank 0        embed   a       c   head       b is gathered on the way to c, and let go
-    rank 1        embed   a   b       head       so is c, on the way to head
+    rank 0        embed   a       c   head       gathers b on the way to c, and frees it
+    rank 1        embed   a   b       head       gathers c on the way to head, and frees it
 
-The list of a pass is agreed upon the first time: each rank sends which entry it wants next, the
-first of these by number (in a backward the last) is run by all, and so on until all ranks have
-ended the pass. Units that no rank wanted then are put beside their neighbours, since a later pass
-may take another branch. A pass that failed on all ranks teaches nothing.
+Ranks agree on the list during the first pass. Each rank sends the entry that it needs next. All
+run the one with the lowest number (in a backward the highest), until all ranks have ended the
+pass. Units that no rank needed are inserted next to their neighbours, because a later pass may
+take another branch. A pass that failed on all ranks adds nothing.
 
-A pass may need more than the list of its kind has: units in another order, one of them twice, a
-backward over two forwards that took different branches. So when the list has ended ranks ask each
-other whether any of them wants something still, and go on as in a first pass. Once a kind of pass
-has gone as its list says for `SETTLED` times on all ranks, it is *settled*: later ones follow the
-list and ask nothing. For a rank that is alone no order is wrong.
+A pass may need more than its list has: units in another order, a unit twice, or a backward over
+two forwards that took different branches. So at the end of the list ranks ask each other whether
+any of them needs another entry, and continue as in a first pass. After `SETTLED` consecutive
+passes of a kind that followed their list on all ranks, this kind is *settled*: later passes follow
+the list without asking. A rank that is alone may run any order.
 
-Entries are numbered by member: the units of one engine, those of the next. Engines stand in the
-order in which forwards came to them last, which is the same on all ranks. Exchanges come after all
-units: a rank that waits in one would else leave a unit to the others that it needs itself.
+Entries are numbered by member: first the units of one engine, then the units of the next. Engines
+are ordered by their latest forward, which is the same on all ranks. Exchanges have higher numbers
+than all units: a rank that waited in an exchange would otherwise leave the other ranks waiting in
+a unit that it needs itself.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SETTLED = 16
 class _KnownOrder:
     """The list of a kind of pass.
 
-    `last` has the last place of each entry; `kept` counts the passes in a row that went as listed.
+    `last` has the last place of each entry. `kept` counts the consecutive passes that followed it.
     """
 
     def __init__(self, entries: list[int]) -> None:
@@ -63,11 +64,15 @@ class _Member:
 
 
 class AgreedOrder:
-    """The entries that all ranks run, in one pass after the other; `agree` is collective and small.
+    """The entries that all ranks run, pass by pass.
 
-    `agree(wanted)` sends this rank's wish and returns the smallest of all ranks' wishes: the place
-    of an entry in the order of first choice. The number of entries is the wish for nothing more,
-    one more than that says that all went as listed, and two more that the pass failed.
+    `agree(wish)` is a small collective that returns the smallest wish of all ranks. With N entries,
+    a wish means:
+
+        0 ... N - 1   the place of an entry in the order of preference
+        N             this rank needs nothing more
+        N + 1         nothing more, and its pass followed the list
+        N + 2         nothing more, and its pass failed
     """
 
     def __init__(self, agree: Callable[[int], int], *, alone: bool = False) -> None:
@@ -90,9 +95,10 @@ class AgreedOrder:
     def join(
         self, names: Sequence[str], *, staying: Collection[int] = (), exchanges: bool = False
     ) -> int:
-        """Add a member with the entries `names`, alike on all ranks; returns the first number.
+        """Add a member with the entries `names`, and return the number of its first entry.
 
-        Those `staying`, counted from 0, are units that may be there without being gathered.
+        All ranks add the same members. `staying` are places in `names`: units that may still be
+        gathered from before when a pass needs them.
         """
         member = _Member(len(self._names), names, exchanges)
         self._names += names
@@ -104,8 +110,8 @@ class AgreedOrder:
         return member.first
 
     def leave(self, first: int) -> None:
-        """Remove a member; what is known of passes is forgotten."""
-        # Its numbers stay taken, so that the entries of other members keep theirs.
+        """Remove a member, and forget the lists of all passes."""
+        # Its numbers are not reused, so that the entries of other members keep theirs.
         self._members = [each for each in self._members if each.first != first]
         self._by_use = [each for each in self._by_use if each.first != first]
         self._known.clear()
@@ -116,10 +122,10 @@ class AgreedOrder:
         return len(self._names)
 
     def open(self, key: Hashable, *, descending: bool = False, uneven: bool = False) -> None:
-        """Begin a pass; `key` tells passes of different kinds apart, alike on all ranks.
+        """Begin a pass of the kind `key`, which is equal on all ranks.
 
-        `descending`: units are wanted from the last to the first, as a backward does. `uneven`:
-        ranks are in passes of different kinds, and ask for every entry.
+        `descending`: units are needed from the last to the first, as in a backward. `uneven`:
+        ranks are in passes of different kinds, and agree on every entry.
         """
         self._descending, self._uneven, self._choices = descending, uneven, None
         self._key, self._order, self._taken = key, None if uneven else self._known.get(key), []
@@ -153,7 +159,7 @@ class AgreedOrder:
         `expected` lists, in order, entries that a later pass of this kind may need although this
         one did not. `failed`: this rank's pass raised.
         """
-        left, wish = self._left(), -1  # the loop may make no agreement
+        left, wish = self._left(), -1  # a settled pass asks nothing
         if not self._staying.issuperset(left):
             self._goes_as_listed = False
         yield from self._take(left)
@@ -167,9 +173,10 @@ class AgreedOrder:
         self._order, self._taken = None, []
 
     def _remember(self, agreed: int, expected: Sequence[int]) -> None:
-        """Learn from a pass; `agreed` is the ranks' last agreement in it, -1 if they made none."""
+        """Update the list of this kind. `agreed` is the last agreement of the pass, or -1."""
         if self._order is None:
-            if agreed < self._end + 2:  # it failed nowhere
+            # The smallest wish is returned, so this holds if the pass succeeded on any rank.
+            if agreed < self._end + 2:
                 seen, full = self._taken, list(expected)
                 if self._descending:  # merge in the order of a forward
                     completed = with_unseen(seen[::-1], full[::-1])[::-1]
@@ -190,11 +197,11 @@ class AgreedOrder:
 
         Each is inserted before the first entry that ranks would choose later.
         """
-        lacking = [entry for entry in dict.fromkeys(self._taken) if entry not in order.last]
-        if not lacking:
+        missing = [entry for entry in dict.fromkeys(self._taken) if entry not in order.last]
+        if not missing:
             return order
         entries, place = list(order.entries), {entry: n for n, entry in enumerate(self._choice)}
-        for entry in lacking:
+        for entry in missing:
             later = (n for n, each in enumerate(entries) if place[each] > place[entry])
             entries.insert(next(later, len(entries)), entry)
         return _KnownOrder(entries)
@@ -243,7 +250,7 @@ class AgreedOrder:
         """
         if len(self._taken) < 2:
             return None
-        # In a first pass the list is not known: an entry that came twice may come again.
+        # In a first pass the list is unknown: an entry that was run twice may be needed again.
         *before, entry, now = self._taken
         if self._order is None:
             return None if entry == now or entry in before else entry
@@ -258,10 +265,10 @@ class AgreedOrder:
         before = self._names[self._taken[-1]] if self._taken else "the start"
         what = "The statistics of" if self._owners[entry].exchanges else "Unit"
         return OrderError(
-            f"{what} {self._names[entry]} is needed after {before}, where earlier passes of this "
-            "kind did not need it. Sharded parameters are gathered by all ranks together, in one "
-            "order. Where ranks run different numbers of forwards (generation, evaluation on one "
-            "rank), write: with engine.uneven(). Where the order really changes, name larger units "
+            f"{what} {self._names[entry]} is needed after {before}, but earlier passes of this "
+            "kind did not need it there. All ranks gather sharded parameters together, in one "
+            "order. If ranks run different numbers of forwards (generation, evaluation on one "
+            "rank), write: with engine.uneven(). If the order really changes, name larger units "
             "with --units, or replicate the parameters with --zero 2."
         )
 

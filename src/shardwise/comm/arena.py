@@ -1,12 +1,12 @@
-"""Allocates memory that other processes of this host can map.
+"""Memory that other processes of this host can map.
 
 A segment is an anonymous file in memory (memfd) that is mapped whole. It has no name in any file
-system and no limit but the host's memory, and it is gone when the last process that maps it has
-ended, however that ended. What a tensor in it took is the system's again when the tensor is
-collected, and free for another one.
+system, only the host's memory limits it, and the kernel frees it when the last process that maps
+it has ended, even by a kill. When a tensor in it is collected, its pages return to the system, and
+its range is free for another tensor.
 
-A forked child must find the values of the moment of the fork, and its writes must not reach its
-parent. A shared mapping gives neither, so there are two kinds of segments:
+A forked child must see the values at the moment of the fork, and its writes must not reach its
+parent. A shared mapping provides neither, so there are two kinds of segments:
 
     forkable   tensors that user code sees: parameters. Before a fork they become private mappings
                of their file, which parent and child copy page by page as they write. The next step
@@ -42,7 +42,7 @@ MAP_FIXED = 0x10
 """mmap(2): replace the mapping at exactly this address. Python's mmap module does not have it."""
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""mmap(2): the system sets no memory aside for pages that are never written. Python 3.13 has it."""
+"""mmap(2): reserve no memory for pages that are never written. Python 3.13 has it."""
 
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -85,16 +85,16 @@ class Segment:
         self._memory = ref(memory)
         self._owner = os.getpid()
         self.is_full = False
-        """Whether nothing more shall be taken of it."""
+        """Whether no further tensor may be allocated in it."""
         self.is_read = False
         """Whether other ranks may still read memory that this rank frees."""
         self._extents = Extents()
-        # Tensors are collected at any time, also while ranges are being taken.
+        # Tensors may be collected at any time, even while `take` allocates: a deque needs no lock.
         self._returned: deque[tuple[int, int, bool]] = deque()
         """Ranges (start, length) to take back, and whether the file may still have values there."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return `numel` zeros; None if the segment is full or has ended."""
+        """Return a tensor of `numel` zeros, None if the segment is full or has ended."""
         memory = self._memory()
         if memory is None or self.is_full or self.is_private:
             return None
@@ -109,7 +109,7 @@ class Segment:
         return tensor_at(piece, 0, numel, dtype)
 
     def _take_back(self, start: int, length: int) -> None:
-        """Free the pages of a range that no tensor uses any more; they read as zeros again."""
+        """Free the pages of a range whose tensor was collected, so that they read as zeros."""
         # A forked child collects its tensors too, but the range is still in use by the parent.
         memory = self._memory()
         if memory is None or self.is_read or os.getpid() != self._owner:
@@ -118,7 +118,7 @@ class Segment:
         if not in_file:
             try:
                 memory.madvise(mmap.MADV_REMOVE, start, length)
-            except PermissionError:  # another thread has just forked
+            except PermissionError:  # a fork in another thread has just made it private
                 in_file = True
         if in_file:
             # Forked children still use the file, or `share` is copying values to a new one. So only
@@ -172,15 +172,15 @@ class Segment:
             _map_over(self.start, self.size, mmap.MAP_SHARED, fd)
         except OSError as error:
             os.close(fd)
-            raise _refused(self.size, error) from error
+            raise _refusal(self.size, error) from error
         os.close(self.fd)
         self.number, self.fd, self.is_private = number, fd, False
 
     def leave_in_child(self) -> bool:
-        """In a forked child: let go of the file.
+        """In a forked child: release the file.
 
-        A private segment stays, one that is not forkable becomes zeros. Returns False for one that
-        could not be made private: its memory cannot be accessed any more.
+        A private segment stays. One that is not forkable becomes zeros. Returns False if the
+        segment could not be made private: its memory can no longer be accessed.
         """
         memory, lost = self._memory(), self.is_forkable and not self.is_private
         if memory is not None and not self.is_private:
@@ -196,9 +196,10 @@ class Segment:
         return self._extents.in_use
 
     def close(self) -> None:
-        """Close the descriptor; tensors in the segment stay, those that users see as private.
+        """Close the descriptor. Tensors in the segment stay; forkable ones become private.
 
-        If the host refuses that, the descriptor stays open, and the next fork tries again.
+        If the host refuses private memory, the descriptor stays open, and the next fork tries
+        again.
         """
         if self.fd >= 0 and self.make_private():
             os.close(self.fd)
@@ -206,7 +207,7 @@ class Segment:
 
 
 class Arena:
-    """The shared memory of this process: tensors laid end to end in segments."""
+    """The shared memory of this process: segments with tensors in them."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
@@ -218,10 +219,10 @@ class Arena:
     def allocate(self, numel: int, dtype: torch.dtype, *, forkable: bool = False) -> Tensor:
         """Return a zeroed flat tensor of `numel` elements.
 
-        `forkable`: forked children find a copy of it, and not zeros. Raises LaunchError when the
-        host refuses the memory.
+        `forkable`: a forked child sees a copy of its values instead of zeros. Raises LaunchError if
+        the host refuses the memory.
         """
-        with _forking:  # a fork of another thread would make a new segment private at once
+        with _forking:  # a fork in another thread would make a new segment private at once
             segments = [s for s in list(self._segments.values()) if s.is_forkable == forkable]
             for segment in segments:
                 if (taken := segment.take(numel, dtype)) is not None:
@@ -235,7 +236,7 @@ class Arena:
         assert taken is not None
         return taken
 
-    def alone(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_alone(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate a tensor in its own segment, because others may use it longer than this rank."""
         segment, memory = self._open(numel * dtype.itemsize)
         segment.is_full = True
@@ -288,19 +289,19 @@ class Arena:
                     self._segments.pop(before if segment.number == number else number, None)
 
     def leave_in_child(self) -> bool:
-        """In a forked child: let go of all that other processes see. See `Segment`."""
+        """In a forked child: release everything that other processes see. See `Segment`."""
         kept = [segment.leave_in_child() for segment in list(self._segments.values())]
         return all(kept)
 
     def _open(self, size: int, *, forkable: bool = False) -> tuple[Segment, mmap.mmap]:
-        """Return a new segment and its memory, which the caller holds until a tensor does."""
+        """Return a new segment and its memory, which the caller holds until a tensor holds it."""
         number, size = next(self._numbers), _pages(size)
         fd = _open_file(number, size)
         try:
             memory = _map_file(fd, size)
         except OSError as error:
             os.close(fd)
-            raise _refused(size, error) from error
+            raise _refusal(size, error) from error
         segment = self._segments[number] = Segment(number, fd, memory, forkable=forkable)
         finalize(memory, _end_segment, ref(self), segment).atexit = False
         return segment, memory
@@ -349,16 +350,17 @@ _LIMITS = {
 }
 
 
-def _refused(size: int, error: OSError) -> LaunchError:
+def _refusal(size: int, error: OSError) -> LaunchError:
     hint = _LIMITS.get(error.errno or 0, "the system refuses it")
     return LaunchError(
-        f"{size:,} bytes of memory that ranks share cannot be had ({error.strerror or error}): "
-        f"{hint}, or do without it: --transport gloo."
+        f"Cannot allocate {size:,} bytes of memory that ranks share ({error.strerror or error}): "
+        f"{hint}, or run without shared memory: --transport gloo."
     )
 
 
 def _end_segment(arena: ref[Arena], segment: Segment) -> None:
-    # A weak reference to the arena: the finalizer is alive as long as any tensor in the segment.
+    # A function with a weak reference, and not a method of the arena: the finalizer lives as long
+    # as any tensor in the segment, and would keep the arena alive that long.
     segment.close()
     alive = arena()
     if alive is not None:
@@ -373,8 +375,8 @@ def _pages(size: int) -> int:
 def share_again() -> None:
     """Share all forkable segments again that a fork has made private.
 
-    Parameters call it before an update. Until then transports copy such tensors to shared memory
-    whenever they send them, which is slower.
+    Parameters call this before an update. After a fork and before this call, transports copy such
+    tensors to shared memory whenever they send them, which is slower.
     """
     with _forking:
         for arena in list(_living):
@@ -386,12 +388,12 @@ def _open_file(number: int, size: int) -> int:
     try:
         fd = os.memfd_create(f"shardwise-{number}")
     except OSError as error:
-        raise _refused(size, error) from error
+        raise _refusal(size, error) from error
     try:
         os.ftruncate(fd, size)
     except OSError as error:
         os.close(fd)
-        raise _refused(size, error) from error
+        raise _refusal(size, error) from error
     return fd
 
 
@@ -422,7 +424,7 @@ def _wipe(start: int, size: int, access: int = READ_WRITE) -> None:
 
 
 def _before_fork() -> None:
-    # Released after the fork, in parent and child: no thread may open or share a segment between.
+    # Parent and child release it after the fork: no thread may open or share a segment meanwhile.
     _forking.acquire()
     for arena in list(_living):
         arena.make_private()
@@ -442,9 +444,9 @@ def _in_forked_child() -> None:
 def _no_parameters() -> str:
     return (
         f"shardwise: process {os.getpid()} was forked without the model's parameters, because the "
-        "host refuses private memory for them (vm.overcommit_memory=2, or a limit on memory): it "
-        "ends with a segmentation fault if it uses them. Give the host more memory or swap, or run "
-        "with --transport gloo.\n"
+        "host refuses private memory for them (vm.overcommit_memory=2, or a limit on memory). It "
+        "will crash with a segmentation fault if it uses them. Give the host more memory or swap, "
+        "or run with --transport gloo.\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Defines what every transport does: collectives over flat buffers, and their handles.
+"""The interface of all transports: collectives over flat buffers, and their handles.
 
 A new transport is a subclass of `Collectives` and a row of `TRANSPORTS` in connect.py, which
 chooses the transport of a process.
@@ -14,11 +14,12 @@ chooses the transport of a process.
 Rules that callers rely on:
 
 - Every rank makes the same calls in the same order, from one thread, and buffers are contiguous.
-- A call may return before the result is there. `Handle.wait` returns when it is. Handles may be
-  waited for in any order, so a wait must let the rank's other calls go on.
+- A call may return before its result has arrived; `Handle.wait` blocks until it has. Callers may
+  wait for handles in any order, so a wait must not stop the rank's other calls.
 - Sums do not depend on the order of arrival: use `sum_in_rank_order`, which also knows the tree of
   the exact mode.
-- A rank that is gone raises PeerLost, a wait beyond the timeout CollectiveError. Both name ranks.
+- A wait for a rank that has ended raises PeerLost, and a wait beyond the timeout CollectiveError.
+  Both name the ranks.
 
 `Solo`, the group of one rank, is the shortest example; host_staged.py wraps another transport.
 `tests/distributed/test_collectives.py` tests every verb: add the new name to its `TRANSPORTS`.
@@ -54,13 +55,13 @@ _PICKLE = "object {} of rank {}"
 
 
 class Handle:
-    """A collective in flight; without arguments, one that is already done.
+    """A collective in flight. Without arguments, a collective that is already done.
 
-    `wait()` returns when the result may be read, `reusable()` when the buffer may be written again
-    (until then other ranks may still read it). Calling either twice is harmless.
+    `wait()` returns when the result may be read. `reusable()` returns when the buffer may be
+    written again, because no other rank reads it any more. Calling either twice is harmless.
 
     Args:
-        finish: Blocks until the result is there. Called once.
+        finish: Blocks until the result has arrived. Called once.
         advance: Starts the second half of a collective that has two. Called once, before `finish`.
     """
 
@@ -78,7 +79,7 @@ class Handle:
         return self
 
     def advance(self) -> None:
-        """Sum what has arrived, or start the second half of the collective.
+        """Sum the messages that have arrived, or start the second half of the collective.
 
         Blocks until the messages have arrived if the transport cannot poll (see `looks`).
         """
@@ -88,7 +89,7 @@ class Handle:
             advance()
 
     def is_there(self) -> bool:
-        """Return whether `wait` would return at once. May be False although it would."""
+        """Return True if `wait` is known to return at once; False if it might block."""
         return self._finish is None and self._advance is None
 
     def wait(self) -> None:
@@ -110,10 +111,10 @@ class Collectives(ABC):
 
     name: str
     copies: int = 1
-    """Number of groups that hold the same intervals: the hosts, if each host shards by itself."""
+    """Number of groups that hold the same intervals: the hosts, with `--shard-within host`."""
 
     sends_pieces = False
-    """Whether `*_pieces` send tensors from where they are, without a copy into the buffer."""
+    """Whether `*_pieces` send the tensors directly, without a copy into the buffer."""
 
     sums_onto = False
     """Whether `reduce_scatter_onto` avoids a copy of this rank's own values."""
@@ -121,8 +122,8 @@ class Collectives(ABC):
     looks = False
     """Whether `Handle.advance` polls. If False, it blocks until the other ranks have sent."""
 
-    comes_and_goes = False
-    """Whether ranks may leave the group and come back."""
+    has_changing_ranks = False
+    """Whether ranks may leave the group and return."""
 
     in_one_order = False
     """Whether ranks must also call `Handle.advance` in one order, because it makes further calls
@@ -133,7 +134,7 @@ class Collectives(ABC):
 
     @property
     def places(self) -> Sequence[int]:
-        """For each rank, the number that messages name it by. It stays when other ranks leave."""
+        """The number of each rank in messages. It does not change when other ranks leave."""
         return range(self.size)
 
     @property
@@ -153,7 +154,7 @@ class Collectives(ABC):
         return False
 
     def watch_members(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever ranks have left the group or come back; never in a fixed one."""
+        """Call `changed` whenever ranks have left or rejoined the group. A fixed one never does."""
         return
 
     @property
@@ -162,7 +163,7 @@ class Collectives(ABC):
         return self.rank == 0
 
     def steadily(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, several collectives that need the same ranks throughout.
+        """Return the result of `work`, which makes several collectives of the same ranks.
 
         If ranks leave meanwhile, all others run `work` again.
         """
@@ -175,7 +176,7 @@ class Collectives(ABC):
 
         `forkable`: user code sees the tensor, so a forked child must find a copy of its values.
         """
-        del forkable  # torch's own memory always is
+        del forkable  # a forked child always sees a copy of torch's own memory
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
@@ -218,7 +219,7 @@ class Collectives(ABC):
         The sum goes to `buffer`, which has the total length. Pieces may be views of `buffer`. The
         caller must not change them before it has waited for the handle.
         """
-        # Transports that send tensors from where they are (`sends_pieces`) save this pass.
+        # Transports with `sends_pieces` override this and save the pass over memory.
         join_pieces(pieces, buffer)
         return self.all_reduce(buffer, how)
 
@@ -238,7 +239,7 @@ class Collectives(ABC):
     def reduce_scatter_onto(
         self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
     ) -> Handle:
-        """Run `reduce_scatter` into `own`, which holds this rank's values of its own interval.
+        """Run `reduce_scatter` into `own`, which holds this rank's values of the interval it owns.
 
         The content of that interval in `buffer` is ignored.
         """
@@ -254,14 +255,15 @@ class Collectives(ABC):
         """Copy `buffer` of rank `source` to every rank."""
 
     def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
-        """Send each rank its part of `sent`, and receive this rank's part of what they send.
+        """Send each rank its part of `sent`, and receive this rank's parts into `received`.
 
         Args:
             sent: Flat, (sum(counts[rank]),): the parts in order of the receiving ranks.
             counts: (size, size), equal on all ranks: `counts[a][b]` elements go from rank a to b.
             received: Flat, (sum over a of counts[a][rank],), in order of the sending ranks.
         """
-        # By broadcasts: every rank receives everything. Transports with messages override this.
+        # By broadcasts, so every rank receives everything: correct on any transport, but slow.
+        # Transports that can send to single ranks override this.
         for source in range(self.size):
             whole = sent if source == self.rank else sent.new_empty(sum(counts[source]))
             self.broadcast(whole, source).reusable()
@@ -275,7 +277,7 @@ class Collectives(ABC):
 
     def barrier(self) -> None:
         """Block until every rank has called this."""
-        # `read` and not only the call: on an accelerator the host must wait too.
+        # With `read`, because on an accelerator the call alone does not block the host.
         self.read(self.gather_rows(torch.zeros(1, device=self.small_device)))
 
     def second_group(self) -> Collectives:
@@ -315,13 +317,13 @@ class Collectives(ABC):
             return authentication.unsealed(self.status_server.secret, purpose, data)
         except authentication.Forged as error:
             raise CollectiveError(
-                f"What came for rank {rank} of {self.size} is not of this run ({error}) Somebody "
-                "else has reached the ports of its ranks: see docs/security.md."
+                f"A message for rank {rank} of {self.size} is not from this run ({error}) Another "
+                "process has reached the ports of its ranks: see docs/security.md."
             ) from None
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
-        # Lengths first, since receivers must allocate. They are float64 because every transport
-        # gathers rows of floats; it is exact up to 2**53 bytes.
+        # Lengths first, because receivers must allocate. They are float64 because every transport
+        # gathers rows of floats. They are exact up to 2**53 bytes.
         data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         device = self.small_device
         lengths = self.gather_rows(torch.tensor([data.numel()], dtype=torch.float64, device=device))
@@ -437,13 +439,15 @@ def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
         if not 0 <= rank < size:
             raise UsageError(f"Rank {rank} in {groups} does not exist: there are {size} ranks.")
         if rank in seen:
-            raise UsageError(f"Rank {rank} is twice in {groups}: each rank belongs to one group.")
+            raise UsageError(
+                f"Rank {rank} is twice in {groups}: list each rank in at most one group."
+            )
         seen.add(rank)
 
 
 @dataclass(frozen=True)
 class GroupRanks:
-    """The ranks of the run that form a group, in order of their places in it, for messages.
+    """The ranks of the run that form a group, in the order of their places in it.
 
     `size` is the number of ranks of the run. `first` is the rank that torch knows as 0, if torch
     knows a part of the run only.
@@ -455,16 +459,16 @@ class GroupRanks:
 
     @classmethod
     def whole(cls, size: int) -> GroupRanks:
-        """All ranks of a run."""
+        """Return the group of all ranks of a run."""
         return cls(tuple(range(size)), size)
 
     def part(self, places: Sequence[int]) -> GroupRanks:
-        """The ranks of a group of some of these places."""
+        """Return the group of the ranks at some of these places."""
         return GroupRanks(tuple(self.ranks[place] for place in places), self.size, self.first)
 
     @property
     def of_torch(self) -> list[int]:
-        """The same ranks by torch's numbers."""
+        """The numbers by which torch knows these ranks."""
         return [rank - self.first for rank in self.ranks]
 
     def speaker(self, place: int) -> str:
@@ -481,7 +485,7 @@ def join_pieces(pieces: Sequence[Tensor], buffer: Tensor) -> None:
     start = 0
     for piece in pieces:
         place = buffer[start : start + piece.numel()]
-        # By address: small gradients are accumulated in the buffer itself.
+        # Compare addresses: small gradients are accumulated in the buffer itself.
         if piece.data_ptr() != place.data_ptr():
             place.copy_(piece)
         start += piece.numel()

@@ -1,4 +1,4 @@
-"""Chooses the transport of a process, and joins the other ranks over it."""
+"""The choice of this process's transport, and the connection to the other ranks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ OnMeeting = Callable[[Identity, Store], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """What a transport is made from: the ranks of a group, and this one among them.
+    """The arguments of a transport: the ranks of a group, and this rank's place among them.
 
-    `group_ranks` says which ranks of the run these are, `timeout` in seconds bounds every wait.
+    `group_ranks` are these ranks' numbers in the run. `timeout` bounds every wait, in seconds.
     """
 
     identity: Identity
@@ -50,8 +50,8 @@ class Members:
 class Transport(NamedTuple):
     """A row of `TRANSPORTS`.
 
-    `backend` is the backend of torch's default process group, which exists already when `make` is
-    called (collective).
+    `backend` is the backend of torch's default process group, which exists when `make` is called.
+    `make` is collective.
     """
 
     backend: str
@@ -60,9 +60,9 @@ class Transport(NamedTuple):
 
 LOOPBACK = "127.0.0.1"
 OUTSIDE = "192.0.2.1"
-"""An address that no host has: the route there is that of the whole network."""
+"""An address that no host has (RFC 5737). The route to it is the default route of the network."""
 
-_met: Rendezvous | None = None
+_rendezvous: Rendezvous | None = None
 """The rendezvous of this run, kept open until all groups are closed."""
 
 
@@ -83,20 +83,22 @@ def connect(
         timeout: Bound of every wait in seconds.
         transport: Value of `--transport`. With gloo, ranks on GPUs send through host memory, so
             that several can share a GPU.
-        rendezvous: Place where ranks meet to which the launcher gave no address.
-        on_meeting: Called with the store when the ranks have met; not under torchrun, which has a
-            store of its own.
-        of_run: The ranks of the run that these are, if there are others; `identity` counts from 0.
+        rendezvous: Place where ranks meet if the launcher gave them no address.
+        on_meeting: Called with the store when the ranks have met. Not called under torchrun, whose
+            agent owns the store.
+        of_run: The numbers of these ranks in the run, if there are other ranks; `identity` counts
+            from 0.
 
-    Raises LaunchError if the others cannot be reached, or not by shared memory although it is
-    required; ConfigError if the transport is not for `device`.
+    Raises:
+        LaunchError: If the others cannot be reached, or shared memory is required and unavailable.
+        ConfigError: If the transport is not for `device`.
     """
     row = TRANSPORTS.get((transport, device.type))
     if row is None:
         raise ConfigError(
-            "--transport shared is for ranks on the CPU; ranks on GPUs talk over NCCL. Leave the "
-            "flag out, let ranks share GPUs with --transport gloo, or train on the CPU with "
-            "--device cpu."
+            "--transport shared is for ranks on the CPU. Ranks on GPUs communicate over NCCL. "
+            "Leave the flag out, let ranks share GPUs with --transport gloo, or train on the CPU "
+            "with --device cpu."
         )
     if identity.launcher == "python":
         return Solo()
@@ -152,13 +154,13 @@ TRANSPORTS = {
     ("shared", "cpu"): Transport("gloo", _shared_memory),
     ("gloo", "cpu"): Transport("gloo", _gloo),
     # Ranks may share a GPU, which NCCL refuses.
-    ("gloo", "cuda"): Transport("gloo", lambda found: HostStaged(_gloo(found), found.device)),
+    ("gloo", "cuda"): Transport("gloo", lambda members: HostStaged(_gloo(members), members.device)),
 }
 """Transport for each value of `--transport` (config/settings.py lists them) and type of device."""
 
 
 def _introduce(identity: Identity, group: Collectives) -> None:
-    """Start the status server, and tell each rank the addresses of the others'."""
+    """Start the status server, and exchange the addresses of all ranks' servers. Collective."""
     if group.size == 1:
         return
     # Process ids are unique in one PID namespace only: two containers of a host may share ids.
@@ -167,13 +169,14 @@ def _introduce(identity: Identity, group: Collectives) -> None:
     except OSError:
         namespace = ""
     mine = group.status_server.listen(address_of(identity), f"{host_key()} {namespace}")
-    # The first messages over a new transport, so a fault of it shows here and not in training.
+    # The first messages over a new transport: if it does not work, it fails here and not in
+    # training.
     every = group.gather_plain(asdict(mine))
     group.status_server.start([RankAddress(**each) for each in every])
 
 
 def address_of(identity: Identity) -> str:
-    """Return the address at which the other ranks can reach this one."""
+    """Return the address under which other ranks can reach this one."""
     if identity.on_one_host:
         return LOOPBACK
     named = os.environ.get(INTERFACE, "").split(",")[0]
@@ -187,10 +190,10 @@ def address_of(identity: Identity) -> str:
 
 
 def disconnect() -> None:
-    """Close the store on which the ranks met."""
-    # Last, when all groups are closed: torch's groups look up addresses in the store until then.
-    global _met
-    met, _met = _met, None
+    """Close the store through which the ranks met."""
+    # Call this after closing all groups: torch's groups look up addresses in the store.
+    global _rendezvous
+    met, _rendezvous = _rendezvous, None
     if met is not None:
         met.close()
 
@@ -198,17 +201,18 @@ def disconnect() -> None:
 def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> Identity:
     """Return `identity` with its local rank and size, for launchers that do not set them.
 
-    The ranks meet, as for `connect`, which then uses the same store. They tell each other the names
-    of their hosts. Ranks of a host are numbered in ascending order of rank. Collective.
+    The ranks meet, as for `connect`, which then uses the same store, and exchange the names of
+    their hosts. Ranks of a host are numbered in ascending order of rank. Collective.
     """
     # Most launchers set these variables, and then ranks need not meet before `connect`.
     if identity.is_placed or identity.size == 1:
         return replace(identity, is_placed=True)
     try:
-        # Over the store, because no transport exists yet: it needs the device, and that the place.
+        # Over the store, because no transport exists yet: a transport needs the device, and the
+        # choice of the device needs the local rank.
         store = _meet_others(identity, timeout, rendezvous).store
         host = host_key() or gethostname()
-        names = _told_by_all(identity, store, "host", host)
+        names = _exchange_texts(identity, store, "host", host)
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(identity, error) from error
     here = [rank for rank, name in enumerate(names) if name == host]
@@ -222,25 +226,25 @@ def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> 
 
 
 def check_all(identity: Identity, refusal: str) -> None:
-    """Tell the ranks that met in `place` why this one cannot take part ("" if it can). Collective.
+    """Check that every rank that met in `place` can take part. Collective.
 
-    A missing device is such a reason. Raises LaunchError if another rank cannot take part, because
-    this one would wait for it.
+    `refusal` is the reason why this rank cannot, such as a missing device, or "" if it can. Raises
+    LaunchError if another rank cannot take part, because this one would wait for it forever.
     """
-    if _met is None:
+    if _rendezvous is None:
         return
     try:
-        said = _told_by_all(identity, _met.store, "refusal", refusal)
+        refusals = _exchange_texts(identity, _rendezvous.store, "refusal", refusal)
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(identity, error) from error
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(refusals):
         if text and not refusal:  # the caller raises its own
             raise LaunchError(f"Rank {rank} cannot take part: {text}").blaming([rank])
 
 
-def _told_by_all(identity: Identity, store: Store, key: str, text: str) -> list[str]:
+def _exchange_texts(identity: Identity, store: Store, key: str, text: str) -> list[str]:
     """Return every rank's `text` under `key`, through rank 0."""
-    # If every rank asked for every text, the store would answer size * size questions.
+    # Through rank 0: if every rank read every text, the store would serve size * size requests.
     # `get` blocks until the key exists, so no barrier is needed.
     store.set(f"{key}/{identity.rank}", text)
     if identity.rank == 0:
@@ -251,17 +255,17 @@ def _told_by_all(identity: Identity, store: Store, key: str, text: str) -> list[
 
 
 def _meet_others(identity: Identity, timeout: float, rendezvous: str | None) -> Rendezvous:
-    """Meet the other ranks, once: under torchrun on the store of its agent."""
-    global _met
-    if _met is None:
+    """Meet the other ranks, at most once per process. Under torchrun, use its agent's store."""
+    global _rendezvous
+    if _rendezvous is None:
         if dist.is_initialized():
-            _met = torchrun_store.adopt(identity, timeout)
+            _rendezvous = torchrun_store.adopt(identity, timeout)
         elif identity.launcher == "torchrun" and torchrun_store.has_store():
-            _met = torchrun_store.meet(identity, timeout)
+            _rendezvous = torchrun_store.meet(identity, timeout)
         else:
             place = None if identity.launcher == "torchrun" else rendezvous
-            _met = meet(identity, timeout, place)
-    return _met
+            _rendezvous = meet(identity, timeout, place)
+    return _rendezvous
 
 
 def _join(
@@ -271,7 +275,7 @@ def _join(
     rendezvous: str | None,
     on_meeting: OnMeeting | None,
 ) -> bytes:
-    """Make torch's default process group, unless the script has; returns the secret of the run."""
+    """Make torch's default process group, unless the script has, and return the run's secret."""
     is_torchs = identity.launcher == "torchrun"
     if dist.is_initialized():
         met = _meet_others(identity, timeout, rendezvous)
@@ -281,8 +285,8 @@ def _join(
             made = dict(pairs).get("cuda" if backend == "nccl" else "cpu", made)
         if made != backend:
             raise LaunchError(
-                f"torch.distributed was initialised with {made} before sw.init, which takes "
-                f"{backend} here: call sw.init first, and leave init_process_group out."
+                f"torch.distributed was initialised with {made} before sw.init, which needs "
+                f"{backend} here. Call sw.init first, and leave init_process_group out."
             )
         return met.secret
     try:
@@ -296,7 +300,8 @@ def _join(
             world_size=identity.size,
             timeout=timedelta(seconds=timeout),
         )
-        # All ranks are connected now, so any further connection to Gloo's sockets is foreign.
+        # All ranks are connected now, so any further connection to Gloo's sockets is from a
+        # stranger.
         listeners.shut()
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(identity, error) from error
@@ -318,9 +323,9 @@ def _cannot_join(identity: Identity, error: Exception) -> LaunchError:
 def _open_words(identity: Identity) -> str:
     """Return the warning about a run whose ranks share no secret."""
     return (
-        f"this run is open: whoever reaches rank 0 at {address_of(identity)} while it starts may "
-        "join it, and have it run code as this user. Give all ranks what only they know: "
-        f"{environment.SECRET_VARIABLE}=$(openssl rand -hex 32), passed on to every host "
+        f"this run is open: anyone who reaches rank 0 at {address_of(identity)} while it starts "
+        "can join it and run code as this user. Give all ranks a secret: set "
+        f"{environment.SECRET_VARIABLE}=$(openssl rand -hex 32), and pass it on to every host "
         "(docs/security.md)."
     )
 
@@ -330,8 +335,8 @@ def for_thread(group: Collectives, timeout: float) -> Collectives:
 
     `group` has all ranks of the run; `timeout` in seconds bounds every wait.
     """
-    # A `second_group` has channels of its own, but shared memory moves the calls of all groups of
-    # a process in whichever thread waits. So another thread needs its own sockets and arena.
+    # A `second_group` has separate channels. But with shared memory, a thread that waits advances
+    # the calls of all groups of its process. So another thread needs its own sockets and arena.
     if isinstance(group, HostStaged):
         return HostStaged(for_thread(group.inner, timeout), group.device)
     if isinstance(group, SharedMemory | Hierarchical):

@@ -1,11 +1,11 @@
-"""Runs collectives inside forwards and backwards in one order, the gather order, on all ranks.
+"""The gather order: one order, on all ranks, of the collectives inside forwards and backwards.
 
-Ranks may skip what others need, so a rank that waits in one collective must not be waited for in
-another. Sharded units of several engines meet in one backward (a loss of one model that goes
-through another one's), models are called inside of models, and BatchNorm over all ranks exchanges
-statistics between two units. So there is one list of entries for all of a process
-(agreed_order.py), and one pass at a time: a forward or backward that begins inside of another is a
-part of it.
+A rank may skip a collective that others need. Two ranks deadlock if each waits for the other in a
+different collective. This could happen across engines: a backward may run through sharded units of
+several engines (the loss of one model passes through another), models call other models, and
+BatchNorm over all ranks exchanges statistics between two units. So each process has a single list
+of entries (agreed_order.py) and runs one pass at a time. A forward or backward that begins inside
+another is part of that pass.
 
     backward of engine A's loss     A opens ─ B's units ─ B's BatchNorm ─ A's units ─ A closes
 """
@@ -42,12 +42,12 @@ class Member(Protocol):
         """Raise, on all ranks, if entries since the last call were out of order."""
 
     def mode(self) -> Hashable:
-        """Return what distinguishes passes of one kind besides the key; equal on all ranks."""
+        """Return a value that distinguishes passes with the same key; it is equal on all ranks."""
 
     def set_aside(self) -> Callable[[], None]:
-        """Forget for now what passes of this rank alone will change.
+        """Save the state that this rank's uneven passes will change.
 
-        Returns a function that brings it back.
+        Returns a function that restores it.
         """
 
 
@@ -93,8 +93,8 @@ class GatherOrder:
     ) -> int:
         """Give `member` an entry for each of `names`; see AgreedOrder.join.
 
-        Returns the number of the first one, which `leave` takes. `reach` takes its sum with the
-        member's own number of an entry.
+        Returns the number of its first entry. Pass that number to `leave`, and that number plus the
+        place of a name to `reach`.
         """
         first = self._order.join(names, staying=staying, exchanges=exchanges)
         self._members[first] = member
@@ -112,7 +112,7 @@ class GatherOrder:
 
     @property
     def is_open(self) -> bool:
-        """Whether a pass is under way."""
+        """Whether a pass is running."""
         return self._opener is not None
 
     @property
@@ -121,7 +121,7 @@ class GatherOrder:
         return self._uneven > 0
 
     def end_dead_pass(self) -> None:
-        """End a pass that has failed unnoticed: a backward of the user's own."""
+        """End a pass that has failed unnoticed, in a backward that the user's code called."""
         if self._opener is not None:
             self._opener.end_dead_pass()
 
@@ -176,23 +176,24 @@ class GatherOrder:
 
     def _run(self, entry: int, *, wanted: bool) -> None:
         over, first = self._order.over() if self._descending else None, self._firsts[entry]
-        if over is not None and (member := self._of(over)) is not None:
+        if over is not None and (member := self._member_of(over)) is not None:
             member.is_past(over - self._firsts[over])
-        if (member := self._of(entry)) is not None:
+        if (member := self._member_of(entry)) is not None:
             member.run_entry(entry - first, wanted=wanted)
         # After every entry, even on a rank that only catches up: all ranks must start gathers and
         # sums of gradients in one order, because NCCL may deadlock otherwise.
         following = self._order.next()
-        if following is not None and (member := self._of(following)) is not None:
+        if following is not None and (member := self._member_of(following)) is not None:
             member.start_ahead(following - self._firsts[following])
 
-    def _of(self, entry: int) -> Member | None:
+    def _member_of(self, entry: int) -> Member | None:
         """Return the member of an entry; None if it has been collected."""
         return self._members.get(self._firsts[entry])
 
     def check(self) -> None:
         """Raise, on all ranks, if entries since the last call were out of order."""
-        # Only the accelerator's memory tells. A step calls this once the host has waited anyway.
+        # On an accelerator the check reads device memory, for which the host must wait. A step
+        # calls this when the host has waited anyway.
         for member in list(self._members.values()):
             member.check()
 
@@ -205,15 +206,15 @@ class GatherOrder:
         A rank that leaves the block runs the entries that others need until all have left. Blocks
         may be nested.
         """
-        back = [member.set_aside() for member in list(self._members.values())]
+        restorers = [member.set_aside() for member in list(self._members.values())]
         self._uneven += 1
         try:
             yield
         finally:
             self.end_dead_pass()
             self._uneven -= 1
-            for bring in back:
-                bring()
+            for restore in restorers:
+                restore()
             if not self.is_uneven:
                 for entry in self._order.serve():
                     self._run(entry, wanted=False)

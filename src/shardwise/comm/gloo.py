@@ -37,9 +37,10 @@ class Gloo(Collectives):
     """CPU ranks over Gloo, by its point-to-point messages.
 
     Gloo's own reduce-scatter is an all-reduce inside, and its all-gather copies more than it sends.
-    So both are direct exchanges here: each rank sends every other rank its interval, and sums what
-    it receives in rank order. Measured on 64 MB, 2 ranks: 26 ms against 100 (reduce-scatter), 19
-    against 77 (all-gather); `benchmarks/collectives.py` prints the figures of this machine.
+    So both are direct exchanges here: each rank sends every other rank its interval, and sums the
+    received values in rank order. With 64 MB on 2 ranks, a reduce-scatter takes 26 ms instead of
+    100, and an all-gather 19 ms instead of 77. `benchmarks/collectives.py` measures it on your
+    machine.
     """
 
     name = "gloo"
@@ -54,9 +55,10 @@ class Gloo(Collectives):
         timeout: timedelta | None = None,
         status_server: StatusServer | None = None,
     ) -> None:
-        """`group_ranks` says which ranks of the run these are, if there are others.
+        """Make the transport of a torch process group; None is the default group.
 
-        `timeout` bounds the waits of groups that are split off.
+        `group_ranks` are the numbers of these ranks in the run, if there are other ranks.
+        `timeout` bounds the waits of groups that `split` makes.
         """
         super().__init__(rank, size, status_server)
         self._timeout = timeout
@@ -133,7 +135,7 @@ class Gloo(Collectives):
     def _reduce_scatter(
         self, call: int, pieces: Sequence[Tensor], cuts: Cuts, target: Tensor, how: Sum
     ) -> Handle:
-        """Send each rank the pieces of its interval, and sum those of this rank's own.
+        """Send each rank the pieces of its interval, and sum the pieces of this rank's interval.
 
         Pieces have the same cuts on all ranks, so each rank sends as many messages as this rank has
         pieces in its own interval.
@@ -152,17 +154,17 @@ class Gloo(Collectives):
         parts = zip(torch.split(target, lengths), *in_order, strict=True)
         received = self.messages.start("reduce-scatter", call, sends, rows)
 
-        def came(number: int) -> None:
-            """Sum a piece that all have sent, while it is still in the processor's cache."""
+        def sum_if_complete(number: int) -> None:
+            """Sum a piece once all ranks have sent it, while it is still in the CPU's cache."""
             if number % len(others) == 0:
                 out, *terms = next(parts)
                 sum_in_rank_order(terms, out, how)
 
         def finish() -> None:
-            received(came)
+            received(sum_if_complete)
             for out, *terms in parts:  # an empty interval, or a group of one: no message arrives
                 sum_in_rank_order(terms, out, how)
-            self.give_back(scratch)  # not earlier: Gloo receives into it until the end
+            self.give_back(scratch)  # only now: Gloo receives into it until the last message
 
         return Handle(advance=finish)
 
@@ -192,7 +194,7 @@ class Gloo(Collectives):
 
     def gather_rows(self, row: Tensor) -> Tensor:
         def gather(buffer: Tensor, cuts: Cuts) -> Handle:
-            # Small ones in this thread: handing them to the send thread takes longer.
+            # Small rows in this thread: handing them to the send thread takes longer.
             here = row.nbytes <= SMALL
             return self._all_gather(self.messages.number(), buffer, cuts, here=here)
 
@@ -221,6 +223,6 @@ class Gloo(Collectives):
         return torch.empty(numel, dtype=dtype)
 
     def give_back(self, scratch: Tensor) -> None:
-        """Return what `borrow` gave."""
+        """Keep scratch memory from `borrow` for later calls."""
         whole = scratch if scratch._base is None else scratch._base
         self._spare[scratch.dtype].append(whole)

@@ -1,8 +1,8 @@
-"""Sends and receives the messages of one call over Gloo, and says why a message does not come.
+"""The messages of calls over Gloo, and the reason if a message does not arrive.
 
 start      starts receives, then sends; large ones in a separate thread (the send thread)
 wait       waits for the messages in the order in which they were started
-compare    asks a rank that does not send what it has sent in this call (see watch/watchdog.py)
+compare    asks a rank whose message is missing which call it is in (see watch/watchdog.py)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.comm import gloo_messages
 from shardwise.comm.base import GroupRanks
 from shardwise.comm.mismatched_calls import mismatch_error
 from shardwise.comm.progress_thread import PendingWork, ProgressThread
-from shardwise.comm.torch_backend import explained, is_timeout, real_view, timeout_error
+from shardwise.comm.torch_backend import explain, is_timeout, real_view, timeout_error
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.watch.status_server import StatusServer
 
@@ -29,7 +29,7 @@ PROBE = 1
 """Tag of messages that no rank receives; no call has it."""
 
 REMEMBERED = 64
-"""Number of calls for which a rank remembers what it sent."""
+"""Number of calls whose sent messages a rank remembers."""
 
 SMALL = 1 << 14
 """Largest total of a call's messages in bytes that is started without the send thread."""
@@ -38,8 +38,9 @@ SMALL = 1 << 14
 class Arrivals(Protocol):
     """Waits for all messages of a call.
 
-    After each message, `then` is called with the number that have arrived: first the first message
-    of every rank, then the second ones. Hang reports do not count its time as waiting.
+    After each message, it calls `then` with the number of messages that have arrived: first the
+    first message of every rank, then the second ones. Hang reports do not count the time in `then`
+    as waiting.
     """
 
     def __call__(self, then: Callable[[int], None] | None = None) -> None: ...
@@ -48,8 +49,8 @@ class Arrivals(Protocol):
 class GlooExchange:
     """The messages of rank `rank` in one group, over Gloo's point-to-point verbs.
 
-    `group` is the process group of torch that carries them; `timeout` is for messages of errors.
-    Messages know whom they are from: a rank that is lost, or does not come, is named.
+    `group` is torch's process group that carries them. `timeout` only appears in error messages.
+    Errors name the rank whose message is missing.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class GlooExchange:
         self._timeout = timeout
         self._status_server = status_server
         self._calls = 0
-        # Messages of calls that failed must still be received. Dropped works would leave the
-        # channel out of step.
+        # The messages of failed calls stay here. Dropping a torch work before its message arrived
+        # would shift the messages of later calls on that channel.
         self._unwaited: dict[int, list[tuple[int, dist.Work]]] = {}
         self.progress_thread = ProgressThread(status_server.waits)
         self._send_thread = ProgressThread(status_server.waits, name="shardwise-send")
@@ -85,7 +86,7 @@ class GlooExchange:
         return [place for place in range(len(self._group_ranks.ranks)) if place != self._rank]
 
     def number(self) -> int:
-        """The number of this rank's next call, the same on all ranks."""
+        """Count a call, and return its number, which is the same on all ranks."""
         self._calls += 1
         return self._calls
 
@@ -98,25 +99,27 @@ class GlooExchange:
         *,
         here: bool = False,
     ) -> Arrivals:
-        """Start the messages to and from every other rank (empty ones are not sent).
+        """Start the messages to and from every other rank. Empty ones are not sent.
 
-        Returns a function that waits for all of them. Raises CollectiveError once the group is
-        closed. `here` starts them in this thread, whatever their size.
+        Returns a function that waits for all of them. Raises CollectiveError if the group is
+        closed. `here`: start them in this thread, even if they are large.
         """
-        # Gloo sends in the calling thread as much as the socket takes, and blocks it while bytes
-        # of the same rank arrive. That would stop a backward, so the send thread starts large ones.
-        # Before any message is sent: a forked child has its parent's sockets.
+        # Before any message is sent: a forked child would send over its parent's sockets.
         self._status_server.refuse_after_failure()
         self._send_thread.refuse_if_dismissed()
-        # Remembered, because another rank may ask for it when its wait is too long (`_compare`).
+        # Another rank may ask for this when its wait is too long (`_compare`).
         self._sent[call] = gloo_messages.contents(what, sends)
         awaited = gloo_messages.contents(what, receives)
-        for old in list(self._sent):  # not only one: calls may send nothing, or in another order
+        # Several may be old: some calls send nothing, and calls may start out of order.
+        for old in list(self._sent):
             if old <= call - REMEMBERED:
                 self._sent.pop(old, None)
         works: list[tuple[int, dist.Work]] = []
         self._unwaited[call] = works
         start = partial(self._start, what, call, works, sends, receives)
+        # Gloo writes to the socket in the calling thread until the socket is full, and locks out
+        # that thread while bytes from the same rank arrive. That would stop a backward, so the send
+        # thread starts large messages.
         if here or gloo_messages.nbytes(sends) + gloo_messages.nbytes(receives) <= SMALL:
             start()
             begun = None
@@ -126,15 +129,15 @@ class GlooExchange:
         return partial(self._wait, what, call, begun, awaited)
 
     def follow(self, call: str, pending: PendingWork) -> None:
-        """Wait for work of the progress thread, and note whom it waits for as missing."""
+        """Wait for work of the progress thread. Hang reports list the ranks it waits for."""
         with self._status_server.waits.noted(call, pending.missing):
             pending.wait()
 
     def close(self) -> None:
-        """End the threads, and leave the group of torch's."""
+        """End the threads and leave torch's group."""
         # The send thread first: it may hold tensors of calls that end with the group.
         self._send_thread.close()
-        # Ends waits of the progress thread, which would block its `close`.
+        # Destroying torch's group ends the waits of the progress thread, which would block `close`.
         self._end()
         self.progress_thread.close()
 
@@ -146,7 +149,7 @@ class GlooExchange:
         sends: gloo_messages.Messages,
         receives: gloo_messages.Messages,
     ) -> None:
-        """Start all messages and note them in `works`."""
+        """Start all messages and append them to `works`."""
         rank = self._rank
         try:
             # Receives first, on all ranks: Gloo then writes arriving bytes to their destination
@@ -213,14 +216,17 @@ class GlooExchange:
     # -- errors ---------------------------------------------------------------------------
 
     def _failed(self, error: RuntimeError, call: str, other: int) -> CollectiveError:
-        """Return the error to raise, after telling the others; if one aborted first, its error."""
+        """Announce the failure to the other ranks, and return the error to raise.
+
+        If another rank aborted before, that rank's error is returned.
+        """
         speaker = self._group_ranks.speaker(self._rank)
         if (theirs := self._status_server.error_of_another(speaker)) is not None:
             return theirs
-        found = explained(error, speaker, call, self._group_ranks.named([other]))
+        found = explain(error, speaker, call, self._group_ranks.named([other]))
         if isinstance(found, PeerLost):
             lost = self._group_ranks.named({other, *self._unreachable()})
-            found = explained(error, speaker, call, lost)
+            found = explain(error, speaker, call, lost)
         elif is_timeout(error):
             seconds = self._timeout.total_seconds() if self._timeout else 0.0
             found = timeout_error(self._status_server, speaker, call, self._ranks([other]), seconds)
@@ -228,9 +234,9 @@ class GlooExchange:
         return found
 
     def _unreachable(self) -> list[int]:
-        """Return the places that no message can be sent to any more.
+        """Return the places to which messages can no longer be sent.
 
-        The rank that ended first is among them, even if this rank noticed the end of another one.
+        They include the rank that ended first, even if this rank noticed the end of another first.
         """
         found = []
         for rank in self.others:
@@ -252,7 +258,7 @@ class GlooExchange:
     def _compare(
         self, call: int, contents: dict[int, gloo_messages.Content], now: list[int]
     ) -> None:
-        """End a wait for a message whose sender is in another collective."""
+        """End a wait for a message if its sender is in another collective."""
         if not now or (place := now[0]) not in contents or self._difference is not None:
             return
         server, awaited = self._status_server, gloo_messages.as_json(contents[place])
@@ -270,17 +276,20 @@ class GlooExchange:
             size = self._group_ranks.size
             self._difference = mismatch_error(server, call, here, there, size)
             server.announce_abort(self._difference)
-        # This is the watchdog's thread. The training thread sleeps inside Gloo, and only a message
-        # of the awaited tag and length wakes it: ask the other rank to send one.
+        # This runs in the watchdog's thread. The training thread sleeps inside Gloo, and only a
+        # message with the awaited tag and length wakes it: ask the other rank to send one.
         server.ask_to_let_go(rank, self._channel, self._rank, [call, awaited])
 
     def sent(self, call: int, to: int) -> list[Any] | None:
-        """Return what this rank sent to a place in a call; None if it has not reached that call."""
+        """Return the description of the messages to a place in a call.
+
+        Returns None if this rank has not reached that call.
+        """
         sent = self._sent.get(call)
         return None if sent is None else gloo_messages.as_json(sent.get(to, gloo_messages.NOTHING))
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
-        """Send a place the message that it waits for, filled with zeros, so that its wait ends."""
+        """Send the message that a place waits for, filled with zeros, to end its wait."""
         call, (what, lengths, dtype) = awaited
         for length in lengths:
             filler = torch.zeros(length, dtype=getattr(torch, dtype))

@@ -1,4 +1,4 @@
-"""Describes the messages of one call over Gloo: their pieces, their contents, their tags."""
+"""Descriptions of the messages of one call over Gloo: their pieces, contents and tags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Messages = Mapping[int, Sequence[Tensor]]
-"""Tensors that are sent to each of the other ranks, or received from it, in order."""
+"""Tensors to send to each other rank, or to receive from it, in order."""
 
 Content = tuple[str, tuple[int, ...], torch.dtype | None]
 """Description of the messages from one rank to another in a call: the name of the collective, the
@@ -39,7 +39,8 @@ def contents(what: str, messages: Messages) -> dict[int, Content]:
 
 def interleaved(messages: Messages) -> Iterator[tuple[int, Tensor]]:
     """Yield each message with its rank: the first message of every rank, then the second ones."""
-    # So that a piece is complete, and can be summed, as soon as all ranks have sent it.
+    # In this order a piece can be summed as soon as all ranks have sent it, while later pieces are
+    # still on the wire.
     for several in zip_longest(*messages.values()):
         yield from ((r, t) for r, t in zip(messages, several, strict=True) if t is not None)
 
@@ -67,7 +68,7 @@ def in_words(content: list[Any]) -> str:
 def clipped_pieces(pieces: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
     """Return the views of `pieces` that cover [first, end) of their concatenation.
 
-    There is at least one, which may be empty: its dtype is needed.
+    Returns at least one view, which may be empty, because callers need the dtype.
     """
     found, start = [], 0
     for piece in pieces:

@@ -10,7 +10,8 @@ its host for its peers and itself, and sends only these sums, to their owners:
 
 So each of H hosts sends (H - 1) / H of a buffer in a reduce-scatter or an all-gather, and twice
 that in an all-reduce, for any number of ranks per host. 16-bit floats that are summed in fp32 are
-sent as fp32, so that they are rounded once. Sums have a fixed order: by rank inside, then by host.
+sent as fp32, so that they are rounded once. Sums have a fixed order: by rank within a host, then
+by host.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ from shardwise.layout.bucket_layout import even_cuts
 from shardwise.layout.sum_tree import node_sizes
 
 Hosts = Sequence[Sequence[int]]
-"""By host, its ranks in ascending order; as many on each."""
+"""The ranks of each host, in ascending order; the same number on each host."""
 
 PartialSteps = Generator[int | PendingWork, Messages, Messages]
-"""A part of the steps of a call; it returns the messages that came first."""
+"""Some of the steps of a call. It returns the messages about its first stage."""
 
 
 class Hierarchical(MappedMemory):
-    """CPU ranks of several hosts, as many on each and two at least.
+    """CPU ranks of several hosts, with the same number (at least two) on each.
 
-    `inside` are this host's ranks, `between` this rank and its peers, `under` all ranks over Gloo.
+    `inside` is the group of this host's ranks, `between` the group of this rank and its peers, and
+    `under` the group of all ranks over Gloo.
     """
 
     def __init__(
@@ -59,11 +61,12 @@ class Hierarchical(MappedMemory):
         self._between = between
         self._hosts = hosts
         self._under = under
-        # It wakes this rank through the poll of shared memory, so one wait serves both.
+        # It wakes this rank through the poll object of shared memory, so that one wait sees the
+        # messages within the host and those between hosts.
         self._progress_thread = ProgressThread(between.status_server.waits, inside.poll)
         self._children: list[Hierarchical] = []
         self._parent: ref[Hierarchical] | None = None
-        # By place on the host: the ranks there, in the order of `between`.
+        # For each place on a host, the ranks at that place, in the order of `between`.
         self._columns = [sorted(column) for column in zip(*hosts, strict=True)]
         self._peers = self._columns[inside.rank]
 
@@ -81,7 +84,7 @@ class Hierarchical(MappedMemory):
 
     @property
     def under(self) -> Collectives:
-        """All these ranks, over Gloo."""
+        """The group of the same ranks over Gloo."""
         return self._under
 
     # -- the verbs ------------------------------------------------------------------------
@@ -105,11 +108,14 @@ class Hierarchical(MappedMemory):
         call = self._between.messages.number()
 
         def steps() -> Steps:
-            # First the ranks of this host, then the peers, who have waited for theirs.
+            # First wait for the ranks of this host, then for the peers, each of which has waited
+            # for the ranks of its host.
             self._inside.post(begin)
             yield READY
-            came = {peer: torch.empty(1) for peer in self._others}
-            yield self._send_between("barrier", call, dict.fromkeys(came, torch.zeros(1)), came)
+            messages = {peer: torch.empty(1) for peer in self._others}
+            yield self._send_between(
+                "barrier", call, dict.fromkeys(messages, torch.zeros(1)), messages
+            )
 
         self._inside.start(begin, steps()).wait()
 
@@ -153,13 +159,14 @@ class Hierarchical(MappedMemory):
     ) -> Steps:
         public = self._inside.buffers.publish(begin, buffer, written=True)
         own = interval(buffer, cuts, self.rank)
-        came = yield from self._sum(begin, calls[0], own, buffer, cuts, own, how)
-        # The peers' intervals may be overwritten now: nobody else reads them here before HALFWAY.
+        messages = yield from self._sum(begin, calls[0], own, buffer, cuts, own, how)
+        # The peers' intervals may be overwritten now: no rank of this host reads them before
+        # HALFWAY.
         yield self._fetch(calls[1], buffer, cuts)
         self._copy_peers(buffer, public, cuts)
         self._inside.announce(begin, HALFWAY)
         yield HALFWAY
-        for place, message in came.items():
+        for place, message in messages.items():
             for rank in self._columns[place]:
                 part = interval(buffer, cuts, rank)
                 part.copy_(self._inside.buffers.read(place, message, cuts[rank], part))
@@ -179,21 +186,22 @@ class Hierarchical(MappedMemory):
         *,
         last: bool = False,
     ) -> PartialSteps:
-        """Sum this rank's interval, with values `own`, over all ranks.
+        """Sum this rank's interval over all ranks; `own` has this rank's values of it.
 
-        `last`: this call reads nothing more of the ranks of this host.
+        `last`: after this, the call reads no more buffers of this host's ranks.
         """
-        came = yield READY
+        messages = yield READY
         dtype = how.wide(buffer.dtype)
-        # In fp32 for 16-bit floats, between hosts too, so that the result is rounded once.
+        # 16-bit floats stay in fp32 between hosts too, so that the result is rounded once.
         sums = []
         for rank in self._peers:
             part = own if rank == self.rank else interval(buffer, cuts, rank)
             sums.append(self._between.borrow(part.numel(), dtype))
-            rows = self._inside.buffers.rows(came, part, cuts[rank])
+            rows = self._inside.buffers.rows(messages, part, cuts[rank])
             sum_in_rank_order(rows, sums[-1], how.partial)
         if last:
-            # Before the messages between hosts: this host's buffers are free while they are sent.
+            # Announce it before the messages between hosts: the ranks of this host can reuse their
+            # buffers while those messages are sent.
             self._inside.announce(begin, DONE)
         me = self._between.rank
         rows = [
@@ -205,10 +213,11 @@ class Hierarchical(MappedMemory):
         sum_in_rank_order(rows, target, how)
         for scratch in [*sums, *(rows[place] for place in self._others)]:
             self._between.give_back(scratch)
-        return came
+        return messages
 
     def _all_gather(self, begin: MeshMessage, call: int, buffer: Tensor, cuts: Cuts) -> Steps:
-        # Between hosts first: then each interval crosses the network once per host.
+        # First between hosts, then inside: so each interval crosses the network once per host, and
+        # not once per rank.
         yield self._fetch(call, buffer, cuts)
         columns = [sum(cuts[rank + 1] - cuts[rank] for rank in column) for column in self._columns]
         if max(columns) * buffer.itemsize <= INLINE:
@@ -217,8 +226,8 @@ class Hierarchical(MappedMemory):
         public = self._inside.buffers.place_for(buffer)
         self._copy_peers(buffer, public, cuts)
         public = self._inside.buffers.publish(begin, public)
-        came = yield READY
-        for place, message in came.items():
+        messages = yield READY
+        for place, message in messages.items():
             for rank in self._columns[place]:
                 part = interval(buffer, cuts, rank)
                 part.copy_(self._inside.buffers.read(place, message, cuts[rank], part))
@@ -227,11 +236,11 @@ class Hierarchical(MappedMemory):
         self._inside.buffers.take_back(public, buffer)
 
     def _gather_small(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
-        """Finish a small all-gather: the message itself carries what the peers have sent."""
+        """Finish a small all-gather: the message inside a host carries the peers' intervals."""
         parts = [interval(buffer, cuts, rank) for rank in self._peers]
         self._inside.post(begin._replace(payload=b"".join(map(as_bytes, parts))))
-        came = yield READY
-        for place, message in came.items():
+        messages = yield READY
+        for place, message in messages.items():
             first = 0
             for rank in self._columns[place]:
                 part = interval(buffer, cuts, rank)
@@ -244,8 +253,8 @@ class Hierarchical(MappedMemory):
         small = buffer.nbytes <= INLINE
         if self._inside.rank != column:
             self._inside.post(begin)
-            came = yield READY
-            buffer.copy_(self._inside.buffers.read(column, came[column], 0, buffer))
+            messages = yield READY
+            buffer.copy_(self._inside.buffers.read(column, messages[column], 0, buffer))
             if not small:
                 self._inside.announce(begin, HALFWAY, only=column)
             return
@@ -318,7 +327,7 @@ class Hierarchical(MappedMemory):
         return child
 
     def _spread(self, group: Sequence[int]) -> list[list[int]]:
-        """Return the ranks of `group` by host, without hosts that have none."""
+        """Return the ranks of `group` on each host, without the hosts on which it has no ranks."""
         found = ([rank for rank in host if rank in group] for host in self._hosts)
         return [ranks for ranks in found if ranks]
 

@@ -1,12 +1,12 @@
-"""The transport of ranks that share a GPU: any transport of CPU tensors, through host memory.
+"""The transport of ranks that share a GPU: a transport of CPU tensors, through host memory.
 
-Every collective copies down, runs, and copies up:
+Every collective copies to the host, runs there, and copies back:
 
     launch   device -> host; the inner collective starts
     wait     the inner collective ends; host -> device, on the current stream
 
-Launching waits for the device, so collectives do not overlap with backward. Use it for tests and
-experiments in which ranks share an accelerator, not for speed.
+A launch waits for the device, so collectives do not overlap with backward. Use it for tests and
+experiments with several ranks per accelerator, not for speed.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class HostStaged(Collectives):
         handle = self.inner.all_gather(host, cuts)
         first, end = cuts[self.rank], cuts[self.rank + 1]
 
-        # The own interval is the caller's: it is there already, and may be in use.
-        def bring() -> None:
+        # Without the own interval: its values are right already, and the device may be reading it.
+        def copy_back() -> None:
             _up(host[:first], buffer[:first])
             _up(host[end:], buffer[end:])
 
-        return _then(handle, bring)
+        return _then(handle, copy_back)
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         if self._is_for_inner(buffer):
@@ -95,19 +95,19 @@ class HostStaged(Collectives):
 
     def _blank(self, buffer: Tensor) -> Tensor:
         """Allocate uninitialised host memory for `buffer`."""
-        pinned = self.device.type != "cpu"  # the CPU stands for a GPU in tests
+        pinned = self.device.type != "cpu"  # tests use the CPU in place of a GPU
         return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=pinned)
 
     def _down(self, buffer: Tensor) -> Tensor:
         return self._blank(buffer).copy_(buffer)
 
 
-def _then(handle: Handle, bring: Callable[[], None]) -> Handle:
-    """Return a handle that runs `bring` once `handle` is done."""
+def _then(handle: Handle, copy_back: Callable[[], None]) -> Handle:
+    """Return a handle that runs `copy_back` when `handle` is done."""
 
     def finish() -> None:
         handle.wait()
-        bring()
+        copy_back()
 
     return Handle(finish, handle.advance)
 

@@ -1,8 +1,9 @@
 """The transport for states that are sharded inside a host and replicated between hosts.
 
-Each rank of a host has one interval of the state, and every host has all of it. So only sums leave
-a host: each rank sends its interval to the ranks at its place on the other hosts (as in ZeRO++'s
-and FSDP's hybrid sharding). 16-bit sums are rounded twice, inside and between:
+Each rank of a host has one interval of the state, and every host has the whole state. So only sums
+leave a host: each rank sends its interval to the ranks at its place on the other hosts, as in
+ZeRO++ (https://arxiv.org/abs/2306.10209) and FSDP's hybrid sharding. 16-bit sums are rounded
+twice, inside and between:
 
     host 0   rank 0 | rank 1        reduce-scatter and all-gather inside
                 ▲        ▲
@@ -24,9 +25,9 @@ from shardwise.errors import ConfigError
 
 
 class HybridShard(Collectives):
-    """The ranks of this host; their sums are made over all hosts.
+    """The ranks of this host, with sums over all hosts.
 
-    `rank` and `size` count this host's ranks; `copies` is the number of hosts.
+    `rank` and `size` count this host's ranks. `copies` is the number of hosts.
     """
 
     def __init__(self, inside: Collectives, between: Collectives) -> None:
@@ -76,9 +77,9 @@ class HybridShard(Collectives):
             free()
             second.append(self._between.all_reduce(own, how))
             if self._between.in_one_order:
-                # An all-reduce may be two calls. Ranks settle their buckets at different moments,
-                # so a second call made only then could come before or after the next bucket's
-                # first call.
+                # An all-reduce may be two calls. Ranks wait for their buckets at different moments.
+                # If the second call were made at that moment, it could be before the next bucket's
+                # first call on one rank, and after it on another.
                 second[0].advance()
 
         def finish() -> None:
@@ -125,8 +126,8 @@ def shard_within_hosts(group: Collectives) -> Collectives:
     if len({len(ranks) for ranks in hosts}) > 1:
         counts = ", ".join(str(len(ranks)) for ranks in hosts)
         raise ConfigError(
-            f"--shard-within host needs as many ranks on every host, and these have {counts}. "
-            "Start equal numbers, or shard over all ranks: --shard-within all."
+            "--shard-within host needs the same number of ranks on every host, and these hosts "
+            f"have {counts}. Start equal numbers, or shard over all ranks: --shard-within all."
         )
     places = [list(ranks) for ranks in zip(*hosts, strict=True)]
     return HybridShard(group.split(hosts), group.split(places))

@@ -1,7 +1,7 @@
-"""Detects ranks in different collectives, or in one with other sizes or dtypes, at the same call.
+"""Detection of ranks whose calls do not match: another collective, another size or another dtype.
 
-Ranks that share memory compare the opening messages of a call (shared_work.py). Over Gloo the
-watchdog of a rank that waits asks the other one what it has sent (gloo_exchange.py).
+Ranks that share memory compare the opening messages of a call (shared_work.py). Over Gloo, the
+watchdog of a waiting rank asks the other rank which messages it has sent (gloo_exchange.py).
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ KINDS = (
     "exchange of rows",
     "common memory",
 )
-"""The collectives that ranks of a host make, by the number that opening messages have."""
+"""The collectives over shared memory. Opening messages carry their index."""
 
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-"""Torch's dtypes, by the number that opening messages have."""
+"""Torch's dtypes. Opening messages carry their index."""
 
 
 def mismatch(mine: MeshMessage, theirs: MeshMessage) -> tuple[str, str] | None:
-    """What two opening messages of one call say, in words; None where they say the same."""
+    """Return both opening messages of a call in words, None if they describe the same call."""
     if _claims(mine) == _claims(theirs):
         return None
-    said, heard = _in_words(mine), _in_words(theirs)
-    if said == heard:
-        heard += ", cut otherwise or from another source"
-    return said, heard
+    my_words, their_words = _in_words(mine), _in_words(theirs)
+    if my_words == their_words:  # only `check` differs, a hash of the cuts or the source
+        their_words += ", cut otherwise or from another source"
+    return my_words, their_words
 
 
 def mismatch_error(
     status_server: StatusServer, call: int, here: str, there: str, size: int
 ) -> CollectiveError:
-    """The error of call number `call` of a group of `size` ranks.
+    """Return the error of call number `call` in a group of `size` ranks.
 
-    `here` and `there` say which collective it is, and on which rank. Where other ranks can be
-    asked, the lines of the user's program that they are at follow.
+    `here` and `there` name the two collectives and their ranks. The error also has the present
+    lines of the user's program on the ranks that answer.
     """
     return CollectiveError(
         f"Call {call} is {here} and {there}, of {size}. "

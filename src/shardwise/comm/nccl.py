@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Collectives, Counts, Cuts, GroupRanks, Handle, column, interval
 from shardwise.comm.ordered_sums import PLAIN, Sum, sum_in_tree
-from shardwise.comm.torch_backend import explained, real_view, split_group
+from shardwise.comm.torch_backend import explain, real_view, split_group
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.watch.status_server import StatusServer
 
@@ -22,8 +22,8 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 LARGE = 1 << 16
-"""Elements from which an all-reduce of 16-bit floats becomes two calls in 16 bits instead of one in
-fp32: half the bytes, for the latency of one more message."""
+"""Number of elements at which an all-reduce of 16-bit floats switches from one call in fp32 to two
+calls in 16 bits. That sends half the bytes, for the latency of one more message."""
 
 NOTED = "a collective over NCCL, or the GPU's work before it"
 """Name in hang reports of a wait for the result of a collective."""
@@ -48,9 +48,10 @@ class Nccl(Collectives):
         group_ranks: GroupRanks | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        """`group_ranks` says which ranks of the run these are, where they are not all.
+        """Make the transport of a torch process group; None is the default group.
 
-        `timeout` bounds every wait of the groups that these are split into.
+        `group_ranks` are the numbers of these ranks in the run, if there are other ranks.
+        `timeout` bounds the waits of groups that `split` makes.
         """
         super().__init__(rank, size, status_server)
         self._device = device
@@ -58,11 +59,11 @@ class Nccl(Collectives):
         self._group_ranks = group_ranks or GroupRanks.whole(size)
         self._timeout = timeout
         self._streams: dict[str, torch.cuda.Stream] = {}
-        """Streams on which this rank sums, and from which it sends its sums."""
+        """The streams of this rank's own sums, and of the gathers that send them."""
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        # The tree and wide sums of 16-bit floats are made here: NCCL has its own order, and would
-        # round after every addition.
+        # This rank itself computes tree sums and fp32 sums of 16-bit floats: NCCL sums in its own
+        # order, and would round after every addition.
         wide = how.wide(buffer.dtype)
         if how.in_tree or (wide != buffer.dtype and buffer.numel() >= LARGE):
             return self._own_all_reduce(buffer, how)
@@ -93,10 +94,10 @@ class Nccl(Collectives):
         return self._handle(work, lambda: how.scaled(target))
 
     def _own_reduce_scatter(self, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> _Summing:
-        """Send each rank all rows of its interval; it sums them itself, in parallel with backward.
+        """Send each rank its interval of every rank's buffer. It sums them, parallel to backward.
 
-        The order of NCCL's own sums depends on its algorithm. And this way, 16-bit floats that are
-        summed in fp32 are sent in 16 bits.
+        The order of NCCL's own sums depends on its algorithm. This way the order is fixed, and
+        16-bit floats that are summed in fp32 are sent in 16 bits.
         """
         sent, out = real_view(buffer), real_view(target)
         pairs = sent.numel() // max(buffer.numel(), 1)
@@ -106,17 +107,17 @@ class Nccl(Collectives):
         work = dist.all_to_all_single(rows, sent, received, lengths, self._group, async_op=True)
         stream = self._stream_for("sums")
         with torch.cuda.stream(stream):
-            # On this stream, so that later work of the current stream (backward, mostly) does not
-            # wait for the messages.
+            # Wait on this stream, so that later work of the current stream (usually backward) does
+            # not wait for the messages.
             self._wait(work)
             terms, wide = rows.view(self.size, -1), how.wide(rows.dtype)  # (ranks, elements)
             if how.in_tree:
                 sum_in_tree(list(terms), out, wide, how.scale)
             else:  # in one kernel
                 out.copy_(how.scaled(terms.sum(0, dtype=wide)))
-            came: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            came.record()
-        return _Summing(_SumUnderWay(came, rows, stream))
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return _Summing(_SumUnderWay(event, rows, stream))
 
     def _stream_for(self, what: str) -> torch.cuda.Stream:
         if what not in self._streams:
@@ -130,8 +131,8 @@ class Nccl(Collectives):
         gathers: list[Handle] = []
 
         def advance() -> None:
-            # After this sum only. The current stream is in the middle of backward, and the stream
-            # of sums may already wait for the messages of the next one.
+            # A third stream, which waits for this sum only. The current stream is in the middle of
+            # backward, and the stream of sums may already wait for the messages of the next sum.
             with torch.cuda.stream(self._stream_for("gathers")):
                 scatter.await_()
                 gathers.append(self.all_gather(buffer, cuts))
@@ -216,11 +217,11 @@ class Nccl(Collectives):
             work.wait()
         except RuntimeError as error:
             speaker = self._group_ranks.speaker(self.rank)
-            raise explained(error, speaker, "collective") from error
+            raise explain(error, speaker, "collective") from error
 
 
 class _Working(Handle):
-    """Handle of an NCCL call, which can tell without waiting whether the device is done."""
+    """Handle of an NCCL call, which knows without waiting whether the device is done."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
         super().__init__(finish)
@@ -231,20 +232,20 @@ class _Working(Handle):
 
 
 class _SumUnderWay:
-    """A sum of `rows` on `stream`; the event `came` is its end."""
+    """A sum of `rows` on `stream`, which ends at `event`."""
 
     # Holds the rows until a wait. If they were freed at once, the allocator would need
     # `record_stream`, and would reuse their memory only when the device has reached that point. The
     # further the host runs ahead, the more memory the sums of a backward would take.
 
-    def __init__(self, came: Any, rows: Tensor, stream: torch.cuda.Stream) -> None:
-        self.came = came
+    def __init__(self, event: Any, rows: Tensor, stream: torch.cuda.Stream) -> None:
+        self.event = event
         self._rows: Tensor | None = rows
         self._stream = stream
 
     def await_(self) -> None:
         """Make the current stream wait for the sum."""
-        torch.cuda.current_stream().wait_event(self.came)
+        torch.cuda.current_stream().wait_event(self.event)
 
     def end(self) -> None:
         """Wait, and free the rows."""
@@ -254,7 +255,7 @@ class _SumUnderWay:
             _used_here(rows)
 
     def __del__(self) -> None:
-        if self._rows is not None:  # nobody waited: the stream may still read them
+        if self._rows is not None:  # without a wait, the stream may still read them
             self._rows.record_stream(self._stream)
 
 
@@ -269,11 +270,11 @@ class _Summing(Handle):
         self._under_way = under_way
 
     def await_(self) -> None:
-        """Make the current stream wait for the sum; `wait` is still needed to free the rows."""
+        """Make the current stream wait for the sum. Only `wait` frees the rows."""
         self._under_way.await_()
 
     def is_there(self) -> bool:
-        return super().is_there() or bool(self._under_way.came.query())
+        return super().is_there() or bool(self._under_way.event.query())
 
 
 def _used_here(made: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Sums the rows of all ranks in one fixed order, so that every run gives the same bits."""
+"""Sums of all ranks' rows in one fixed order, so that every run computes the same bits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ NARROW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Sum:
-    """How the values of all ranks are summed.
+    """The accumulation dtype, order and scale of a sum over ranks.
 
-    With `exact`, 16-bit floats are summed in fp32 and rounded once. With `in_tree`, ranks are
-    joined in the tree of sum_tree.py, alike on every transport, else from the left. The sum is
-    multiplied by `scale`, before it is rounded; 1 for whole numbers.
+    Attributes:
+        exact: Sum 16-bit floats in fp32, and round once.
+        in_tree: Sum in the tree of sum_tree.py, which is the same on every transport. Otherwise
+            sum from the left, in rank order.
+        scale: Factor of the sum, applied before it is rounded. It must be 1 for integers.
     """
 
     exact: bool = True
@@ -30,12 +32,12 @@ class Sum:
     scale: float = 1.0
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which values of `dtype` are added."""
+        """Return the dtype that accumulates values of `dtype`."""
         return torch.float32 if self.exact and dtype in NARROW else dtype
 
     @property
     def partial(self) -> Sum:
-        """The sum of a part of the ranks, which goes into another sum: neither scaled nor shown."""
+        """The same sum over some of the ranks, which is a term of another sum: not yet scaled."""
         return replace(self, scale=1.0)
 
     def scaled(self, total: Tensor) -> Tensor:
@@ -47,8 +49,9 @@ PLAIN = Sum()
 
 
 def sum_in_rank_order(rows: Sequence[Tensor], out: Tensor, how: Sum) -> None:
-    """out = rows[0] + rows[1] + ..., as `how` says; `out` may be one of the rows."""
-    # By chunks: each element of every row is read from memory once, and sums stay in the cache.
+    """Compute out = rows[0] + rows[1] + ... as `how` defines. `out` may be one of the rows."""
+    # By chunks: each element of every row is read from memory once, and partial sums stay in the
+    # cache.
     wide = how.wide(rows[0].dtype)
     between = len(rows) > 2 or (len(rows) > 1 and wide != rows[0].dtype)
     length = min(CHUNK, out.numel()) if between and not how.in_tree else 0

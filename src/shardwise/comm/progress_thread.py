@@ -1,9 +1,9 @@
-"""Runs Gloo's waits, or starts its messages, in a separate thread, so that no rank blocks others.
+"""A thread that waits for Gloo's messages, or starts them, so that no rank blocks others.
 
-Gloo moves bytes in its own threads but reports their arrival only to a thread that waits. A rank
-that waited itself would not serve the other ranks meanwhile, and ranks could deadlock. So this
-thread waits, continues the call, and signals an eventfd that wakes the rank. Starting a message
-takes time as well: a second thread, the send thread, starts them in the same way.
+Gloo moves bytes in its own threads, but reports their arrival only to a thread that waits. If the
+training thread waited, it would not serve the other ranks meanwhile, and ranks could deadlock. So
+this thread waits, continues the call, and signals an eventfd that wakes the training thread.
+Starting a message takes time too: a second such thread, the send thread, starts them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.errors import CollectiveError
 from shardwise.watch.waits import Waits
 
 PATIENCE = 2.0
-"""Seconds that the last messages may take after their group is closed."""
+"""Seconds that `close` waits for the last messages of a group."""
 
 
 class PendingWork:
@@ -37,19 +37,19 @@ class PendingWork:
         return self._over.is_set()
 
     def end(self, error: Exception | None) -> None:
-        """Mark it as over."""
+        """Mark the work as over."""
         self.error = error
         self._over.set()
 
     def wait(self) -> None:
-        """Return when it is over; raises its error."""
+        """Block until the work is over. Raises its error."""
         self._over.wait()
         if self.error is not None:
             raise self.error
 
 
 class ProgressThread:
-    """Does one piece of work after the other, and wakes the thread that waits on `poll`, if any."""
+    """Runs pieces of work one after another, and wakes the thread that waits on `poll`, if any."""
 
     def __init__(
         self, waits: Waits, poll: MeshPoll | None = None, name: str = "shardwise-progress"
@@ -60,11 +60,11 @@ class ProgressThread:
         self._bell = -1
         if poll is not None:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            poll.hear(self._bell)
+            poll.add_bell(self._bell)
         self._begun: SimpleQueue[tuple[PendingWork, Callable[[], None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._dismissed = False
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
 
     def follow(self, wait: Callable[[], None]) -> PendingWork:
         """Queue `wait`; the returned work is over when `wait` has returned or raised.
@@ -78,31 +78,31 @@ class ProgressThread:
 
         pending = PendingWork(missing)
         # Without the lock, work could be queued behind the end and never be done.
-        with self._door:
+        with self._lock:
             self.refuse_if_dismissed()
             if self._thread is None:
-                # A daemon, because the end of a process must not wait for a rank that never sends.
+                # A daemon thread, so that a process can end although a rank never sends.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._begun.put((pending, wait))
         return pending
 
     def refuse_if_dismissed(self) -> None:
-        """Raise CollectiveError when no work can begin any more."""
+        """Raise CollectiveError if the thread accepts no more work."""
         if self._dismissed:
             raise CollectiveError(
-                "This group of ranks has been closed here, as at the end of a run: this rank can "
-                "send and receive nothing in it any more."
+                "This rank has closed this group of ranks, as at the end of a run. It can no "
+                "longer send or receive in it: make all calls before the run ends."
             )
 
     def dismiss(self) -> None:
-        """End the thread after the work that is queued."""
-        with self._door:
+        """End the thread after the queued work."""
+        with self._lock:
             self._dismissed = True
             self._begun.put(None)
 
     def close(self) -> None:
-        """End the thread. The caller has cancelled pending work, or it ends by itself."""
+        """End the thread. The caller has cancelled pending work, or it will end soon."""
         self.dismiss()
         if self._thread is not None:
             self._thread.join(PATIENCE)
@@ -119,7 +119,7 @@ class ProgressThread:
                 pass
 
     def _do_next(self) -> bool:
-        """Do the next work and keep no reference to it; returns False after the last."""
+        """Do the next work, and keep no reference to it. Returns False after the last."""
         begun = self._begun.get()
         if begun is None:
             return False
@@ -127,7 +127,7 @@ class ProgressThread:
         error = None
         try:
             wait()
-        except Exception as raised:  # raised again where the rank waits
+        except Exception as raised:  # `PendingWork.wait` raises it again
             error = raised
         del begun, wait  # before `end`: they hold tensors that the rank may want freed
         pending.end(error)

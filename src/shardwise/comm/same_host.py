@@ -1,4 +1,4 @@
-"""Finds out which ranks are on one host, and sets up shared memory between them.
+"""Detection of ranks on one host, and the setup of shared memory between them.
 
 Ranks decide together, over a group that they already have.
 """
@@ -29,31 +29,34 @@ Sockets = TypeVar("Sockets", socket.socket, dict[int, socket.socket])
 def share_memory(group: Collectives, timeout: float, *, required: bool) -> Collectives:
     """Return the ranks of `group` over shared memory in each host, else `group` itself.
 
-    All ranks decide alike. If hosts have different numbers of ranks, the name of `group` says so.
-    If a host refuses sockets or memory, rank 0 prints one line. With `required`, LaunchError
-    is raised instead. Collective.
+    All ranks make the same decision. If hosts have different numbers of ranks, the name of `group`
+    says so. If a host refuses sockets or memory, rank 0 prints one line. With `required`, raises
+    LaunchError instead. Collective.
     """
     keys = group.gather_plain(host_key())
     hosts = ranks_by_host(keys)
     counts = {len(ranks) for ranks in hosts}
     if None in keys or counts == {1} or len(counts) > 1:
         if required:
-            raise LaunchError(_apart(keys, hosts))
+            raise LaunchError(_explain_refusal(keys, hosts))
         if None not in keys and len(counts) > 1:
             group.name += f" (hosts have {_listed(hosts)} ranks, so none shares memory)"
         return group
-    found = _try(group, hosts, timeout)
+    found = _set_up(group, hosts, timeout)
     if not isinstance(found, str):
         return found
     if required:
-        raise LaunchError(f"--transport shared cannot be: {found}. --transport gloo does without.")
+        raise LaunchError(
+            f"--transport shared does not work here: {found}. Write --transport gloo, which needs "
+            "no shared memory."
+        )
     if group.rank == 0:
         print(f"shardwise: no shared memory, so Gloo is used: {found}", file=sys.stderr, flush=True)
     return group
 
 
 def ranks_by_host(keys: Sequence[str | None]) -> list[list[int]]:
-    """Group ranks by the host key that each gave, in the order of the hosts' first ranks."""
+    """Group ranks by their host keys, in the order of each host's first rank."""
     return [[r for r, k in enumerate(keys) if k == host] for host in dict.fromkeys(keys)]
 
 
@@ -63,9 +66,12 @@ def _listed(hosts: Sequence[Sequence[int]]) -> str:
 
 
 def host_key() -> str | None:
-    """Return a key that is equal on ranks that can share memory and sockets; None if none can."""
-    # The host name alone is not enough: cloned machines share it, and two containers of one host
-    # may have network namespaces, and so abstract sockets, of their own.
+    """Return a key that is equal on ranks that can share memory and sockets.
+
+    Returns None if this rank can share them with no other rank.
+    """
+    # The host name alone is not enough: cloned machines have the same name. And two containers of
+    # one host may have separate network namespaces, and so no abstract sockets in common.
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -76,50 +82,52 @@ def host_key() -> str | None:
     return f"{socket.gethostname()} {boot} {network}"
 
 
-def _apart(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
-    """Return why ranks cannot share memory, for users who asked for it."""
+def _explain_refusal(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
+    """Return the error message for users who require shared memory that ranks cannot have."""
     if None in keys:
         return (
-            "--transport shared needs Linux and a readable /proc on every host, which rank "
-            f"{keys.index(None)} has not. Leave the flag out: ranks then talk over Gloo."
+            "--transport shared needs Linux and a readable /proc on every host, and rank "
+            f"{keys.index(None)} lacks them. Leave the flag out: ranks then communicate over Gloo."
         )
     if any(len(ranks) > 1 for ranks in hosts):
         return (
-            "--transport shared needs as many ranks on every host, and these have "
-            f"{_listed(hosts)}. Start equal numbers, or leave the flag out: ranks then talk over "
-            "Gloo."
+            "--transport shared needs the same number of ranks on every host, and these hosts have "
+            f"{_listed(hosts)}. Start equal numbers, or leave the flag out: ranks then communicate "
+            "over Gloo."
         )
     return (
         "--transport shared needs several ranks on a host and in one network namespace, but rank 0 "
         f"is on {str(keys[0]).split()[0]} and rank 1 elsewhere ({str(keys[1]).split()[0]}). "
-        "Leave the flag out: ranks then talk over Gloo."
+        "Leave the flag out: ranks then communicate over Gloo."
     )
 
 
-def _try(
+def _set_up(
     group: Collectives, hosts: Sequence[Sequence[int]], timeout: float
 ) -> SharedMemory | Hierarchical | str:
-    """Return the transport, or why there is none: the same on all ranks."""
-    drawn = group.gather_plain(secrets.token_hex(8))[0]
+    """Return the transport, or the reason why it failed. All ranks return the same kind."""
+    token = group.gather_plain(secrets.token_hex(8))[0]
     mine = next(ranks for ranks in hosts if group.rank in ranks)
-    name, arena = f"{drawn}-{mine[0]}", Arena()
+    name, arena = f"{token}-{mine[0]}", Arena()
     place = mine.index(group.rank), len(mine), timeout
 
     def prepare() -> socket.socket:
         try:
-            arena.alone(1, torch.uint8)  # one that the system refuses is refused here
+            arena.allocate_alone(1, torch.uint8)  # if the system refuses memfds, fail here
         except LaunchError as error:
             raise (error.__cause__ or error) from None
         return listen(name, *place)
 
     # Two phases, with an agreement after each: no rank may connect before all listen, and no rank
     # may use shared memory if another could not set it up.
-    listener, fault = _on_all_ranks(group, prepare)
+    listener, fault = _attempt_on_all_ranks(group, prepare)
     if listener is None:
         return fault
     with listener:
-        known = group.status_server.secret
-        sockets, fault = _on_all_ranks(group, lambda: connect(listener, name, known, *place))
+        secret = group.status_server.secret
+        sockets, fault = _attempt_on_all_ranks(
+            group, lambda: connect(listener, name, secret, *place)
+        )
     if sockets is None:
         return fault
     of_run = group.group_ranks if isinstance(group, Gloo) else GroupRanks.whole(group.size)
@@ -139,8 +147,10 @@ def _try(
     return Hierarchical(inside, between, hosts, group.rank, group)
 
 
-def _on_all_ranks(group: Collectives, attempt: Callable[[], Sockets]) -> tuple[Sockets | None, str]:
-    """Open sockets on all ranks; returns them, or closes them and returns the first failure."""
+def _attempt_on_all_ranks(
+    group: Collectives, attempt: Callable[[], Sockets]
+) -> tuple[Sockets | None, str]:
+    """Open sockets on all ranks. If any rank fails, close them and return the first failure."""
     made, fault = None, ""
     try:
         made = attempt()
@@ -149,7 +159,7 @@ def _on_all_ranks(group: Collectives, attempt: Callable[[], Sockets]) -> tuple[S
     faults = [said for said in group.gather_plain(fault) if said]
     if not faults:
         return made, ""
-    if made is not None:  # this rank could, and another one could not
+    if made is not None:  # this rank succeeded, but another one failed
         for unused in made.values() if isinstance(made, dict) else [made]:
             unused.close()
     return None, faults[0]

@@ -1,7 +1,7 @@
-"""Puts buffers into memory that the ranks of a host can read, and reads those of other ranks.
+"""Buffers in memory that all ranks of a host can read.
 
-Other ranks read a tensor in the arena in place. Private memory is first copied to the arena, to a
-place that is kept for later calls. The message itself carries small tensors.
+Other ranks read a tensor in the arena in place. A tensor in private memory is first copied to a
+place in the arena, which is kept for later calls. Messages carry small tensors themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POOLED = 1 << 25
 
 
 class SharedBuffers:
-    """What rank `rank` of `size` shows to the ranks of its group, and reads of theirs."""
+    """The buffers that rank `rank` of `size` publishes to its group, and those that it reads."""
 
     def __init__(self, arena: Arena, work: GroupWork, rank: int, size: int) -> None:
         self.arena = arena
@@ -31,7 +31,7 @@ class SharedBuffers:
         self._spare: list[Tensor] = []
 
     def place_for(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` if all ranks can read it, else readable memory of its length."""
+        """Return `tensor` if all ranks can read it, else memory of its length that they can."""
         if not tensor.numel() or self.arena.locate(tensor) is not None:
             return tensor
         return self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
@@ -39,10 +39,10 @@ class SharedBuffers:
     def publish(
         self, begin: MeshMessage, tensor: Tensor, *, small: bool = False, written: bool = False
     ) -> Tensor:
-        """Tell all ranks to read `tensor`, or a readable copy; returns the one that they read.
+        """Announce `tensor`, or a readable copy of it, to all ranks. Returns the one they read.
 
-        The caller must not change it until all are done with the call that `begin` opens.
-        `written`: this rank writes to it during the call, for the others to read.
+        The caller must not change it until all ranks are done with the call that `begin` opens.
+        `written`: this rank writes to it during the call, and the others read these writes.
         """
         if small or not tensor.numel():
             self._work.post(begin._replace(payload=as_bytes(tensor)))
@@ -52,16 +52,16 @@ class SharedBuffers:
             public = self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
             public.copy_(tensor)
             place = self.arena.locate(public)
-            assert place is not None  # no fork makes it private
+            assert place is not None  # not forkable, so no fork makes it private
         segment, offset = place
-        # The first message about a segment carries its descriptor, with which the others map it.
+        # The first message about a segment carries its descriptor, so that the others can map it.
         fd = -1 if segment.number in self._announced else segment.fd
         self._announced.add(segment.number)
         self._work.post(begin._replace(segment=segment.number, offset=offset, fd=fd))
         return public
 
     def take_back(self, public: Tensor, tensor: Tensor) -> None:
-        """Keep the copy `public` of `tensor`, which all have read, for later calls."""
+        """Keep the copy `public` of `tensor` for later calls, after all ranks have read it."""
         # Sorted by size, so that `_borrow` finds the smallest one that is large enough.
         whole = public._base
         if public is not tensor and whole is not None and whole.numel() <= POOLED:
@@ -69,13 +69,16 @@ class SharedBuffers:
             self._spare.sort(key=Tensor.numel)
 
     def announce_freed(self) -> None:
-        """Tell all ranks which segments this rank no longer uses, so that they unmap them."""
+        """Announce the segments that this rank no longer uses, so that others unmap them."""
         for number in [n for n in self._announced if not self.arena.holds(n)]:
             self._announced.remove(number)
             self._work.post(MeshMessage(0, ENDED, segment=number))
 
     def read(self, rank: int, message: MeshMessage, first: int, like: Tensor) -> Tensor:
-        """Return the values that `rank` announces in `message`, from element `first`, as `like`."""
+        """Return the values that `rank` announces in `message`, from element `first` on.
+
+        They have the length and dtype of `like`.
+        """
         if not like.numel():
             return torch.empty(0, dtype=like.dtype)
         if message.payload:
@@ -84,15 +87,15 @@ class SharedBuffers:
         offset = message.offset + first * like.itemsize
         return self._work.segments.view(rank, message.segment, offset, like.numel(), like.dtype)
 
-    def rows(self, came: dict[int, MeshMessage], own: Tensor, first: int) -> list[Tensor]:
+    def rows(self, messages: dict[int, MeshMessage], own: Tensor, first: int) -> list[Tensor]:
         """Return all ranks' values of this rank's interval, which starts at element `first`."""
         return [
-            own if rank == self._rank else self.read(rank, came[rank], first, own)
+            own if rank == self._rank else self.read(rank, messages[rank], first, own)
             for rank in range(self._size)
         ]
 
     def close(self) -> None:
-        """Free the places that were kept."""
+        """Free the places kept for later calls."""
         self._spare.clear()
 
     def _borrow(self, size: int) -> Tensor:
@@ -100,10 +103,11 @@ class SharedBuffers:
         for index, spare in enumerate(self._spare):
             if spare.numel() >= size:
                 return self._spare.pop(index)
-        # A segment of its own, which ends with the call, or the arena would keep its size.
+        # In a separate segment, which is freed after the call. Inside the arena, such a large
+        # range would stay reserved.
         if size > POOLED:
-            return self.arena.alone(size, torch.uint8)
-        # Rounded up to a power of two, so that tensors of similar size use the same places.
+            return self.arena.allocate_alone(size, torch.uint8)
+        # Round up to a power of two, so that tensors of similar size use the same places.
         return self.arena.allocate(1 << (size - 1).bit_length(), torch.uint8)
 
 

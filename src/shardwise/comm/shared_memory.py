@@ -1,13 +1,13 @@
 """The transport of CPU ranks on one host, through memory that all of them map.
 
-Ranks only send small messages about what is ready (shared_work.py). Each rank reads what it needs
+Ranks only send small messages that announce the stages of a call (shared_work.py). Each rank reads
 directly from the others' buffers (shared_buffers.py).
 
     reduce-scatter   all ready ─▶ sum the own interval ─▶ done
     all-reduce       all ready ─▶ sum the own interval ─▶ all halfway ─▶ copy the rest ─▶ done
     all-gather       all ready ─▶ copy the others' intervals ─▶ done
 
-A result may be read when this rank is done, a buffer written again when all are.
+A result may be read when this rank is done. A buffer may be written again when all ranks are done.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class MappedMemory(Collectives):
 class SharedMemory(MappedMemory):
     """CPU ranks of one host, over shared memory.
 
-    `under` is the group over which the ranks agreed on this transport; it is closed with it.
-    `group_ranks` says which ranks of the run these are, if there are others. `buffers` are the
-    tensors that these ranks show each other.
+    `under` is the group that agreed on this transport; `close` closes it too. `group_ranks` are
+    the numbers of these ranks in the run, if there are other ranks. `buffers` are the tensors that
+    these ranks publish to each other.
     """
 
     name = "shared memory"
@@ -130,7 +130,8 @@ class SharedMemory(MappedMemory):
 
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert device.type == "cpu", device
-        made: list[Tensor] = []  # the steps of a call return nothing
+        # The steps append the tensor to a list, because a call's generator returns nothing.
+        made: list[Tensor] = []
         like = torch.empty(numel, dtype=dtype, device="meta")
         begin = self.opening("common memory", like)
         self._work.start(begin, self._common(begin, like, made)).wait()
@@ -138,7 +139,7 @@ class SharedMemory(MappedMemory):
 
     @property
     def under(self) -> Collectives | None:
-        """The group over which these ranks agreed on this one; None where it was split off."""
+        """The group that agreed on this transport. None if `split` made this group."""
         return self._under
 
     # -- the verbs ------------------------------------------------------------------------
@@ -185,22 +186,22 @@ class SharedMemory(MappedMemory):
     def _exchange(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
         """Small all-reduce in one exchange: every rank sends its values to all and sums all."""
         self._work.post(begin._replace(payload=as_bytes(buffer)))
-        came = yield READY
-        rows = self.buffers.rows(came, buffer, 0)
+        messages = yield READY
+        rows = self.buffers.rows(messages, buffer, 0)
         sum_in_rank_order(rows, buffer, how)
 
     def _all_reduce(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
         cuts = even_cuts(buffer.numel(), self.size)
         public = self.buffers.publish(begin, buffer, written=True)
-        came = yield READY
+        messages = yield READY
         own = interval(public, cuts, self.rank)
-        rows = self.buffers.rows(came, own, cuts[self.rank])
+        rows = self.buffers.rows(messages, own, cuts[self.rank])
         sum_in_rank_order(rows, own, how)
         self._work.announce(begin, HALFWAY)
         # A rank that is halfway has read its interval of this buffer, and its own interval holds
         # the sum. So the copies below read finished sums, and overwrite values that nobody needs.
         yield HALFWAY
-        for rank, message in came.items():
+        for rank, message in messages.items():
             part = interval(buffer, cuts, rank)
             part.copy_(self.buffers.read(rank, message, cuts[rank], part))
         if public is not buffer:
@@ -213,9 +214,9 @@ class SharedMemory(MappedMemory):
         self, begin: MeshMessage, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
     ) -> Steps:
         public = self.buffers.publish(begin, buffer)
-        came = yield READY
+        messages = yield READY
         # No other rank reads this rank's interval of its buffer, so the sum may overwrite it.
-        rows = self.buffers.rows(came, own, cuts[self.rank])
+        rows = self.buffers.rows(messages, own, cuts[self.rank])
         sum_in_rank_order(rows, target, how)
         self._work.announce(begin, DONE)
         yield DONE
@@ -223,11 +224,11 @@ class SharedMemory(MappedMemory):
 
     def _all_gather(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
         own = interval(buffer, cuts, self.rank)
-        # By the largest interval, which all ranks know: they must choose the same way.
+        # Decide by the largest interval, which all ranks know: they must decide the same.
         small = max(b - a for a, b in pairwise(cuts)) * buffer.itemsize <= INLINE
         public = self.buffers.publish(begin, own, small=small)
-        came = yield READY
-        for rank, message in came.items():
+        messages = yield READY
+        for rank, message in messages.items():
             part = interval(buffer, cuts, rank)
             part.copy_(self.buffers.read(rank, message, 0, part))
         if not small:
@@ -239,10 +240,10 @@ class SharedMemory(MappedMemory):
         self, begin: MeshMessage, sent: Tensor, counts: Counts, received: Tensor
     ) -> Steps:
         public = self.buffers.publish(begin, sent)
-        came = yield READY
+        messages = yield READY
         mine = column(counts, self.rank)
         received[slice_of(mine, self.rank)] = sent[slice_of(counts[self.rank], self.rank)]
-        for rank, message in came.items():
+        for rank, message in messages.items():
             part = received[slice_of(mine, rank)]
             part.copy_(
                 self.buffers.read(rank, message, slice_of(counts[rank], self.rank).start, part)
@@ -252,7 +253,7 @@ class SharedMemory(MappedMemory):
         self.buffers.take_back(public, sent)
 
     def _broadcast(self, begin: MeshMessage, buffer: Tensor, source: int) -> Steps:
-        """Send from the source, which waits until all have read: users may write to its buffer."""
+        """Copy from the source, which waits until all have read, as its user may then write."""
         small = buffer.nbytes <= INLINE
         if self.rank == source:
             public = self.buffers.publish(begin, buffer, small=small)
@@ -262,26 +263,26 @@ class SharedMemory(MappedMemory):
                 self.buffers.take_back(public, buffer)
             return
         self._work.post(begin)
-        came = yield READY
-        buffer.copy_(self.buffers.read(source, came[source], 0, buffer))
+        messages = yield READY
+        buffer.copy_(self.buffers.read(source, messages[source], 0, buffer))
         if not small:
             self._work.announce(begin, HALFWAY, only=source)
 
     def _common(self, begin: MeshMessage, like: Tensor, made: list[Tensor]) -> Steps:
         if self.rank == 0:
-            made.append(self.buffers.arena.alone(like.numel(), like.dtype))
+            made.append(self.buffers.arena.allocate_alone(like.numel(), like.dtype))
             self.buffers.publish(begin, made[0])
         else:
             self._work.post(begin)
-        came = yield READY
+        messages = yield READY
         if self.rank != 0:
-            made.append(self.buffers.read(0, came[0], 0, like))
+            made.append(self.buffers.read(0, messages[0], 0, like))
 
     # -- for calls of a larger group ------------------------------------------------------
 
     @property
     def poll(self) -> MeshPoll:
-        """Poll object on which this process waits for messages."""
+        """The poll object that delivers this process's messages."""
         return self._process_work.poll
 
     def start(self, begin: MeshMessage, steps: Steps) -> Handle:
@@ -293,11 +294,11 @@ class SharedMemory(MappedMemory):
         self._work.post(message)
 
     def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
-        """Tell all others, or `only` one, that this rank has reached `stage` of a call."""
+        """Announce to all others, or to `only` one, that this rank reached `stage` of a call."""
         self._work.announce(begin, stage, only)
 
     def opening(self, kind: str, buffer: Tensor, check: int = 0) -> MeshMessage:
-        """Return the message that opens the next call; all ranks must have the same `check`."""
+        """Return the message that opens the next call. All ranks must pass the same `check`."""
         assert buffer.is_contiguous()
         self.status_server.refuse_after_failure()
         self._calls += 1
@@ -308,24 +309,25 @@ class SharedMemory(MappedMemory):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         check_groups(groups, self.size)
-        # A fresh name for the sockets of every split: abstract names are visible to the whole host.
+        # A new random name for the sockets of every split: abstract names are visible to the whole
+        # host, so other runs and other splits must not have the same.
         name = self.gather_plain(secrets.token_hex(8))[0]
         mine = sorted(next((group for group in groups if self.rank in group), [self.rank]))
         place, size = mine.index(self.rank), len(mine)
         if size == 1:
-            self.barrier()  # the one that the others make below
+            self.barrier()  # the barrier that the other ranks enter below
             return Solo()
         try:
             listener = listen(f"{name}-{mine[0]}", place, size, self._timeout)
             with listener:
-                self.barrier()  # all listen now
+                self.barrier()  # now all ranks listen
                 known = self.status_server.secret
                 sockets = connect(listener, f"{name}-{mine[0]}", known, place, size, self._timeout)
         except OSError as error:
             raise CollectiveError(
                 f"{self._group_ranks.speaker(self.rank)} cannot open sockets to "
-                f"{self._group_ranks.named(mine)}: {error.strerror or error}. "
-                "--transport gloo does without."
+                f"{self._group_ranks.named(mine)}: {error.strerror or error}. Write --transport "
+                "gloo, which does not need them."
             ) from error
         made = (sockets, self._process_work, self.buffers.arena, place, size, self._timeout)
         child = SharedMemory(*made, group_ranks=self._group_ranks.part(mine))
@@ -339,7 +341,8 @@ class SharedMemory(MappedMemory):
         parent = self._parent() if self._parent is not None else None
         if parent is not None and self in parent._children:
             parent._children.remove(self)
-        # Other ranks may read this rank's buffers after it has left; a wait for them could hang.
+        # Other ranks may still read this rank's buffers. Leave the memory to them instead of
+        # waiting: they may have failed, and the wait would hang.
         if not self._work.is_over():
             self.buffers.arena.leave_to_others()
         self._work.close()

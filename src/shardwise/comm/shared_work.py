@@ -1,9 +1,9 @@
-"""Moves the calls in flight between ranks that share memory, and finds who is missing.
+"""The calls in flight between ranks that share memory, and the detection of missing ranks.
 
-A call is a generator of steps. It sends the others what they need, yields the stage that all of
+A call is a generator of steps. It sends messages to the other ranks, yields the stage that all of
 them must reach, and continues with their messages. A wait for one call advances every call of this
-process, including those of other groups. So ranks may wait for their calls in any order, and no
-two ranks can deadlock in different calls.
+process, also in other groups. So ranks may wait for their calls in any order, and no two ranks
+can deadlock in different calls.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from shardwise.watch.status_server import StatusServer
 READY, HALFWAY, DONE, ENDED, FAILED, OVER = range(6)
 """Stages of a call, which ranks announce to each other.
 
-READY: the buffer may be read. HALFWAY: half of the work is done. DONE: this rank has read all that
-it needs of the others. ENDED: a segment is no longer used. FAILED: a rank aborts. OVER is local:
-all ranks are done."""
+READY: the buffer may be read. HALFWAY: half of the work is done. DONE: this rank needs the others'
+buffers no more. ENDED: a segment is no longer used. FAILED: a rank aborts. OVER is local: all
+ranks are done."""
 
 SPIN = 50e-6
 """Seconds of polling before sleeping, if there is a core for every rank."""
 
 Messages = dict[int, MeshMessage]
-"""By rank, its message about a stage."""
+"""The message of each other rank about a stage."""
 
 Steps = Generator[int | PendingWork, Messages, None]
-"""The steps of a call; yields the stage, or the work between hosts, that it waits for."""
+"""The steps of a call. Each yields the stage, or the work between hosts, that it waits for."""
 
 
 class SharedWork(Handle):
-    """The handle of one call of this rank; `opening` is the message that it starts with."""
+    """The handle of one call of this rank, which began with the message `opening`."""
 
     def __init__(self, work: GroupWork, opening: MeshMessage, steps: Steps) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class SharedWork(Handle):
         self.pending: PendingWork | None = None
 
     def reach(self, step: int | PendingWork) -> None:
-        """Record what the call waits for: a stage of all ranks here, or work between hosts."""
+        """Record the next wait of the call: for a stage of this host's ranks, or between hosts."""
         self.pending = step if isinstance(step, PendingWork) else None
         if not isinstance(step, PendingWork):
             self.stage = step
@@ -65,7 +65,7 @@ class SharedWork(Handle):
         return self
 
     def note_end(self) -> None:
-        """Record the end in the timeline once the result is there."""
+        """Record the end of the call in the timeline if its result has arrived."""
         if self._noted is not None and self.stage >= DONE:
             self._noted.done()
 
@@ -88,13 +88,13 @@ class SharedWork(Handle):
 
 
 class ProcessWork:
-    """The calls of all groups of this process, which any wait of it moves."""
+    """The calls of all groups of this process. Any wait advances all of them."""
 
     def __init__(self, status_server: StatusServer) -> None:
         self.status_server = status_server
         self.poll = MeshPoll()
         self.error: CollectiveError | None = None
-        """Error of the first rank of this host that aborted, in any group; it may be this rank."""
+        """Error of the first rank of this host that aborted in any group; it may be this rank."""
         self._work: dict[SocketMesh, GroupWork] = {}
 
     def join(self, mesh: SocketMesh, work: GroupWork) -> None:
@@ -114,7 +114,7 @@ class ProcessWork:
 
 
 class GroupWork:
-    """The calls of this rank in one group, and the messages of the others about theirs."""
+    """The calls of this rank in one group, and the messages of the others about their calls."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class GroupWork:
         self._size = size
         self._timeout = timeout
         self._group_ranks = group_ranks
-        # With fewer cores than ranks, polling would take the core of the rank that is waited for.
+        # With fewer cores than ranks, polling would take the core from the rank it waits for.
         self._spin = SPIN if len(os.sched_getaffinity(0)) >= size else 0.0
         self._alive: dict[int, SharedWork] = {}
         self._inbox: dict[tuple[int, int], Messages] = {}
@@ -177,19 +177,20 @@ class GroupWork:
 
     def until(self, call: SharedWork, stage: int) -> None:
         """Block until `call` has reached `stage`."""
-        if call.stage < stage and not self._comes_soon(call, stage):
+        if call.stage < stage and not self._poll_briefly(call, stage):
 
             def missing() -> Collection[int]:
                 """Return the ranks of the run that the call waits for, for hang reports."""
                 if call.pending is not None:
                     return call.pending.missing()
-                return [self._group_ranks.ranks[place] for place in self._unheard(call)]
+                return [self._group_ranks.ranks[place] for place in self._missing(call)]
 
             with self._process_work.status_server.waits.noted(call.name, missing):
                 self._sleep(call, stage)
 
-    def _comes_soon(self, call: SharedWork, stage: int) -> bool:
-        """Poll for a moment: an answer within microseconds costs less than a sleep."""
+    def _poll_briefly(self, call: SharedWork, stage: int) -> bool:
+        """Poll for a short time, and return whether the call has reached `stage`."""
+        # An answer often arrives within microseconds, and then polling is cheaper than a sleep.
         until = time.monotonic() + self._spin
         while True:
             self.progress()
@@ -199,19 +200,19 @@ class GroupWork:
                 return False
 
     def _sleep(self, call: SharedWork, stage: int) -> None:
-        begun = time.monotonic()
+        start = time.monotonic()
         while call.stage < stage:
             if self._process_work.error is not None:
-                self._failure = self._process_work.error  # the others know of it as well
+                self._failure = self._process_work.error  # announced already: do not send it again
                 raise self._failure
             if call.pending is not None:
-                self.progress(self._timeout)  # what it waits for has a limit of its own
+                self.progress(self._timeout)  # messages between hosts have their own timeout
                 continue
-            # Only peers that are still needed: one that ended after its last message is no error.
-            missing = self._unheard(call)
+            # Only peers whose message is missing: a rank may end after its last message.
+            missing = self._missing(call)
             if lost := missing & self._mesh.gone:
                 raise self._lost(call, lost)
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - start
             if waited > self._timeout:
                 raise self._late(call, missing)
             self.progress(self._timeout - waited + 1e-3)
@@ -223,7 +224,7 @@ class GroupWork:
         return not self._alive
 
     def close(self) -> None:
-        """Forget all calls, unmap what the others share, close the sockets."""
+        """Forget all calls, unmap the others' memory, close the sockets."""
         self._alive.clear()
         self._inbox.clear()
         self.segments.close()
@@ -238,23 +239,23 @@ class GroupWork:
             self.segments.forget(rank, message.segment)
             return
         if message.stage == FAILED:
-            # The first error wins: later ones are mostly consequences of it.
+            # Keep the first error: later ones are usually its consequences.
             if self._process_work.error is None:
                 self._process_work.error = (PeerLost if message.kind else CollectiveError)(
                     f"{self._group_ranks.speaker(self._rank)} aborted because {self._name(rank)} "
                     f"failed: {message.payload.decode(errors='replace')}"
                 )
             return
-        # The call may not have begun here: its messages wait in the inbox.
+        # This rank may not have begun the call: its messages wait in the inbox.
         self._inbox.setdefault((message.call, message.stage), {})[rank] = message
         call = self._alive.get(message.call)
         if message.stage == READY and call is not None:
             self._compare(call, rank, message)
 
     def _move(self, call: SharedWork) -> None:
-        while (came := self._due(call)) is not None:
+        while (messages := self._collect_messages(call)) is not None:
             try:
-                call.reach(call.steps.send(came))
+                call.reach(call.steps.send(messages))
                 call.note_end()
             except StopIteration:
                 call.stage, call.pending = OVER, None
@@ -264,22 +265,22 @@ class GroupWork:
             except CollectiveError as error:
                 raise self._cut_off(call, error) from error
 
-    def _due(self, call: SharedWork) -> Messages | None:
-        """Return the messages that a call waits for once all are here; None until then."""
+    def _collect_messages(self, call: SharedWork) -> Messages | None:
+        """Return the messages that a call waits for, or None if some are missing."""
         if call.pending is not None:
             if call.pending.error is not None:
                 raise self._cut_off(call, call.pending.error)
             return {} if call.pending.is_over else None
-        if len(came := self._heard(call)) < self._size - 1:
+        if len(messages := self._arrived(call)) < self._size - 1:
             return None
         self._inbox.pop((call.opening.call, call.stage), None)
-        return came
+        return messages
 
-    def _heard(self, call: SharedWork) -> Messages:
+    def _arrived(self, call: SharedWork) -> Messages:
         return self._inbox.get((call.opening.call, call.stage), {})
 
-    def _unheard(self, call: SharedWork) -> set[int]:
-        return set(self._mesh.peers) - self._heard(call).keys()
+    def _missing(self, call: SharedWork) -> set[int]:
+        return set(self._mesh.peers) - self._arrived(call).keys()
 
     def _compare(self, call: SharedWork, rank: int, message: MeshMessage) -> None:
         """Raise CollectiveError if a rank is in another collective at this call."""
@@ -297,9 +298,9 @@ class GroupWork:
     def _lost(self, call: SharedWork, lost: set[int]) -> CollectiveError:
         return self._failed(
             PeerLost,
-            f"{self._group_ranks.speaker(self._rank)} lost {self._name(*lost)} in {call.name}: "
-            "gone before it had done its part. The cause is on the rank that went away; see its "
-            "own output.",
+            f"{self._group_ranks.speaker(self._rank)} lost {self._name(*lost)} in {call.name}: it "
+            "ended before it had done its part. The cause is on the rank that ended: see its "
+            "output.",
             tuple(self._group_ranks.ranks[place] for place in sorted(lost)),
         )
 
@@ -313,8 +314,8 @@ class GroupWork:
         return self._failed(type(error), str(error), error.at_fault)
 
     def _cut_off(self, call: SharedWork, error: Exception) -> Exception:
-        """Return the error of messages between hosts, or of the rank of this host at fault."""
-        # A lost host is often the consequence of a rank that ended here: blame that one.
+        """Return the error to raise for a failure between hosts."""
+        # A lost host is often the consequence of a rank that ended on this host: blame that rank.
         if isinstance(error, PeerLost) and self._mesh.gone:
             return self._lost(call, self._mesh.gone)
         if isinstance(error, CollectiveError):
@@ -324,7 +325,7 @@ class GroupWork:
     def _failed(
         self, kind: type[CollectiveError], text: str, at_fault: tuple[int, ...] = ()
     ) -> CollectiveError:
-        """Return the error to raise, and send it to the others. Later calls raise it again."""
+        """Send an error to the other ranks, and return it. Later calls raise it again."""
         self._failure = kind(text).blaming(at_fault)
         self._process_work.error = self._process_work.error or self._failure
         reason = as_utf8(text)[:INLINE]
@@ -338,7 +339,7 @@ class GroupWork:
 
 
 def first_message(call: int, kind: str, buffer: Tensor, check: int) -> MeshMessage:
-    """Return the message that opens a call; `check` is any number that all ranks must share."""
+    """Return the message that opens a call. `check` is a number that must be equal on all ranks."""
     return MeshMessage(
         call,
         READY,

@@ -1,8 +1,8 @@
-"""Carries small messages between the ranks of one host, over a Unix socket for each pair.
+"""Small messages between the ranks of one host, over a Unix socket for each pair.
 
-Messages of one peer arrive whole and in order. The socket of a peer that ends, for whatever reason,
-reports its end at once. A rank that has received a message can read everything that the sender
-wrote to shared memory before it: the two system calls order the memory accesses.
+Messages of one peer arrive whole and in order. If a peer ends, even by a kill, its socket reports
+that at once. A rank that has received a message can read everything that the sender wrote to
+shared memory before it: the two system calls order the memory accesses.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from weakref import WeakSet
 from shardwise.net import authentication
 
 INLINE = 1 << 15
-"""Bytes that a message may carry itself; one must fit into a socket's buffer."""
+"""Largest payload of a message in bytes. A message must fit into a socket's buffer."""
 
 GREETING = 5.0
-"""Seconds that a process of this user has to say which rank it is."""
+"""Seconds within which a new connection must say which rank it is."""
 
 _HEADER = struct.Struct("<QBBBxIQQI")
 _HELLO = struct.Struct(f"<{authentication.MAC}sI")
 _CREDENTIALS = struct.Struct("3i")
-"""Of who is at the other end of a socket: process, user and group."""
+"""Process, user and group at the other end of a socket (SO_PEERCRED)."""
 _ROOM = _HEADER.size + INLINE
 _ONE_FD = socket.CMSG_SPACE(struct.calcsize("i"))
 
@@ -39,10 +39,10 @@ _living: WeakSet[SocketMesh] = WeakSet()
 
 
 class MeshMessage(NamedTuple):
-    """A message of one rank to another: its `stage` in call number `call`.
+    """A message from one rank to another: its `stage` in call number `call`.
 
-    `kind`, `dtype`, `numel` and `check` say which collective the call is; `segment` and `offset`
-    where its buffer lies, or `payload` is the buffer. `fd` is a descriptor on its way.
+    `kind`, `dtype`, `numel` and `check` describe the collective. Its buffer is at `offset` bytes in
+    `segment`, or the buffer is the `payload`. `fd` is a descriptor that the message carries.
     """
 
     call: int
@@ -80,12 +80,12 @@ class MeshPoll:
                     yield mesh, rank, message
 
     def follow(self, mesh: SocketMesh, rank: int, fd: int, *, room: bool = False) -> None:
-        """Watch a socket; with `room` also for room to send."""
+        """Watch a socket for messages. With `room`, also for free space in its send buffer."""
         self._owners[fd] = mesh, rank
         self._poll.register(fd, select.POLLIN | (select.POLLOUT if room else 0))
 
-    def hear(self, bell: int) -> None:
-        """Let an eventfd wake `look`."""
+    def add_bell(self, bell: int) -> None:
+        """Watch an eventfd, which wakes `look`."""
         self._bells.add(bell)
         self._poll.register(bell, select.POLLIN)
 
@@ -97,7 +97,7 @@ class MeshPoll:
 
 
 class SocketMesh:
-    """Sockets from this rank to all others of the host. `gone` are the peers whose end was seen."""
+    """Sockets from this rank to all others of its host. `gone` are the peers that have ended."""
 
     def __init__(self, peers: dict[int, socket.socket], poll: MeshPoll) -> None:
         self._sockets = peers
@@ -117,7 +117,7 @@ class SocketMesh:
         return list(self._sockets)
 
     def send(self, rank: int, message: MeshMessage) -> None:
-        """Send, now or as soon as there is room; a message to a peer that is gone is dropped."""
+        """Send a message, now or when there is room. It is dropped if the peer has ended."""
         # Through the queue even if it is empty: messages must not overtake earlier ones.
         queue = self._unsent[rank]
         queue.append(message)
@@ -125,7 +125,7 @@ class SocketMesh:
             self.flush(rank)
 
     def close(self) -> None:
-        """Close every socket, which the peers see."""
+        """Close every socket. The peers see this as the end of this rank."""
         for peer in self._sockets.values():
             self.poll.leave(peer.fileno())
             peer.close()
@@ -141,7 +141,9 @@ class SocketMesh:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # it ended with messages of ours unread; its own can still be read
+                # The peer ended before it read all of this rank's messages. The kernel reports
+                # that once; after that, the peer's own last messages can still be read.
+                continue
             if not length:
                 self.poll.leave(peer.fileno())
                 self.gone.add(rank)
@@ -168,7 +170,7 @@ class SocketMesh:
             except BlockingIOError:
                 break
             except (BrokenPipeError, ConnectionResetError):
-                pass  # `read` finds its end, after all messages that it sent before
+                pass  # `read` reports the end, after the last messages of that peer
             queue.popleft()
         # Ask poll for POLLOUT only while something is unsent: a writable socket would wake every
         # poll at once.
@@ -195,38 +197,38 @@ def listen(name: str, rank: int, size: int, timeout: float) -> socket.socket:
 def connect(
     listener: socket.socket, name: str, secret: bytes, rank: int, size: int, timeout: float
 ) -> dict[int, socket.socket]:
-    """Connect to every lower rank and accept every higher one; sockets by rank. Raises OSError.
+    """Connect to every lower rank, accept every higher one, and return the sockets by rank.
 
-    Other users of the host can see the names of sockets. So a peer must belong to this user, as
-    the kernel reports, and to the run that has `secret`.
+    Other users of the host can see the names of the sockets. So a peer must belong to this user,
+    as the kernel reports it, and must know `secret`. Raises OSError.
     """
     # One direction per pair: if both ends connected, a pair would have two sockets.
-    found: dict[int, socket.socket] = {}
-    word, until = authentication.mac(secret, b"mesh", name.encode()), time.monotonic() + timeout
+    sockets: dict[int, socket.socket] = {}
+    proof, until = authentication.mac(secret, b"mesh", name.encode()), time.monotonic() + timeout
     try:
         for lower in range(rank):
-            peer = found[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            peer = sockets[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             peer.settimeout(timeout)
             _reach(peer, _address(name, lower), until)
             if not _is_ours(peer):
                 raise PermissionError(f"another user listens in the place of rank {lower}")
-            peer.send(_HELLO.pack(word, rank))
-        while len(found) < size - 1:
+            peer.send(_HELLO.pack(proof, rank))
+        while len(sockets) < size - 1:
             listener.settimeout(max(0.001, until - time.monotonic()))
             peer, _ = listener.accept()
-            higher = _greeted(peer, word)
+            higher = _receive_greeting(peer, proof)
             if higher is not None and rank < higher < size:
-                found[higher] = peer
+                sockets[higher] = peer
             else:
                 peer.close()
     except BaseException:
-        for peer in found.values():
+        for peer in sockets.values():
             peer.close()
         raise
-    return dict(sorted(found.items()))
+    return dict(sorted(sockets.items()))
 
 
-def _greeted(peer: socket.socket, word: bytes) -> int | None:
+def _receive_greeting(peer: socket.socket, proof: bytes) -> int | None:
     """Return the rank that has connected; None if it is not of this run."""
     if not _is_ours(peer):
         return None
@@ -237,19 +239,19 @@ def _greeted(peer: socket.socket, word: bytes) -> int | None:
         return None
     if len(hello) != _HELLO.size:
         return None
-    given, rank = _HELLO.unpack(hello)
-    return int(rank) if hmac.compare_digest(given, word) else None
+    their_proof, rank = _HELLO.unpack(hello)
+    return int(rank) if hmac.compare_digest(their_proof, proof) else None
 
 
 def _is_ours(peer: socket.socket) -> bool:
     """Return whether a process of this user is at the other end."""
-    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(found)[1]) == os.geteuid()
+    sockets = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(sockets)[1]) == os.geteuid()
 
 
 def _reach(peer: socket.socket, address: str, until: float) -> None:
-    """Connect to a listener, trying again until the time `until` while its queue is full."""
-    # The kernel answers EAGAIN at once to a full queue, whatever the timeout of the socket.
+    """Connect to a listener. While its queue is full, try again until the time `until`."""
+    # If the queue is full, the kernel returns EAGAIN at once and ignores the socket's timeout.
     pause = 0.001
     while True:
         try:

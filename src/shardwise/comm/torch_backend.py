@@ -1,4 +1,4 @@
-"""Helps the transports over torch.distributed: subgroups, complex buffers, errors in words."""
+"""Helpers for transports over torch.distributed: subgroups, complex buffers, error messages."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def real_view(buffer: Tensor) -> Tensor:
 
 
 _highest = 0
-"""The highest number that has been in the name of a group of this process."""
+"""The highest number so far in the name of a group of this process."""
 
 
 @contextmanager
 def _fresh_name(group: Collectives) -> Iterator[None]:
-    """Let torch give the next group of ranks of `group` an unused name. Collective."""
-    # torch names such a group by its ranks and by how many groups this rank has now. That number
+    """Make torch use a new name for the next group of ranks of `group`. Collective."""
+    # torch names such a group by its ranks and by this rank's present number of groups. That number
     # may differ between ranks. It also repeats after groups are closed, and then the store would
-    # give the old addresses of the ranks. So all ranks agree on a higher one and count up to it
-    # with placeholders.
+    # return the old addresses of the ranks. So all ranks agree on a higher number, and add
+    # placeholder groups up to it.
     global _highest
     names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
     mine = torch.tensor([float(max(len(names), _highest + 1))], device=group.small_device)
@@ -60,8 +60,8 @@ def split_group(
 ) -> Collectives:
     """Return the group among `groups` that contains this rank, `Solo` if none does. Collective.
 
-    `make` makes it from its members, which are places in `group_ranks`, in ascending order, and
-    torch's group. Without a `timeout`, torch's default of half an hour bounds a wait.
+    `make` returns the transport for the group's members (places in `group_ranks`, in ascending
+    order) and torch's group. Without a `timeout`, torch's default of half an hour bounds a wait.
     """
     rank = group.rank
     check_groups(groups, len(group_ranks.ranks))
@@ -69,18 +69,18 @@ def split_group(
     options: dict[str, Any] = {"backend": backend, "timeout": timeout}
     made: dist.ProcessGroup | None = None
     if len(group_ranks.ranks) < dist.get_world_size():
-        # torch knows more ranks than this group has, and those do not make this call: only the
-        # members themselves make their group.
+        # torch knows more ranks than this group has, and those do not make this call. So only the
+        # members make their group.
         with _fresh_name(group):
             if len(mine) > 1:
                 ranks = group_ranks.part(mine).of_torch
                 made = dist.new_group(ranks, use_local_synchronization=True, **options)
     else:
-        for members in groups:  # every rank takes part in making every group
+        for members in groups:  # torch requires that every rank makes every group
             if len(members) > 1:
                 found = dist.new_group(list(members), **options)
                 made = found if rank in members else made
-    # Every member is connected now: a listener that stays open only serves strangers.
+    # Every member is connected now: an open listener would only accept strangers.
     listeners.shut()
     if len(mine) == 1:
         return Solo()
@@ -91,7 +91,7 @@ def split_group(
 _GONE = ("closed by peer", "connection reset", "broken pipe", "connection refused", "eof")
 
 
-def explained(
+def explain(
     error: RuntimeError, speaker: str, what: str, other: str | None = None
 ) -> CollectiveError:
     """Turn an error of the backend into the error that the user reads.
@@ -104,10 +104,10 @@ def explained(
     if any(sign in str(error).lower() for sign in _GONE):
         return PeerLost(
             f"{speaker} lost {other or 'another rank'} in {what}: {first}. "
-            "The cause is on the rank that went away; see its own output."
+            "The cause is on the rank that ended: see its output."
         )
     if is_timeout(error):
-        whom = f"{other or 'a rank'}, which did not come: {first}."
+        whom = f"{other or 'a rank'}, which did not arrive: {first}."
         return CollectiveError(f"{speaker} waited in {what} for {whom} {ADVICE}")
     return CollectiveError(f"{speaker} failed in {what}: {first}.")
 
@@ -143,8 +143,8 @@ def timeout_error(
 
 
 def _in_forked_child() -> None:
-    # The destructors of torch's groups wait for threads that only the parent has, and crash. So a
-    # child holds a reference to each until it ends.
+    # The destructors of torch's groups wait for threads that only the parent has, and crash. So
+    # the child never destroys a group: it holds a reference to each.
     if dist.is_initialized():
         for group in dist.distributed_c10d._world.pg_map:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

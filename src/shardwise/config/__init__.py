@@ -1,14 +1,20 @@
 """Defines the settings of a run, and decides which of five sources wins.
 
-A setting comes from, in order of precedence: a flag of `shardwise run`, an environment variable
-SHARDWISE_<NAME> (for those who start with torchrun or srun), a TOML file, DeepSpeed's JSON, a
-keyword in the script.
+The sources, in order of precedence:
 
-- values.py: the types, the one place where strings become them
+1. a flag of `shardwise run`
+2. an environment variable SHARDWISE_<NAME>, such as for runs under torchrun or srun
+3. a TOML file
+4. a DeepSpeed JSON
+5. a keyword in the script
+
+The files:
+
+- values.py: parsers from text to types
 - settings.py: the settings
-- sources.py: where they come from
-- effect.py: those that would change nothing
-- deepspeed/: DeepSpeed's JSON as a source of them
+- sources.py: reads and merges the sources
+- effect.py: settings that have no effect
+- deepspeed/: reads a DeepSpeed JSON as a source
 """
 
 from shardwise.config.effect import OF_A_RUN, OF_AN_ENGINE, idle
@@ -37,7 +43,7 @@ from shardwise.config.sources import (
     resolve,
     sources,
     unknown_key,
-    winning,
+    winning_values,
 )
 
 __all__ = [
@@ -66,5 +72,5 @@ __all__ = [
     "resolve",
     "sources",
     "unknown_key",
-    "winning",
+    "winning_values",
 ]

@@ -1,17 +1,18 @@
-"""The outer optimizer of islands: how often parameters are made equal, by which update, how late.
+"""The outer optimizer of islands: how often parameters are synchronised, how, and how late.
 
-An island is a group of ranks that makes its own steps, in any row of the table. Every H steps each
-sends how far its parameters have come since they were last equal, and all move that last common
-value, the anchor, by the mean of what came:
+An island is a group of ranks that steps on its own, under any placement. Every H steps each island
+sends how far its parameters have moved since the last synchronisation. All islands then move the
+last common value, the anchor, by the mean of these differences:
 
-    every 1, mean                parameter averaging, as local SGD (Stich, 2019)
+    every 1, mean                parameter averaging, as in local SGD (Stich, 2019)
     every H, Nesterov            DiLoCo (Douillard et al., 2023, arXiv:2311.08105)
-    every H, Nesterov, late T    streaming DiLoCo (Douillard et al., 2025, arXiv:2501.18512): a
-                                 fragment, here a bucket, is sent in its turn, and is used T steps
-                                 later, so that steps go on while it travels
+    every H, Nesterov, late T    streaming DiLoCo (Douillard et al., 2025, arXiv:2501.18512): the
+                                 fragments, here buckets, are sent in turn, and applied T steps
+                                 later; steps continue meanwhile
 
-Or gradients are made equal, at every step, and used S steps later: bounded staleness, as of a
-parameter server (Ho et al., 2013), with delays that are the same in every run (`StalenessRule`).
+Alternatively, islands synchronise gradients at every step and use them S steps later: bounded
+staleness, as in a parameter server (Ho et al., 2013), with the same delays in every run
+(`StalenessRule`).
 
 Pure arithmetic.
 """
@@ -30,17 +31,18 @@ if TYPE_CHECKING:  # the command starts without torch
 LOSSLESS = "fp32"
 
 FORMATS = (LOSSLESS, "bf16", "int8", "int4")
-"""How differences may be sent. Lossless: fp64 values are sent in fp64."""
+"""Formats for values sent between islands. The lossless format sends fp64 values in fp64."""
 
 BLOCK = 256
-"""Values that share a scale, in the formats int8 and int4."""
+"""Number of values that share a scale in the formats int8 and int4."""
 
 ALIGNMENT = 8
-"""Bytes to which a packed message is rounded up, so that any format can be viewed in place."""
+"""Packed messages are padded to a multiple of this many bytes, so any dtype can be viewed in place.
+"""
 
 
 def packed_lengths(wire: str, numel: int, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of the scales and of the codes of `numel` values of `itemsize` bytes."""
+    """Return the bytes of scales and the bytes of codes for `numel` values of `itemsize` bytes."""
     if wire not in ("int8", "int4"):
         return 0, numel * (2 if wire == "bf16" else itemsize)
     scales = -(-numel // BLOCK) * 4
@@ -54,15 +56,18 @@ def packed_bytes(wire: str, numel: int, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class Outer:
-    """The update of the anchor by the mean difference D: anchor -= lr (D + momentum x velocity),
-    where velocity = momentum x velocity + D, as torch's SGD with Nesterov momentum has it."""
+    """The update of the anchor by the mean difference D, as in torch's SGD with Nesterov momentum.
+
+    velocity = momentum x velocity + D
+    anchor  -= lr (D + momentum x velocity)
+    """
 
     lr: float = 1.0
     momentum: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Outer:
-        """ "mean", or "nesterov:LR,MOMENTUM". Raises ValueError."""
+        """Parse "mean" or "nesterov:LR,MOMENTUM". Raises ValueError."""
         kind, colon, numbers = text.partition(":")
         if kind == "mean" and not colon:
             return cls()
@@ -78,8 +83,10 @@ class Outer:
         return cls(lr, momentum)
 
     def move(self, value: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
-        """Move `value` by the `mean` difference, in place, and so `velocity`, which is None without
-        momentum; all are flat, of one dtype and length."""
+        """Move `value` by the `mean` difference and update `velocity`, both in place.
+
+        All tensors are flat, with the same dtype and length. `velocity` is None without momentum.
+        """
         if velocity is None:
             value.sub_(mean, alpha=self.lr)
             return
@@ -92,8 +99,11 @@ class Outer:
 
 @dataclass(frozen=True, kw_only=True)
 class IslandRule:
-    """How parameters are made equal: `every` so many steps, by `outer`; differences are sent as
-    `wire`, one of FORMATS, and used `late` steps after. Raises ConfigError where that cannot be."""
+    """When and how islands synchronise parameters.
+
+    Every `every` steps, islands send differences in the format `wire` (one of FORMATS) and apply
+    them by `outer`, `late` steps later. Raises ConfigError if `late` is not below `every`.
+    """
 
     every: int = 30
     outer: Outer = field(default_factory=Outer)
@@ -103,41 +113,44 @@ class IslandRule:
     def __post_init__(self) -> None:
         if self.late >= self.every:
             raise ConfigError(
-                f"--late {self.late} with --equal-every {self.every}: a difference must be there "
+                f"--late {self.late} with --equal-every {self.every}: a difference must arrive "
                 f"before the next one is sent. Write --late {self.every - 1} or less, or "
                 f"--equal-every {self.late + 1} or more."
             )
 
     def offset(self, bucket: int, buckets: int) -> int:
-        """By how many steps the turn of `bucket` comes after that of the first: where differences
-        travel beside steps they take turns, so that the link is always in use; else none waits."""
+        """Return how many steps after the first bucket `bucket` is sent."""
+        # With `late`, transfers run while steps continue: taking turns keeps the link in use all
+        # the time. Without it, a step waits for each transfer, so spreading them gains nothing.
         return bucket * self.every // max(buckets, 1) if self.late else 0
 
     def sends(self, step: int, bucket: int, buckets: int) -> bool:
-        """Whether `bucket` of so many is sent when `step` steps were made."""
+        """Return whether `bucket` is sent once `step` steps are complete."""
         return step > 0 and step % self.every == self.offset(bucket, buckets)
 
     def is_due(self, step: int, bucket: int, buckets: int) -> bool:
-        """Whether what was sent of `bucket` is used when `step` steps were made."""
+        """Return whether the last sent difference of `bucket` is applied after `step` steps."""
         return step > self.late and self.sends(step - self.late, bucket, buckets)
 
     def in_words(self) -> str:
-        """What is made equal when, such as "parameters equal every 30 steps (mean), as int8"."""
-        late = f", used {self.late} step{'s' * (self.late > 1)} after" if self.late else ""
+        """Return the rule in words, such as "parameters synchronised every 30 steps (mean)"."""
+        late = f", used {self.late} step{'s' * (self.late > 1)} later" if self.late else ""
         wire = "" if self.wire == LOSSLESS else f", sent as {self.wire}"
-        return f"parameters equal every {self.every} steps ({self.outer}){wire}{late}"
+        return f"parameters synchronised every {self.every} steps ({self.outer}){wire}{late}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessRule:
-    """How gradients are made equal: at every step, sent as `wire`, one of FORMATS; the update of
-    step n is by the gradients of step n - `behind`."""
+    """How islands synchronise gradients: at every step, sent in the format `wire`.
+
+    The update of step n uses the gradients of step n - `behind`.
+    """
 
     behind: int
     wire: str = LOSSLESS
 
     def in_words(self) -> str:
-        """What is made equal when, such as "gradients equal every step, used 3 steps behind"."""
-        late = f", used {self.behind} step{'s' * (self.behind > 1)} behind" if self.behind else ""
+        """Return the rule in words, such as "gradients synchronised every step"."""
+        late = f", used {self.behind} step{'s' * (self.behind > 1)} later" if self.behind else ""
         wire = "" if self.wire == LOSSLESS else f", sent as {self.wire}"
-        return f"gradients equal every step{wire}{late}"
+        return f"gradients synchronised every step{wire}{late}"

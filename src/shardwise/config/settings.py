@@ -1,4 +1,4 @@
-"""Settings lists all settings of a run; the flags of the command line are made from it. Pure."""
+"""All settings of a run. The command line's flags are made from them. Pure."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,14 +24,16 @@ def _setting(
     default: Any = None,
     rare: bool = False,
 ) -> Any:
-    """A field of Settings; `metavar` is empty for an on/off switch, `rare` keeps it out of the
-    first screen of help."""
+    """Define a field of Settings.
+
+    An empty `metavar` makes an on/off switch. Only `--help-all` shows a `rare` setting.
+    """
     metadata = {"parse": parse, "group": group, "help": help, "metavar": metavar, "rare": rare}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def _switch(group: str, help: str, *, default: bool = False, rare: bool = False) -> Any:
-    """A setting that is on or off."""
+    """Define a setting that is on or off."""
     return _setting(group, help, values.switch, "", default=default, rare=rare)
 
 
@@ -44,7 +46,7 @@ def _choice(
     default: str = "",
     rare: bool = False,
 ) -> Any:
-    """A setting that is one of `words`, the first of them by default."""
+    """Define a setting that takes one of `words`; the default is the first word."""
     return _setting(
         group,
         help,
@@ -56,7 +58,7 @@ def _choice(
 
 
 def _tier(group: str, help: str, *, default: Tier | None = None, rare: bool = False) -> Any:
-    """A setting that says where a state rests."""
+    """Define a setting that names the tier of a state."""
     return _setting(group, help, values.tier, "cpu|nvme:DIR", default=default, rare=rare)
 
 
@@ -66,43 +68,51 @@ class Settings:
 
     device: str = _choice(
         "where",
-        "auto: a GPU per local rank where there are enough, else CPU",
+        "auto: one GPU per local rank if there are enough, else CPU",
         ("auto", "cpu", "cuda"),
     )
     transport: str = _choice(
         "where",
-        "auto: NCCL, shared memory or Gloo; by gloo ranks share a GPU",
+        "auto: NCCL, shared memory or Gloo; gloo: ranks may share a GPU",
         ("auto", "shared", "gloo"),
     )
     rendezvous: str | None = _setting(
         "where",
-        "where ranks of mpirun or srun meet, if it cannot be found out",
+        "meeting place of ranks under mpirun or srun (default: detected)",
         values.rendezvous,
         "HOST:PORT|DIR/",
         rare=True,
     )
+    # None rather than 0, here and below: a value that was not given must not contradict another
+    # setting, such as `shard`, nor count as a setting without effect.
     zero: int | None = _setting(
         "spread",
-        "0 replicates all; 1 shards optimizer state; 2 gradients; 3 all",
+        "shard: 1 optimizer state, 2 also gradients, 3 all (default 0)",
         values.whole(0),
         "0|1|2|3",
     )
     shard: tuple[str, ...] | None = _setting(
         "spread",
-        "the same by name, such as gradients,optimizer",
+        "states to shard, by name, such as gradients,optimizer",
         values.states,
         "STATES",
         rare=True,
     )
-    offload_optimizer: Tier | None = _tier("spread", "optimizer state (and gradients) rest there")
-    offload_params: Tier | None = _tier("spread", "sharded parameters rest there")
-    offload_gradients: Tier | None = _tier("spread", "sharded gradients rest there", rare=True)
+    offload_optimizer: Tier | None = _tier(
+        "spread", "keep optimizer state (and gradients) in CPU memory or on disk"
+    )
+    offload_params: Tier | None = _tier(
+        "spread", "keep sharded parameters in CPU memory or on disk"
+    )
+    offload_gradients: Tier | None = _tier(
+        "spread", "keep sharded gradients in CPU memory or on disk", rare=True
+    )
     shard_within: str = _choice(
-        "spread", "host: shard in each host, replicate between", ("all", "host"), rare=True
+        "spread", "host: shard within each host, replicate across hosts", ("all", "host"), rare=True
     )
     units: tuple[str, ...] | None = _setting(
         "spread",
-        "modules gathered as a whole; default: repeated blocks",
+        "modules to gather as a whole (default: repeated blocks)",
         values.patterns,
         "NAMES",
         rare=True,
@@ -115,25 +125,25 @@ class Settings:
         default=1,
     )
     sequence_parallel: bool = _switch(
-        "spread", "with --tensor: norms and residuals by tokens, on one worker each", rare=True
+        "spread", "with --tensor: split norms and residuals by tokens", rare=True
     )
     pipeline: int = _setting(
         "spread",
-        "pipeline parallel: stages on P workers",
+        "pipeline parallel: stages of layers on P workers",
         values.whole(1, values.MOST_RANKS),
         "P",
         default=1,
     )
     microbatches: int | None = _setting(
         "spread",
-        "micro-batches that follow each other through the stages",
+        "micro-batches per step of the pipeline",
         values.whole(1),
         "M",
         rare=True,
     )
     schedule: str = _choice(
         "spread",
-        "order of the stages: " + ", ".join(SCHEDULES),
+        "pipeline schedule: " + ", ".join(SCHEDULES),
         SCHEDULES,
         "NAME",
         default="1f1b",
@@ -141,14 +151,15 @@ class Settings:
     )
     stages: tuple[str, ...] | None = _setting(
         "spread",
-        "modules at which a new stage begins; default: alike in parameters",
+        "modules that start a stage (default: equal parameter counts)",
         values.patterns,
         "NAMES",
         rare=True,
     )
+    # The number of islands may be unknown until the ranks have met: "host" counts their hosts.
     islands: int | str = _setting(
         "islands",
-        "workers in N groups that step by themselves; host: one per host",
+        "groups of workers that step on their own; host: one per host",
         values.islands,
         "host|N",
         default=1,
@@ -156,14 +167,14 @@ class Settings:
     )
     equal_every: int | None = _setting(
         "islands",
-        "islands make their parameters equal every H steps (default 30)",
+        "synchronise parameters across islands every H steps (default 30)",
         values.whole(1),
         "H",
         rare=True,
     )
     outer: Outer = _setting(
         "islands",
-        "how: mean, or nesterov:LR,MOMENTUM over the mean (DiLoCo)",
+        "outer update: mean, or nesterov:LR,MOMENTUM of the mean (DiLoCo)",
         Outer.parse,
         "OUTER",
         default=Outer(),
@@ -171,14 +182,14 @@ class Settings:
     )
     wire: str = _choice(
         "islands",
-        "how differences or gradients are sent: fp32, bf16, int8, int4",
+        "format that islands send values in: fp32, bf16, int8, int4",
         FORMATS,
         "W",
         rare=True,
     )
     late: int = _setting(
         "islands",
-        "use them T steps after they were sent, and compute meanwhile",
+        "apply differences T steps after sending them; steps continue",
         values.whole(0),
         "T",
         default=0,
@@ -186,80 +197,83 @@ class Settings:
     )
     behind: int | None = _setting(
         "islands",
-        "make gradients equal instead, and use them S steps later",
+        "synchronise gradients instead, and use them S steps later",
         values.whole(0),
         "S",
         rare=True,
     )
     micro_batch_size: int | None = _setting(
-        "spread", "samples per worker per backward; the rest accumulates", values.whole(1), "M"
+        "spread", "samples per worker and backward; gradients accumulate", values.whole(1), "M"
     )
     batch: str = _choice(
         "spread",
-        "what a Loader's batch_size counts: the whole, or each worker's",
+        "whether a Loader's batch_size is the total, or per worker",
         ("total", "worker"),
         rare=True,
     )
     exact: int | None = _setting(
         "spread",
-        "V micro-shards per step: same bits on 1, 2, 4, ... V",
+        "compute in V micro-shards: same bits on 1, 2, 4, ... V workers",
         values.whole(1, 2**16),
         "V",
     )
     bucket_mb: float = _setting(
         "spread",
-        "size of a flat bucket in MB",
+        "size of a gradient bucket in MB",
         values.number(0, 1e6, above=True),
         "MB",
         default=25.0,
         rare=True,
     )
-    overlap: bool = _switch("spread", "reduce gradients beside backward", default=True, rare=True)
+    overlap: bool = _switch(
+        "spread", "reduce gradients while backward runs", default=True, rare=True
+    )
     activations: str = _choice(
-        "spread", "recomputed: backward runs each unit again", ("kept", "recomputed")
+        "spread", "recomputed: rerun each unit during backward", ("kept", "recomputed")
     )
     offload_activations: Tier = _tier(
-        "spread", "what forward saves for backward rests there", default=DEVICE
+        "spread", "move saved activations to CPU memory or disk", default=DEVICE
     )
-    sync_batch_norm: bool = _switch("spread", "BatchNorm statistics over all workers")
+    sync_batch_norm: bool = _switch("spread", "compute BatchNorm statistics over all workers")
     precision: str = _choice(
         "precision", "fp32, bf16-mixed, bf16, fp16-mixed or fp64", PRECISIONS, "P"
     )
     reduce_dtype: str = _choice(
         "precision",
-        "sum 16-bit gradients in fp32, or in their own dtype",
+        "param: sum 16-bit gradients in their own dtype, not in fp32",
         ("fp32", "param"),
         rare=True,
     )
-    compile: bool = _switch("precision", "torch.compile each unit, hooks outside")
+    compile: bool = _switch("precision", "compile each unit with torch.compile")
     nonfinite: str = _choice(
-        "recover", "a NaN gradient stops the run, or skips the step", ("stop", "skip"), rare=True
+        "recover", "on a NaN gradient, stop the run or skip the step", ("stop", "skip"), rare=True
     )
     save_failure: str = _choice(
-        "recover", "no room for a checkpoint: stop, or train on", ("stop", "continue"), rare=True
+        "recover",
+        "if a checkpoint cannot be written, stop or continue",
+        ("stop", "continue"),
+        rare=True,
     )
-    trial: bool = _switch(
-        "recover", "leave no trace: nothing is resumed, saved or exported", rare=True
-    )
+    trial: bool = _switch("recover", "leave no trace: do not resume, save or export", rare=True)
     seed: int | None = _setting(
-        "recover", "overrides the script's seed", values.whole(0, values.LARGEST_SEED), "S"
+        "recover", "override the script's random seed", values.whole(0, values.LARGEST_SEED), "S"
     )
     reseed: bool = _switch(
         "recover",
-        "seed generators at every step; off: they are the script's own",
+        "seed generators at every step; off: leave them to the script",
         default=True,
         rare=True,
     )
     timeout: float = _setting(
         "watch",
-        "seconds a collective may wait for a rank",
+        "seconds that a collective waits for a rank",
         values.number(0, values.LONGEST, above=True),
         "SECONDS",
         default=300.0,
     )
     warn_after: float = _setting(
         "watch",
-        "seconds of waiting until it is said for whom",
+        "warn after a wait of this many seconds, naming missing ranks",
         values.number(0, values.LONGEST, above=True),
         "SECONDS",
         default=60.0,
@@ -267,56 +281,60 @@ class Settings:
     )
     ema_decay: float | None = _setting(
         "precision",
-        "keep an exponential moving average of the weights",
+        "keep an exponential moving average of the weights, with decay D",
         values.fraction,
         "D",
         rare=True,
     )
     timeline: Path | None = _setting(
-        "watch", "where time goes, event by event, as Chrome trace JSON", values.file, "FILE"
+        "watch", "write a timeline of the run, as Chrome trace JSON", values.file, "FILE"
     )
     record: str | None = _setting(
         "watch",
-        "write what each step took there, for shardwise scale",
+        "write the time of each step there, for shardwise scale",
         values.folder,
         "DIR",
         rare=True,
     )
     record_tensors: str | None = _setting(
         "watch",
-        "write what each step computes there, for shardwise verify",
+        "write the tensors of each step there, for shardwise verify",
         values.folder,
         "DIR",
         rare=True,
     )
     stop_after: int | None = _setting(
         "watch",
-        "end the run, with success, after so many steps",
+        "end the run successfully after this many steps",
         values.whole(1),
         "STEPS",
         rare=True,
     )
     time_layers: Path | None = _setting(
         "watch",
-        "write there how long each layer takes, for shardwise pipeline-plan",
+        "write the time of each layer there, for shardwise pipeline-plan",
         values.file,
         "FILE",
         rare=True,
     )
-    quiet: bool = _switch("watch", "do not print the lines at the start", rare=True)
+    quiet: bool = _switch("watch", "do not print the start lines", rare=True)
 
     @property
     def placement(self) -> Placement:
-        """The row that `zero` or `shard` asks for; ZERO_0 when neither does."""
+        """The row that `zero` or `shard` selects; ZERO_0 if neither is set.
+
+        Raises ConfigError if both are set and select different rows.
+        """
         if self.shard is not None:
             row = Placement.sharding(self.shard)
             if self.zero is not None and self.zero != row.level:
                 raise ConfigError(
                     f"zero={self.zero} and shard={','.join(self.shard)} ask for different rows "
-                    f"({Placement.zero(self.zero).name} and {row.name}): give one of them."
+                    f"({Placement.zero(self.zero).name} and {row.name}): give only one of them."
                 )
         else:
             row = Placement.zero(self.zero or 0)
+        # No tier for gradients means that of the optimizer state, which Placement fills in.
         return row.resting(
             parameters=self.offload_params or DEVICE,
             gradients=self.offload_gradients,
@@ -325,20 +343,20 @@ class Settings:
 
     @property
     def averaging_rule(self) -> IslandRule:
-        """How islands average parameters. Raises ConfigError for numbers that do not fit."""
+        """How islands average parameters. Raises ConfigError if `late` is not below `every`."""
         every = IslandRule.every if self.equal_every is None else self.equal_every
         return IslandRule(every=every, outer=self.outer, wire=self.wire, late=self.late)
 
     @property
     def staleness_rule(self) -> StalenessRule | None:
-        """How islands make their gradients equal; None where they do not."""
+        """How islands synchronise their gradients; None if they synchronise parameters."""
         if self.behind is None:
             return None
         return StalenessRule(behind=self.behind, wire=self.wire)
 
     @property
     def equal_in_words(self) -> str:
-        """What islands make equal when."""
+        """What islands synchronise, and when, for messages."""
         return (self.staleness_rule or self.averaging_rule).in_words()
 
 
@@ -346,33 +364,36 @@ FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
 
 def flag(name: str) -> str:
-    """The spelling of a setting on the command line: micro_batch_size is --micro-batch-size."""
+    """Return a setting's flag: micro_batch_size becomes --micro-batch-size."""
     return "--" + name.replace("_", "-")
 
 
-_OF_PARAMETERS = "that is of parameters that are made equal, and --behind makes gradients so"
+_FOR_PARAMETERS = "it is for synchronising parameters, and --behind synchronises gradients"
 
-_BESIDE_BEHIND: dict[str, tuple[Callable[[Settings], bool], str]] = {
+_INCOMPATIBLE_WITH_BEHIND: dict[str, tuple[Callable[[Settings], bool], str]] = {
     "equal_every": (
         lambda settings: settings.equal_every not in (None, 1),
-        f"{_OF_PARAMETERS}, at every step",
+        f"{_FOR_PARAMETERS}, at every step",
     ),
-    "outer": (lambda settings: settings.outer != Outer(), _OF_PARAMETERS),
-    "late": (lambda settings: settings.late > 0, _OF_PARAMETERS),
+    "outer": (lambda settings: settings.outer != Outer(), _FOR_PARAMETERS),
+    "late": (lambda settings: settings.late > 0, _FOR_PARAMETERS),
     "exact": (
         lambda settings: settings.exact is not None,
-        "what islands compute depends on how many there are",
+        "with islands, results depend on their number",
     ),
 }
+"""By setting: whether it is on, and why it does not work with --behind."""
 
 
 def check_contradictions(settings: Settings) -> None:
     """Raise ConfigError for a setting that does not work with --behind."""
+    # Checked here, and not where the islands are built, so that the launcher refuses it before any
+    # rank starts.
     if settings.behind is None:
         return
-    for name, (is_on, why) in _BESIDE_BEHIND.items():
+    for name, (is_on, why) in _INCOMPATIBLE_WITH_BEHIND.items():
         if is_on(settings):
             raise ConfigError(
-                f"--behind {settings.behind} and {flag(name)} {getattr(settings, name)} cannot be "
-                f"had together: {why}. Leave one of them out."
+                f"{flag(name)} {getattr(settings, name)} cannot be combined with "
+                f"--behind {settings.behind}: {why}. Leave one of them out."
             )

@@ -1,7 +1,4 @@
-"""Reads settings from flags, environment, files and script; says which wins, refuses unknown keys.
-
-Nothing here starts or prints.
-"""
+"""Reads settings from flags, environment, files and the script, and decides which one wins."""
 
 import difflib
 import json
@@ -18,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.messages.other_libraries import hint as hint_at_other_library
 
 FLAGS_VARIABLE = "SHARDWISE_FLAGS"
-"""`shardwise run` hands its flags to the ranks in this variable, as a JSON object of strings."""
+"""The variable that passes the flags of `shardwise run` to the ranks: a JSON object of strings."""
 
 PREFIX = "SHARDWISE_"
 
@@ -26,7 +23,7 @@ FLAG = "flag"
 """The name of the strongest source, in messages."""
 
 FILE = "file"
-"""What the name of a TOML file as a source begins with."""
+"""The first word of a TOML file's name as a source."""
 
 SCRIPT = "the script"
 """The name of the weakest source."""
@@ -34,14 +31,17 @@ SCRIPT = "the script"
 
 @dataclass(frozen=True)
 class SettingsSource:
-    """One place that settings come from: a name for messages, and its values as given."""
+    """One source of settings: its name for messages, and its raw values."""
 
     name: str
     values: Mapping[str, Any]
 
 
 def parse(name: str, value: Any, source: str) -> Any:
-    """`value` of setting `name` in its type; raises ConfigError with `source` in the message."""
+    """Convert the raw `value` of setting `name` to its type.
+
+    Raises ConfigError, naming the `source`, if the setting is unknown or the value is invalid.
+    """
     try:
         field = FIELDS[name]
     except KeyError:
@@ -63,22 +63,24 @@ FLAGS_ALONE = (
     *("--adopt", "--max-restarts", "--log-dir", "--show", "--host-timeout", "--grace"),
     *("--deepspeed", "--elastic-islands"),
 )
-"""The flags of the launcher, which are no settings: where ranks run, and what is shown of them."""
+"""Flags of the launcher that are not settings: the hosts, and the output that is shown."""
 
 
 def unknown_key(name: str, known: Iterable[str], source: str) -> ConfigError:
-    """The error for a key that does not exist, naming the nearest one that does, as it is spelt in
-    the `source`."""
+    """Return the error for an unknown key, suggesting the nearest known one.
+
+    The suggestion is spelled as the `source` spells it: with hyphens in a TOML file.
+    """
     said = f"{source}: there is no setting {name!r}."
     for alone in FLAGS_ALONE:
         if alone.lstrip("-") == name.replace("_", "-"):
-            return ConfigError(f"{said} {alone} is a flag of shardwise run alone: give it there.")
+            return ConfigError(f"{said} {alone} is only a flag of shardwise run: pass it there.")
     if hint := hint_at_other_library(name):
         return ConfigError(f"{said} {hint}")
     if source.startswith(FILE):
         known = [each.replace("_", "-") for each in known]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]}?" if near else f"Known are: {', '.join(known)}."
+    hint = f"Did you mean {near[0]}?" if near else f"Known settings: {', '.join(known)}."
     return ConfigError(f"{said} {hint}")
 
 
@@ -110,22 +112,25 @@ OF_THE_ENGINE = FIELDS.keys() - _ELSEWHERE.keys()
 
 
 def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
-    """Raise ConfigError for a keyword of `sw.Engine` that would have no effect there."""
+    """Raise ConfigError for a keyword of `sw.Engine` that belongs to another function."""
     for name in keywords:
         if name in _ELSEWHERE:
             raise ConfigError(
-                f"{name} is no setting of the {caller}: give it to {_ELSEWHERE[name]}(...), or as "
-                f"the flag {flag(name)}."
+                f"{name} is not a setting of the {caller}: pass it to {_ELSEWHERE[name]}(...), or "
+                f"as the flag {flag(name)}."
             )
 
 
 def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[SettingsSource]:
-    """The sources of this process, strongest first. Raises ConfigError for an unknown key."""
-    # Flags name the files, so they are read first. Variables count as weaker than flags, because
-    # a job script exports them for all of its runs.
-    flags = _handed_on(environ)
+    """Return the sources of this process, strongest first.
+
+    Raises ConfigError for an unknown key, or for a file that cannot be read.
+    """
+    # Flags are read first because they name the files. They are stronger than variables because a
+    # job script exports variables for all of its runs.
+    flags = _passed_flags(environ)
     config = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
-    flags.pop("deepspeed", None)
+    flags.pop("deepspeed", None)  # a source, not a setting
     of_deepspeed = json_of_deepspeed(environ)
     found = [SettingsSource(FLAG, flags), SettingsSource("environment", _from_environment(environ))]
     if environ.get(HOROVOD_TIMELINE, "") not in _NO_FILE:
@@ -140,12 +145,12 @@ def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Set
 
 
 def json_of_deepspeed(environ: Mapping[str, str]) -> str | None:
-    """The DeepSpeed JSON that is a source of this process's settings, None without one."""
-    return _handed_on(environ).get("deepspeed") or environ.get(PREFIX + "DEEPSPEED") or None
+    """Return the path of the DeepSpeed JSON that this process reads settings from, or None."""
+    return _passed_flags(environ).get("deepspeed") or environ.get(PREFIX + "DEEPSPEED") or None
 
 
-def winning(found: list[SettingsSource]) -> dict[str, tuple[Any, str]]:
-    """By name of a setting its value and where that came from, given `found` (strongest first)."""
+def winning_values(found: list[SettingsSource]) -> dict[str, tuple[Any, str]]:
+    """Return each setting's value and the name of its source, given `found` (strongest first)."""
     winners: dict[str, tuple[Any, str]] = {}
     for source in found:
         for name, raw in source.values.items():
@@ -154,17 +159,18 @@ def winning(found: list[SettingsSource]) -> dict[str, tuple[Any, str]]:
 
 
 def resolve(found: list[SettingsSource]) -> tuple[Settings, list[str]]:
-    """Merge `found` (strongest first) into Settings, and say in words what overrides what."""
-    winners = winning(found)
+    """Merge `found` (strongest first) into Settings. Also return lines about overrides."""
+    winners = winning_values(found)
     chosen = {name: value for name, (value, _) in winners.items()}
+    # Equal values are compared in their types, so that --zero 2 does not "override" zero = 2.
     overrides = [
         f"{as_given(name, *winners[name])} overrides {_plain(value)} ({source.name})"
         for source in found
         for name, raw in source.values.items()
         if (value := parse(name, raw, source.name)) != chosen[name]
     ]
-    # `zero` and `shard` say the same thing. Given by one source they are a contradiction, which
-    # Settings refuses; given by two, the stronger one wins, as for any other setting.
+    # `zero` and `shard` set the same thing. If one source gives both, Settings raises an error for
+    # the contradiction. If two sources do, the stronger one wins, as for any other setting.
     if {"zero", "shard"} <= chosen.keys():
         order = [source.name for source in found]
         ranks = {name: order.index(winners[name][1]) for name in ("zero", "shard")}
@@ -180,12 +186,16 @@ def resolve(found: list[SettingsSource]) -> tuple[Settings, list[str]]:
 
 
 def load(keywords: Mapping[str, Any]) -> tuple[Settings, list[str]]:
-    """The settings of this process, given the keywords that the script wrote."""
+    """Return the settings of this process and lines about overrides.
+
+    Args:
+        keywords: Settings that the script passed to `sw.init` or `sw.Engine`.
+    """
     return resolve(sources(os.environ, keywords))
 
 
 def as_given(name: str, value: Any, source: str) -> str:
-    """A setting in words, such as "zero=2 (flag)"."""
+    """Return a setting with its source, such as "zero=2 (flag)"."""
     return f"{name}={_plain(value)} ({source})"
 
 
@@ -193,20 +203,20 @@ def _plain(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-_WHO = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "ALONE"}
-"""Variables that tell one process who it is (see net/launchers/detection.py)."""
+_IDENTITY = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "ALONE"}
+"""Variables that give a process its rank (see net/launchers/detection.py)."""
 
-_NOT_SETTINGS = {"FLAGS", "CONFIG", "DEEPSPEED", "SECRET", *_WHO}
+_NOT_SETTINGS = {"FLAGS", "CONFIG", "DEEPSPEED", "SECRET", *_IDENTITY}
 HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
-"""Horovod's variable for the same, understood as well."""
+"""Horovod's variable for the file of the timeline, accepted here too."""
 
 _NO_FILE = ("", "DYNAMIC")
-"""What Horovod takes there for none, and for a timeline that the script starts itself."""
+"""Values of HOROVOD_TIMELINE that name no file. DYNAMIC: the script starts the timeline itself."""
 _LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 
 
-def _handed_on(environ: Mapping[str, str]) -> dict[str, str]:
-    """The flags that `shardwise run` was given."""
+def _passed_flags(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the flags that `shardwise run` passed to this rank. Raises ConfigError."""
     text = environ.get(FLAGS_VARIABLE, "{}")
     try:
         flags = json.loads(text)
@@ -214,14 +224,14 @@ def _handed_on(environ: Mapping[str, str]) -> dict[str, str]:
         flags = None
     if not isinstance(flags, dict) or not all(isinstance(each, str) for each in flags.values()):
         raise ConfigError(
-            f"{FLAGS_VARIABLE} is set by shardwise run alone, as a JSON object of strings, and is "
-            f"{text[:80]!r}: unset it, and write settings as SHARDWISE_<NAME>."
+            f"{FLAGS_VARIABLE} is {text[:80]!r}, which is not a JSON object of strings. Only "
+            "shardwise run sets this variable: unset it, and write settings as SHARDWISE_<NAME>."
         )
     return flags
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """SHARDWISE_<NAME> variables, but for those that the launcher itself sets (_LAUNCH_)."""
+    """Return the settings in SHARDWISE_<NAME> variables, without the launcher's own (_LAUNCH_)."""
     found: dict[str, str] = {}
     spelt: dict[str, str] = {}
     for variable, value in environ.items():
@@ -232,7 +242,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
             continue
         if name.lower() not in FIELDS:
             raise unknown_key(name.lower(), FIELDS, f"environment variable {variable}")
-        # Variables are case-sensitive, settings are not: two spellings would hide each other.
+        # Variables are case-sensitive and settings are not: one spelling would hide the other.
         if name.lower() in found:
             raise _twice("The environment", spelt[name.lower()], variable)
         found[name.lower()], spelt[name.lower()] = value, variable
@@ -240,7 +250,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_toml(path: Path) -> dict[str, Any]:
-    """The top level of a TOML file; keys are setting names, with hyphens or underscores."""
+    """Return the settings in a TOML file. Keys are spelled with hyphens or underscores."""
     found: dict[str, Any] = {}
     spelt: dict[str, str] = {}
     for key, value in _table(path).items():
@@ -254,25 +264,25 @@ def _from_toml(path: Path) -> dict[str, Any]:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """What a TOML file says. Raises ConfigError for what is none."""
+    """Parse a TOML file. Raises ConfigError if it cannot be read or is not valid TOML."""
     try:
-        # Reading a FIFO or a terminal would wait for ever.
+        # Reading a FIFO or a terminal would block forever.
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise ConfigError(f"The config file {path} is no file: name a TOML file.")
+            raise ConfigError(f"The config file {path} is not a regular file: name a TOML file.")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"The config file {path} cannot be read: {why}.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"The config file {path} is not UTF-8, as TOML is: byte {error.start} is not. Save it "
-            "as UTF-8."
+            f"The config file {path} is not UTF-8 at byte {error.start}. TOML is UTF-8: save the "
+            "file in that encoding."
         ) from None
     except RecursionError:
         raise ConfigError(f"The config file {path} is not TOML: it is nested too deeply.") from None
-    except ValueError as error:  # of tomllib, and of Python for numbers that are too long
+    except ValueError as error:  # from tomllib, or from int() for numbers that are too long
         raise ConfigError(f"The config file {path} is not TOML: {error}.") from None
 
 
 def _twice(where: str, first: str, second: str) -> ConfigError:
-    return ConfigError(f"{where} has {first} and {second}, which are one setting: leave one out.")
+    return ConfigError(f"{where} has {first} and {second}, the same setting: leave one out.")

@@ -1,7 +1,7 @@
-"""Parses the text of settings and flags into their types. Pure.
+"""Parsers that turn the text of settings and flags into their types. Pure.
 
-Each raises ValueError with what it takes in words, such as "a whole number of 1 or more", from
-which its caller makes the sentence that names the setting and where it was given.
+A parser raises ValueError with a description of the valid values, such as "a whole number of 1 or
+more". Its caller turns that into a message that names the setting and its source.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ T = TypeVar("T")
 Parse = Callable[[str], T]
 
 MOST = 2**31 - 1
-"""The largest count: of steps, of samples."""
+"""The largest count of steps or samples."""
 
 MOST_RANKS = 2**20
-"""More ranks than any run has."""
+"""Upper bound for the number of ranks, above any real run."""
 
 MOST_ON_A_HOST = 4096
-"""More ranks than any host bears."""
+"""Upper bound for the number of ranks on one host."""
 
 LARGEST_SEED = 2**64 - 1
-"""The largest that torch takes."""
+"""The largest seed that torch accepts."""
 
 LONGEST = 2_000_000.0
-"""Seconds: what a kernel may be asked to wait for, in milliseconds, fits 31 bits."""
+"""The longest timeout in seconds: in milliseconds it fits the 31 bits that system calls take."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
-"""Bytes, on Linux and macOS."""
+"""Limits of file names and paths in bytes, on Linux and macOS."""
 
 
 def whole(low: int, high: int = MOST) -> Parse[int]:
-    """A whole number from `low` to `high`."""
+    """Return a parser for whole numbers from `low` to `high`."""
 
     def parse(text: str) -> int:
         text = text.strip()
         if not _WHOLE.fullmatch(text):
             raise ValueError("a whole number")
-        # Python refuses to convert thousands of digits, with words about a limit of its own. With
-        # 40 digits a number is too large for every setting, whatever its value.
+        # int() refuses thousands of digits with a message about a limit of Python. A number with
+        # 40 digits is too large for every setting, so replace it by one that fails below.
         digits = text.lstrip("+-0_")
         value = int(text) if len(digits) < 40 else (-1 if text[0] == "-" else 1) * 10**40
         if value < low:
@@ -60,7 +60,7 @@ def whole(low: int, high: int = MOST) -> Parse[int]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Numbers of ranks, in their order."""
+    """Parse numbers of ranks, sorted and without duplicates."""
     one = whole(1, MOST_RANKS)
     try:
         return tuple(sorted({one(part) for part in text.split(",")}))
@@ -69,7 +69,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def number(low: float, high: float, *, above: bool = False) -> Parse[float]:
-    """A number from `low` to `high`, without `low` itself where it is to be `above` that."""
+    """Return a parser for numbers from `low` to `high`, excluding `low` itself if `above`."""
 
     def parse(text: str) -> float:
         value = _float(text)
@@ -88,7 +88,10 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def duration(unit: str, *, units: str = "smhd") -> Parse[float]:
-    """Seconds, written as a number and one of `units` (s, m, h, d), or a number alone of `unit`."""
+    """Return a parser for durations in seconds, such as 90s or 12h.
+
+    A number may end in one of `units` (s, m, h, d). Without one it counts in `unit`.
+    """
 
     def parse(text: str) -> float:
         text = text.strip()
@@ -103,7 +106,7 @@ def duration(unit: str, *, units: str = "smhd") -> Parse[float]:
 
 
 def fraction(text: str) -> float:
-    """A number between 0 and 1, without the two."""
+    """Parse a number between 0 and 1, excluding both."""
     value = _float(text)
     if not 0 < value < 1:
         raise ValueError("a number between 0 and 1")
@@ -111,7 +114,7 @@ def fraction(text: str) -> float:
 
 
 def switch(text: str) -> bool:
-    """On or off."""
+    """Parse on or off."""
     words = {"true": True, "yes": True, "on": True, "1": True}
     words |= {"false": False, "no": False, "off": False, "0": False}
     try:
@@ -121,7 +124,7 @@ def switch(text: str) -> bool:
 
 
 def one_of(*choices: str) -> Parse[str]:
-    """One of a few words."""
+    """Return a parser that accepts one of `choices`."""
 
     def parse(text: str) -> str:
         if text not in choices:
@@ -132,30 +135,23 @@ def one_of(*choices: str) -> Parse[str]:
 
 
 def islands(text: str) -> int | str:
-    """How many islands: a number, or one per host."""
-    return text if text == "host" else _or_word(whole(1, MOST_RANKS), "host")(text)
-
-
-def _or_word(parse: Parse[T], word: str) -> Parse[T]:
-    """The same, whose error also names the `word` that may stand in its place."""
-
-    def either(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise ValueError(f"{word}, or {error}") from None
-
-    return either
+    """Parse the number of islands, or "host" for one island per host."""
+    if text == "host":
+        return text
+    try:
+        return whole(1, MOST_RANKS)(text)
+    except ValueError as error:
+        raise ValueError(f"host, or {error}") from None
 
 
 def port(text: str) -> int | None:
-    """The number of a port, None where `text` is none."""
+    """Return the port number that `text` is, or None if it is not a port number."""
     is_number = text.isascii() and text.isdigit() and len(text) <= 5
     return int(text) if is_number and 0 < int(text) < 65536 else None
 
 
 def rendezvous(text: str) -> str:
-    """Where ranks meet: HOST:PORT, or a folder."""
+    """Parse a meeting place of ranks: HOST:PORT, or a folder."""
     host, _, last = text.rpartition(":")
     if os.sep not in text and not (host and port(last)):
         raise ValueError("HOST:PORT of rank 0, or a folder that all hosts share, with a / in it")
@@ -163,29 +159,29 @@ def rendezvous(text: str) -> str:
 
 
 def states(text: str) -> tuple[str, ...]:
-    """Names of the three states."""
+    """Parse names of the three states, separated by commas."""
     names = _listed(text)
     if any(name not in STATES for name in names):
-        raise ValueError(f"names out of {', '.join(STATES)}")
+        raise ValueError(f"one or more of {', '.join(STATES)}")
     return names
 
 
 def file(text: str) -> Path:
-    """The name of a file."""
+    """Parse the name of a file."""
     if not text.strip() or text.endswith(os.sep) or Path(text).name in ("", ".."):
         raise ValueError("the name of a file")
     return Path(_named(text, "a file"))
 
 
 def folder(text: str) -> str:
-    """The name of a folder."""
+    """Parse the name of a folder."""
     if not text.strip():
         raise ValueError("the name of a folder")
     return _named(text, "a folder")
 
 
 def tier(text: str) -> Tier:
-    """Where a state rests."""
+    """Parse the tier of a state: cpu, or nvme:DIR."""
     found = Tier.parse(text)
     if found.folder:
         folder(found.folder)
@@ -193,7 +189,7 @@ def tier(text: str) -> Tier:
 
 
 def patterns(text: str) -> tuple[str, ...]:
-    """Names of modules, separated by commas."""
+    """Parse names of modules, separated by commas."""
     names = _listed(text)
     if not names:
         raise ValueError("names of modules, such as encoder.layer.*")
@@ -201,9 +197,9 @@ def patterns(text: str) -> tuple[str, ...]:
 
 
 def as_text(value: Any, parse: Parse[Any]) -> str:
-    """The text that `parse` is to be given for `value`, as TOML, a keyword or a flag has it.
+    """Return `value`, from TOML, a keyword or a flag, as the text that `parse` takes.
 
-    Raises ValueError, in words, for what is no single value, nor a list of names for who takes one.
+    Raises ValueError if `value` has a wrong type, or is a list and `parse` does not take several.
     """
     if isinstance(value, list | tuple) and parse in OF_SEVERAL:
         if not all(isinstance(each, str) for each in value):
@@ -211,6 +207,7 @@ def as_text(value: Any, parse: Parse[Any]) -> str:
         value = ",".join(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    # A number is never a name: `timeline=3` is more likely a mistake than a file called 3.
     known = str | Tier if parse in _OF_NAMES else str | Tier | Outer | Real
     if not isinstance(value, known):
         raise ValueError("a name" if parse in _OF_NAMES else "one value")
@@ -223,16 +220,16 @@ def as_text(value: Any, parse: Parse[Any]) -> str:
 
 
 def _float(text: str) -> float:
-    """The number that `text` is, NaN where it is none."""
+    """Return the number in `text`, or NaN if it is not a number."""
     try:
-        # float() also takes the digits of other scripts, which no reader of a file expects.
+        # float() also accepts the digits of other scripts, which nobody expects in a config file.
         return float(text) if text.isascii() else float("nan")
     except ValueError:
         return float("nan")
 
 
 OF_SEVERAL: tuple[Parse[Any], ...] = (states, patterns)
-"""What takes several names, with commas between them."""
+"""Parsers that take several names, separated by commas."""
 _OF_NAMES = (states, patterns, file, folder, rendezvous)
 
 
@@ -241,7 +238,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def _named(text: str, what: str) -> str:
-    """`text`, which a file system can have as a name."""
+    """Return `text`. Raises ValueError if it cannot be a name in a file system."""
     if "\0" in text:
         raise ValueError(f"the name of {what}, without a NUL in it")
     data = os.fsencode(text)

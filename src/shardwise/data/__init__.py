@@ -1,4 +1,4 @@
-"""Reads data in one order for any number of ranks, and gives each rank its share."""
+"""The data loader: one order of samples for any number of ranks, cut into a share per rank."""
 
 from shardwise.data.loader import Loader
 from shardwise.data.steps import LoaderStep

@@ -1,9 +1,11 @@
-"""Cuts a total batch into what ranks run: shares, or the exact mode's micro-shards.
+"""Cuts of a total batch into the micro-batches of each rank: shares, or exact-mode micro-shards.
 
-shares          rank 0:  0 1 , 2 3      micro-batches of the contiguous share of a rank
-of 8 rows       rank 1:  4 5 , 6 7
-micro-shards    rank 0:  0 1 , 4 5      in turns, so that each turn's are neighbours
-of 8 rows       rank 1:  2 3 , 6 7
+A total batch of 8 rows on 2 ranks:
+
+    shares          rank 0:  0 1 , 2 3      each rank has contiguous rows
+                    rank 1:  4 5 , 6 7
+    micro-shards    rank 0:  0 1 , 4 5      in each turn, all ranks together have contiguous rows
+                    rank 1:  2 3 , 6 7
 """
 
 from __future__ import annotations
@@ -27,37 +29,40 @@ class BatchCut(ABC):
 
     @abstractmethod
     def count(self, rows: int) -> int:
-        """How many micro-batches a total batch of `rows` makes, alike on all ranks; at least 1."""
+        """Return the number of micro-batches in a total batch of `rows`: at least 1, and the same
+        on all ranks."""
 
     @abstractmethod
     def parts(self, rows: int) -> list[Rows]:
-        """This rank's micro-batches of it; an empty one wants a stand-in."""
+        """Return the rows of each micro-batch of this rank. An empty one needs a stand-in."""
 
     @abstractmethod
     def all_have(self, rows: int) -> list[bool]:
-        """By micro-batch of it, whether none is empty on any rank."""
+        """Return for each micro-batch whether every rank has at least one row in it."""
 
     @abstractmethod
-    def wholes(self, rows: int) -> list[int]:
-        """By micro-batch of it, the rows of all ranks."""
+    def total_rows(self, rows: int) -> list[int]:
+        """Return for each micro-batch the number of rows that all ranks have in it together."""
 
     @abstractmethod
-    def of_own(self, rows: int) -> list[Rows]:
-        """The same of rows that are all this rank's, as many as in a full step."""
+    def own_part_rows(self, rows: int) -> list[Rows]:
+        """Cut `rows` that belong to this rank alone into as many micro-batches as a full step."""
 
     @abstractmethod
     def stand_in(self, rows: Sequence[T]) -> list[T]:
-        """What is run for an empty one."""
+        """Return the rows to run in place of an empty micro-batch."""
 
     @abstractmethod
     def number(self, request: int) -> int:
-        """What tells micro-batch `request`, of those that this rank reads, from others."""
+        """Return the number that seeds `collate_fn` for this rank's micro-batch `request`."""
 
 
 @dataclass(frozen=True)
 class ShareCut(BatchCut):
-    """Contiguous shares, in micro-batches of `micro_batch_size` rows; `full` is the total batch
-    where it is known."""
+    """Contiguous shares, in micro-batches of `micro_batch_size` rows.
+
+    `full` is the size of a total batch, None if a batch sampler decides it.
+    """
 
     size: int
     rank: int
@@ -73,10 +78,10 @@ class ShareCut(BatchCut):
     def all_have(self, rows: int) -> list[bool]:
         return [order.all_have(rows // self.size, part) for part in range(self.count(rows))]
 
-    def wholes(self, rows: int) -> list[int]:
-        return order.wholes(rows, self.size, self.micro_batch_size)
+    def total_rows(self, rows: int) -> list[int]:
+        return order.total_rows(rows, self.size, self.micro_batch_size)
 
-    def of_own(self, rows: int) -> list[Rows]:
+    def own_part_rows(self, rows: int) -> list[Rows]:
         assert self.full is not None
         return order.micro_cuts((0, rows), self.micro_batch_size, self.count(self.full))
 
@@ -89,7 +94,7 @@ class ShareCut(BatchCut):
 
 @dataclass(frozen=True)
 class MicroShardCut(BatchCut):
-    """Micro-shards of the exact mode, one in each turn."""
+    """Micro-shards of the exact mode: one per turn on each rank."""
 
     shards: MicroShards
 
@@ -97,8 +102,8 @@ class MicroShardCut(BatchCut):
         return self.shards.turns
 
     def parts(self, rows: int) -> list[Rows]:
-        # By the number of micro-shards, never of workers: the leaves of the tree of sums must be
-        # the same at every size.
+        # The cuts depend on the number of micro-shards and never on the world size: the leaves of
+        # the sum tree must be the same at every world size.
         cuts = even_cuts(rows, self.shards.count)
         numbers = [self.shards.number(turn) for turn in range(self.shards.turns)]
         return [(cuts[number], cuts[number + 1]) for number in numbers]
@@ -108,12 +113,12 @@ class MicroShardCut(BatchCut):
         turn = self.shards.workers
         return [all(sizes[first : first + turn]) for first in range(0, len(sizes), turn)]
 
-    def wholes(self, rows: int) -> list[int]:
+    def total_rows(self, rows: int) -> list[int]:
         cuts, turn = even_cuts(rows, self.shards.count), self.shards.workers
         return [end - first for first, end in pairwise(cuts[::turn])]
 
-    def of_own(self, rows: int) -> list[Rows]:
-        raise AssertionError("refused by the checks")
+    def own_part_rows(self, rows: int) -> list[Rows]:
+        raise AssertionError('LoaderArguments.check refuses sharding="dataset" with --exact')
 
     def stand_in(self, rows: Sequence[T]) -> list[T]:
         return order.stand_in(rows, None)

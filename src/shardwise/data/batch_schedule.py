@@ -1,4 +1,4 @@
-"""Schedules which samples make each step of an epoch, alike on all ranks."""
+"""The total batches of each epoch of a map-style dataset, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shardwise.world.world import World
 T = TypeVar("T")
 
 FEW = 64
-"""Elements of a row by which ranks tell whether they hold the same."""
+"""Leading elements of a row that ranks compare to find out whether their datasets are equal."""
 
 
 class BatchSchedule(ABC):
     """The total batches of a map-style dataset.
 
-    `epoch_length` is the number of samples that every epoch gives, None where epochs may differ;
-    `steps` the number of steps, None where it is not known before the epoch begins.
+    `epoch_length` is the number of samples in every epoch, None if epochs may differ. `steps` is
+    the number of steps, None if it is unknown before the epoch begins.
     """
 
     epoch_length: int | None = None
@@ -36,11 +36,11 @@ class BatchSchedule(ABC):
 
     @abstractmethod
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
-        """The total batches of `epoch` from its sample `offset` on."""
+        """Yield the total batches of `epoch`, from its sample `offset` on."""
 
 
 class InOrder(BatchSchedule):
-    """Our own order, shuffled or not: a pure function of (seed, epoch, length)."""
+    """The Loader's own order, shuffled or not: a pure function of (seed, epoch, length)."""
 
     def __init__(
         self, dataset: Any, batch_size: int, *, world: World, shuffle: bool, drop_last: bool
@@ -53,6 +53,8 @@ class InOrder(BatchSchedule):
         self._length, self._seed, self._shuffle = length, seed, shuffle
 
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
+        # Here and not in __init__: making a Loader is not collective, and a script may make one on
+        # some ranks only. A pass over it is collective anyway.
         if not self._checked:
             _check_same_dataset(self._world, self._dataset)
             self._checked = True
@@ -63,7 +65,7 @@ class InOrder(BatchSchedule):
 
 
 class FromSampler(BatchSchedule):
-    """The order that a user's sampler gives, drawn as it is needed, alike on all ranks."""
+    """The order of a user's sampler, drawn in blocks and checked to be the same on all ranks."""
 
     def __init__(
         self, sampler: Iterable[Any], batch_size: int, *, world: World, drop_last: bool
@@ -75,9 +77,11 @@ class FromSampler(BatchSchedule):
             self.steps = order.steps_per_epoch(length, batch_size, drop_last=drop_last)
 
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
-        blocks = _drawn(self._sampler, self._world, epoch, plain=_plain, each=lambda index: 1)
-        agreed = _agreed(blocks, self._world, "sampler", epoch)
-        # From the start, and not from `offset`: a sampler can only be drawn from in order.
+        blocks = _draw_blocks(
+            self._sampler, self._world, epoch, plain=_as_index, each=lambda index: 1
+        )
+        agreed = _check_blocks(blocks, self._world, "sampler", epoch)
+        # Skip to `offset` after drawing: a sampler can only be read from its start.
         indices = islice(chain.from_iterable(agreed), offset, None)
         while batch := list(islice(indices, self._batch_size)):
             if self._drop_last and len(batch) < self._batch_size:
@@ -86,21 +90,27 @@ class FromSampler(BatchSchedule):
 
 
 class FromBatchSampler(BatchSchedule):
-    """The total batches that a user's batch sampler gives; their sizes may vary."""
+    """The total batches of a user's batch sampler, whose sizes may vary."""
 
     def __init__(self, batch_sampler: Iterable[Iterable[Any]], *, world: World) -> None:
         self._sampler, self._world = batch_sampler, world
         self.steps = length_of(batch_sampler)
 
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
-        blocks = _drawn(self._sampler, self._world, epoch, plain=_plain_batch, each=len)
-        agreed = _agreed(blocks, self._world, "batch_sampler", epoch)
+        blocks = _draw_blocks(
+            self._sampler,
+            self._world,
+            epoch,
+            plain=lambda batch: [_as_index(index) for index in batch],
+            each=len,
+        )
+        agreed = _check_blocks(blocks, self._world, "batch_sampler", epoch)
         passed = 0
         for number, batch in enumerate(chain.from_iterable(agreed)):
             if not batch:
                 raise DataError(
-                    f"The batch_sampler gave an empty batch (number {number} of epoch {epoch}); "
-                    "every list is a total batch and holds at least one index."
+                    f"The batch_sampler returned an empty batch (number {number} of epoch "
+                    f"{epoch}). Each of its lists is a total batch and needs at least one index."
                 )
             if passed >= offset:
                 yield batch
@@ -108,10 +118,10 @@ class FromBatchSampler(BatchSchedule):
 
 
 BLOCK = 2**16
-"""Indices that are drawn at a time, and compared between the ranks."""
+"""Number of indices that are drawn at a time and then compared across the ranks."""
 
 
-def _drawn(
+def _draw_blocks(
     sampler: Iterable[Any],
     world: World,
     epoch: int,
@@ -119,23 +129,24 @@ def _drawn(
     plain: Callable[[Any], T],
     each: Callable[[T], int],
 ) -> Iterator[list[T]]:
-    """What `sampler` gives in `epoch`, each item made `plain`, in blocks of about `BLOCK` indices.
+    """Yield the items of `sampler` in `epoch` in blocks of about `BLOCK` indices.
 
-    `each` tells how many an item has. What is drawn is seeded alike on all ranks, and goes on from
-    one block to the next, whoever draws in between.
+    `plain` converts an item, and `each` returns the number of indices in it. The sampler draws
+    from generators with the same seed on all ranks. They keep their state from one block to the
+    next, even if the process draws other numbers in between.
     """
-    # A generator function may draw between its items, so its draws are kept apart for as long as
-    # it lives, and not only while it is made.
+    # A sampler may be a generator function, which draws between its items: so it needs its own
+    # generators for its whole life, and not only while `iter` runs.
     draws = SavedGenerators(seed_from(world.seed, "sampler", epoch))
-    with draws.going_on():
-        for told in (sampler, getattr(sampler, "sampler", None)):
-            if (set_epoch := getattr(told, "set_epoch", None)) is not None:
+    with draws.resume():
+        for candidate in (sampler, getattr(sampler, "sampler", None)):
+            if (set_epoch := getattr(candidate, "set_epoch", None)) is not None:
                 set_epoch(epoch)
         items = iter(sampler)
     while True:
         block: list[T] = []
         held = 0
-        with draws.going_on():
+        with draws.resume():
             for item in items:
                 block.append(plain(item))
                 held += each(block[-1])
@@ -147,32 +158,34 @@ def _drawn(
 
 
 def _check_same_dataset(world: World, dataset: Any) -> None:
-    """Raise DataError, on all ranks alike, where ranks hold different datasets.
+    """Raise DataError on every rank if the ranks hold different datasets. Collective.
 
-    Told by type, length, a Subset's indices and some values of tensors: random_split and randn
-    after sw.Engine draw differently on each rank.
+    Compares the type, the length, the indices of a Subset and some values of tensors. The usual
+    cause is random_split or randn after training has begun, when each rank draws differently.
     """
     if world.size == 1:
         return
-    told = repr(list(_contents(dataset)))
-    digest = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
-    of_all = _comparing(world).gather_objects((type(dataset).__name__, len(dataset), digest))
-    for rank, theirs in enumerate(of_all):
-        if theirs != of_all[0]:
-            one, other = (f"{kind} of {length}" for kind, length, _ in (of_all[0], theirs))
+    contents = repr(list(_contents(dataset)))
+    digest = hashlib.blake2b(contents.encode(), digest_size=16).hexdigest()
+    gathered = _comparison_group(world).gather_objects(
+        (type(dataset).__name__, len(dataset), digest)
+    )
+    for rank, theirs in enumerate(gathered):
+        if theirs != gathered[0]:
+            one, other = (f"{kind} of {length}" for kind, length, _ in (gathered[0], theirs))
             raise DataError(
                 f"Ranks hold different datasets: rank 0 has a {one}, rank {rank} a {other}"
-                f"{' with other contents' if one == other else ''}. Give every rank the whole "
-                "dataset, alike: the Loader takes the rank's share. Split it, and draw what is "
-                "random in it, before the first forward to train on, in world.alike() or with a "
-                "generator of its own."
+                f"{' with other contents' if one == other else ''}. Pass the same whole dataset on "
+                "every rank, because the Loader takes the rank's share. Random splits and random "
+                "values must be the same too: draw them before the first forward in training, "
+                "inside world.alike(), or with a torch.Generator of a fixed seed."
             )
 
 
 def _contents(dataset: Any) -> Iterator[Any]:
-    """What can be told of a dataset without running code of the user's."""
+    """Yield the values of a dataset that can be read without running the user's code."""
     if isinstance(dataset, Subset):
-        yield [_plain(index) for index in dataset.indices]
+        yield [_as_index(index) for index in dataset.indices]
         yield from _contents(dataset.dataset)
     elif isinstance(dataset, TensorDataset):
         for tensor in dataset.tensors:
@@ -182,8 +195,10 @@ def _contents(dataset: Any) -> Iterator[Any]:
             yield row.detach().reshape(-1)[:FEW].tolist()
 
 
-def _agreed(blocks: Iterator[list[T]], world: World, what: str, epoch: int) -> Iterator[list[T]]:
-    """`blocks`, each compared between the ranks before any of it is used. Collective."""
+def _check_blocks(
+    blocks: Iterator[list[T]], world: World, what: str, epoch: int
+) -> Iterator[list[T]]:
+    """Yield `blocks`, each after comparing it across the ranks. Collective."""
     for block in blocks:
         if world.size > 1:
             _check_agreement(world, what, epoch, block)
@@ -192,36 +207,34 @@ def _agreed(blocks: Iterator[list[T]], world: World, what: str, epoch: int) -> I
 
 def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) -> None:
     digest = hashlib.blake2b(repr(drawn).encode(), digest_size=16).hexdigest()
-    digests = _comparing(world).gather_objects(digest)
+    digests = _comparison_group(world).gather_objects(digest)
     others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
     if others:
         listed = ", ".join(map(str, others))
         raise DataError(
-            f"The {what} gave rank 0 another order than rank(s) {listed} in epoch {epoch}. It must "
-            "give the same total order on every rank, since the Loader takes each rank's share of "
-            "it: draw with torch's global generator, which is seeded alike, or with a generator of "
-            "the same seed."
+            f"The {what} gave rank 0 another order than rank(s) {listed} in epoch {epoch}. Every "
+            "rank needs the same total order, because the Loader takes each rank's share of it. "
+            "Draw from torch's global generator, which has the same seed on all ranks, or from a "
+            "generator with a fixed seed."
         )
 
 
-def _comparing(world: World) -> Collectives:
-    """The ranks that compare what they read: all; those of this island where islands are elastic,
-    since one that is back begins an epoch of which the others are in the midst."""
+def _comparison_group(world: World) -> Collectives:
+    """Return the ranks that compare their data: all of them, or with elastic islands the ranks of
+    this island."""
+    # An elastic island that has rejoined begins its epoch while the others are in the middle of
+    # theirs: they would not enter this collective.
     world.current_batch.check_even("world.gather")
-    return world.step_group if world.collectives.comes_and_goes else world.collectives
+    return world.step_group if world.collectives.has_changing_ranks else world.collectives
 
 
-def _plain(index: Any) -> Any:
-    """An index as an int where it is one in disguise (a 0-dim tensor, a numpy integer)."""
+def _as_index(index: Any) -> Any:
+    """Return an index as an int if it is one in disguise: a 0-dim tensor or a numpy integer."""
     return index.__index__() if hasattr(index, "__index__") else index
 
 
-def _plain_batch(batch: Iterable[Any]) -> list[Any]:
-    return [_plain(index) for index in batch]
-
-
 def length_of(items: Any) -> int | None:
-    """`len(items)`, or None where that is not known."""
+    """Return `len(items)`, or None if it is unknown."""
     try:
         return len(items)
     except (TypeError, NotImplementedError):

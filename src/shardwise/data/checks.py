@@ -1,4 +1,4 @@
-"""Checks the arguments of a Loader: each mistake has its sentence."""
+"""The arguments of a Loader, and the error message of each mistake in them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ SHARDINGS = ("auto", "slice", "dataset")
 
 
 class UnknownLength(DataError, TypeError):
-    """`len` of a Loader whose stream does not know its length; a TypeError as `len` wants it."""
+    """`len` of a Loader over a stream of unknown length.
+
+    It is a TypeError because `list(loader)` asks for `len` and ignores only that error.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderArguments:
-    """The arguments of a Loader that decide what it gives, and to how many ranks (`size`)."""
+    """The arguments of a Loader that decide its batches, with the number of ranks (`size`)."""
 
     dataset: Any
     batch_size: int | None
@@ -39,7 +42,7 @@ class LoaderArguments:
 
     @property
     def cut(self) -> BatchCut:
-        """How a total batch is cut for this rank."""
+        """The cut of a total batch for this rank."""
         if self.shards is not None:
             return MicroShardCut(self.shards)
         return ShareCut(self.size, self.rank, self.micro_batch_size, self.batch_size)
@@ -50,13 +53,15 @@ class LoaderArguments:
         return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
 
     def check(self) -> None:
-        """Raises DataError for arguments that cannot be, alone or together."""
+        """Raise DataError for arguments that are invalid, or that exclude each other."""
         if self.batch_sampler is None:
             self._check_batch_size()
         else:
             self._check_batch_sampler()
         if self.sharding not in SHARDINGS:
-            raise DataError(f"sharding is one of {', '.join(SHARDINGS)}, not {self.sharding!r}.")
+            raise DataError(
+                f"sharding must be one of {', '.join(SHARDINGS)}, not {self.sharding!r}."
+            )
         if self.stream:
             self._check_stream()
         else:
@@ -69,16 +74,16 @@ class LoaderArguments:
                 "A Loader needs batch_size, the TOTAL batch of all workers, or a batch_sampler."
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise DataError(f"batch_size is a whole number of 1 or more, not {size!r}.")
+            raise DataError(f"batch_size must be a whole number of 1 or more, not {size!r}.")
         if size < self.size:
             raise DataError(
-                f"batch_size={size} is the TOTAL batch, and cannot be shared by {self.size} "
+                f"batch_size={size} is the TOTAL batch and cannot be shared by {self.size} "
                 f"workers. Make it {self.size} or more, or start at most {size} worker(s)."
             )
         if self.shards is not None and size < self.shards.count:
             raise DataError(
                 f"batch_size={size} cannot be cut into the {self.shards.count} micro-shards of "
-                f"--exact {self.shards.count}. Make it {self.shards.count} or more, or give "
+                f"--exact {self.shards.count}. Make it {self.shards.count} or more, or pass "
                 "--exact a smaller number."
             )
 
@@ -89,9 +94,9 @@ class LoaderArguments:
             "sampler": self.sampler is not None,
             "drop_last": self.drop_last,
         }
-        if clash := [name for name, given in others.items() if given]:
+        if clash := [name for name, is_given in others.items() if is_given]:
             raise DataError(
-                f"batch_sampler decides the batches, so {' and '.join(clash)} cannot be given "
+                f"batch_sampler decides the batches, so {' and '.join(clash)} cannot be combined "
                 "with it: leave one of them out."
             )
 
@@ -99,43 +104,48 @@ class LoaderArguments:
         kind = type(self.dataset).__name__
         if not hasattr(self.dataset, "__iter__"):
             raise DataError(
-                f"{kind} is no dataset: it has neither __getitem__ and __len__ nor __iter__."
+                f"{kind} is no dataset: it has neither __getitem__ and __len__ nor __iter__. Pass "
+                "a torch Dataset or IterableDataset."
             )
         if isinstance(self.dataset, Iterator):
             raise DataError(
                 f"{kind} is an iterator, which can be read only once. "
-                "Give an IterableDataset whose __iter__ starts anew."
+                "Pass an IterableDataset whose __iter__ starts from the beginning."
             )
         named = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
         for name in [name for name, value in named.items() if value is not None]:
-            raise DataError(f"{kind} is iterable, so no {name} can choose its samples.")
+            raise DataError(
+                f"{kind} is iterable, so no {name} can choose its samples: leave {name} out."
+            )
         if self.sharding == "dataset" and self.shards is not None:
             raise DataError(
-                f'sharding="dataset" gives each worker a part of its own, so that what a step '
-                f"holds depends on how many there are, and --exact {self.shards.count} is for "
-                'the same on any number: write sharding="slice".'
+                'With sharding="dataset" each worker reads a separate part, so the samples of a '
+                f"step depend on the number of workers. --exact {self.shards.count} needs the same "
+                'steps on any number of workers: write sharding="slice".'
             )
         if self.shuffle:
             raise DataError(
-                f"shuffle=True needs a map-style dataset; {kind} is iterable and gives its own "
-                "order: shuffle inside it (a buffer drawn from torch's generator is seeded alike "
-                "on all ranks)."
+                f"shuffle=True needs a map-style dataset, but {kind} is iterable and defines its "
+                "own order. Shuffle inside it, for example in a buffer: torch's generator has the "
+                "same seed there on all ranks."
             )
 
     def _check_map_style(self) -> None:
         kind = type(self.dataset).__name__
         if not hasattr(self.dataset, "__len__"):
-            raise DataError(f"{kind} has __getitem__ but no __len__, so it cannot be shared out.")
+            raise DataError(
+                f"{kind} has __getitem__ but no __len__, so ranks cannot share it: add __len__."
+            )
         length = len(self.dataset)
         if length == 0:
-            raise DataError(f"{kind} has length 0: check the path or the filter that it reads by.")
+            raise DataError(f"{kind} has length 0: check its path or filter.")
         if self.sharding != "auto":
             raise DataError(
-                f"sharding={self.sharding!r} is for iterable datasets; {kind} is map-style and "
+                f"sharding={self.sharding!r} is for iterable datasets. {kind} is map-style, and "
                 "every rank takes its share of one order: leave sharding out."
             )
         if self.shuffle and self.sampler is not None:
-            raise DataError("shuffle and sampler both decide the order: give one of them.")
+            raise DataError("shuffle and sampler both decide the order: pass only one of them.")
         for sampler in (
             self.sampler,
             self.batch_sampler,
@@ -143,11 +153,12 @@ class LoaderArguments:
         ):
             if isinstance(sampler, DistributedSampler):
                 raise DataError(
-                    "DistributedSampler gives each rank a part, but the Loader shards by itself. "
-                    "Write Loader(dataset, batch_size=TOTAL, shuffle=True) without it; set_epoch "
-                    "is not needed."
+                    "DistributedSampler gives each rank a part of the dataset, but the Loader "
+                    "already does that. Write Loader(dataset, batch_size=TOTAL, shuffle=True) "
+                    "without it. set_epoch is not needed."
                 )
         if self.drop_last and self.sampler is None and length < (self.batch_size or 0):
             raise DataError(
-                f"drop_last with batch_size={self.batch_size} drops all {length} samples of {kind}."
+                f"drop_last with batch_size={self.batch_size} drops all {length} samples of "
+                f"{kind}: make batch_size {length} or smaller, or leave drop_last out."
             )

@@ -1,4 +1,4 @@
-"""Reads all parts of a sharded stream on one rank, in the order that several ranks trained on."""
+"""A stream that joins the parts which several ranks read, in the order they trained on them."""
 
 from __future__ import annotations
 
@@ -14,64 +14,67 @@ from shardwise.world.randomness import seed_from
 
 
 class JoinedParts(WrappedStream):
-    """One stream of the samples in all parts, in the order that `found.parts` ranks trained on.
+    """All parts of a stream as one, in the order that `part_order.parts` ranks trained on.
 
     A total batch is rank 0's share from part 0, then rank 1's share from part 1, and so on:
 
         part 0   a b c d e      batches of 4 on 2 ranks   a b u v | c d w x | e y
         part 1   u v w x y      joined                    a b u v   c d w x   e y
 
-    Each part draws from the generators that its own rank gives it. Raises DataError for a dataset
-    that has no method `shard`.
+    Each part draws the random numbers that it would draw on its rank. Raises DataError for a
+    dataset without a method `shard`.
     """
 
-    def __init__(self, dataset: Any, found: PartOrder, seed: int) -> None:
-        if found.parts > 1 and not hasattr(dataset, "shard"):
+    def __init__(self, dataset: Any, part_order: PartOrder, seed: int) -> None:
+        if part_order.parts > 1 and not hasattr(dataset, "shard"):
             raise DataError(
-                f"The checkpoint is from the middle of an epoch: {found.parts} workers "
-                f"read a part of {type(dataset).__name__} each, in total batches of {found.batch}. "
-                "On another number of workers, or with another batch_size, this Loader must read "
-                "all parts, and the dataset has no method shard(num_shards, index) that gives "
-                "them. Resume with the same numbers, or save at the end of an epoch."
+                f"The checkpoint is from the middle of an epoch: {part_order.parts} workers each "
+                f"read a part of {type(dataset).__name__}, in total batches of "
+                f"{part_order.batch}. On another number of workers, or with another batch_size, "
+                "this Loader must read all parts, and the dataset has no method "
+                "shard(num_shards, index) to get them. Resume with the same numbers, or save at "
+                "the end of an epoch."
             )
         self.dataset = dataset
-        self._found, self._seed = found, seed
+        self._part_order, self._seed = part_order, seed
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the parts which epoch is read."""
+        """Set the epoch that the parts will read."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        readers = [self._reader(rank) for rank in range(self._found.parts)]
-        # Until all parts have ended: parts differ in length, and the others go on alone.
+        readers = [self._reader(rank) for rank in range(self._part_order.parts)]
+        # Parts differ in length: read until the last one ends, as the ranks themselves would.
         while any(chunks := [read() for read in readers]):
             for chunk in chunks:
                 yield from chunk
 
     def _reader(self, rank: int) -> Callable[[], list[Any]]:
-        """A function that returns the next samples of `rank`'s part, as many as a step takes."""
-        count = self._found.parts
-        first, end = order.share(self._found.batch, count, rank)
-        # The parts are read in turns here, and each must draw as on its own rank: so each has its
-        # own state of the generators.
+        """Return a function that reads the samples of `rank`'s part for the next step."""
+        count = self._part_order.parts
+        first, end = order.share(self._part_order.batch, count, rank)
+        # This process reads the parts in turns, but each must draw the numbers that its own rank
+        # would draw. So each has its own state of the generators.
         draws = SavedGenerators(seed_from(self._seed, "stream", rank, self._epoch))
-        with draws.going_on():
+        with draws.resume():
             part = part_of(self.dataset, count, rank)
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self._epoch)
             samples = iter(part)
 
         def read() -> list[Any]:
-            with draws.going_on():
+            with draws.resume():
                 return list(islice(samples, end - first))
 
         return read
 
 
 def part_of(dataset: Any, count: int, rank: int) -> Any:
-    """The part of `dataset` that `rank` of `count` ranks reads; the dataset itself if it has no
-    method `shard` and so is a part already."""
+    """Return the part of `dataset` that `rank` of `count` ranks reads.
+
+    A dataset without a method `shard` is already this rank's part.
+    """
     if count > 1 and hasattr(dataset, "shard"):
         return dataset.shard(num_shards=count, index=rank)
     return dataset

@@ -1,4 +1,4 @@
-"""Gives each rank its share of every total batch, in one order for any number of ranks."""
+"""The Loader: each rank's share of every total batch, in one order for any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from shardwise.data import source
 from shardwise.data.checks import LoaderArguments, UnknownLength
 from shardwise.data.position import Position, restored
-from shardwise.data.readers import Reader, part_order, reader
+from shardwise.data.readers import Reader, choose_part_order, reader
 from shardwise.data.source import Item
 from shardwise.data.steps import LoaderPass, LoaderStep
 from shardwise.errors import DataError, UsageError
@@ -27,58 +27,68 @@ from shardwise.world.world import current as current_world
 
 
 class Loader(HintsAtAttributes):
-    """Batches of a dataset: the TOTAL batch is `batch_size`, each rank gets its share of it. Ranks
-    that split layers between them (`--tensor`) get the same one.
+    """The batches of a dataset: `batch_size` is the TOTAL batch, and each rank gets its share.
 
+    Shares are contiguous rows of the total batch, and batches arrive on `world.device`. Every
+    sample is used exactly once per epoch. Ranks that split layers between them (`--tensor`) get
+    the same batch.
+
+    A `for` loop runs the next epoch. If it is left early, that epoch is over, except if only its
+    first step was taken and no backward used it: `next(iter(loader))` only looks at a batch. After
+    `load_state_dict` the next loop continues from the saved position. With drop_last, keep
+    batch_size when resuming.
+
+    A rank without rows in a short last batch gets one real sample as a stand-in, whose weight is
+    zero. Under `torch.no_grad()` it gets no batch instead, so that sums over batches stay right.
+
+    With `--micro-batch-size`, or with `--exact` on fewer workers than micro-shards, a step has
+    several batches. Train on them with `for step in loader.steps(): for x, y in step: ...`. Under
+    `torch.no_grad()` plain iteration yields them one by one.
+
+    The dataset sees no `get_worker_info()` while it is read: the Loader itself distributes the
+    work over its DataLoader workers, and their number does not change a result.
+
+    Args:
+        dataset: A map-style or an iterable dataset. On every rank it is the same, whole dataset.
+        batch_size: Samples in a total batch. With `--batch worker` it is the batch of each worker,
+            and with that and `--tensor` the batch of each replica.
+        shuffle: Shuffle a map-style dataset; the order depends on (seed, epoch, length) only.
+        drop_last: Drop a last batch that is shorter than batch_size.
+        sampler: Dataset indices in total order, the same on all ranks. It is read a few thousand
+            indices ahead, so it may be endless.
+        batch_sampler: Lists of dataset indices, the same on all ranks. Each is a total batch, of
+            any size.
+        sharding: How ranks share an iterable dataset. With "slice" every rank, and every
+            DataLoader worker, reads the whole stream and keeps a share of each total batch: the
+            order is the order of one process, and decoding is repeated. With "dataset" every rank
+            reads only its own part: `dataset.shard(num_shards=, index=)` if there is such a
+            method, else the dataset as it is. A rank whose part has ended continues with stand-ins
+            until all parts have ended. An epoch that is resumed at another world size or
+            batch_size keeps the order of its parts until it ends. "auto" is "dataset" if the
+            dataset has a method `shard` and enough shards, else "slice".
+        micro_batch_size: Rows per micro-batch; overrides the setting of the run.
+        num_workers, collate_fn, pin_memory, persistent_workers, prefetch_factor, worker_init_fn,
+            timeout: As in torch's DataLoader, which reads the data.
+        name: The name of the Loader in messages (default: `Loader(<type of the dataset>)`).
+        seed_samples: Seed torch, numpy and random by (seed, epoch, index) before each sample of a
+            map-style dataset, so that augmentation is the same for any number of ranks and
+            workers. By default True if the dataset might draw: not for a TensorDataset, a
+            sequence, a Hugging Face dataset without transform, or a Subset of these. If False, the
+            dataset's `__getitems__` is used, and draws depend on the first index of the
+            micro-batch. Draws of `collate_fn` always do. A generator that the dataset itself made
+            is not seeded.
+
+    Raises:
+        DataError: If an argument is invalid, or the dataset cannot be shared.
+
+    Example:
+        ```python
+        loader = sw.Loader(dataset, batch_size=64, shuffle=True)
         for epoch in loader.epochs(3):
             for x, y in loader:
                 engine.backward(loss_fn(model(x), y))
                 engine.step()
-
-    Shares are contiguous rows of the total batch, and batches arrive on `world.device`. Every
-    sample comes exactly once per epoch. A rank left without rows in a short last batch gets one
-    real sample as a stand-in, which weighs nothing; under `torch.no_grad()` it gets no batch, so
-    that sums over what it was given are right, and has nothing to do until the others have run
-    theirs. With `--micro-batch-size` a step has several
-    batches, as it has with `--exact` on fewer workers than micro-shards: write
-    `for step in loader.steps(): for x, y in step: ...`. Under `torch.no_grad()`
-    plain iteration gives them one by one.
-
-    dataset: map-style, or iterable. batch_size, shuffle, drop_last, num_workers, collate_fn,
-    pin_memory, persistent_workers, prefetch_factor, worker_init_fn and timeout are those of
-    torch's DataLoader, which does the work.
-
-    sampler: dataset indices in total order, alike on all ranks; read as they are needed, some
-    thousands ahead, so it may be endless.
-    batch_sampler: its lists are total batches, of any size.
-
-    sharding, for an iterable dataset: "slice" reads the whole stream on every rank, and in every
-    DataLoader worker, and keeps a share of each total batch (decoding is repeated, the data order
-    is that of one process); "dataset" takes the stream as this rank's own part, made by its
-    `shard(num_shards=, index=)` where it has one, and a rank that has finished goes on with
-    stand-ins until all have; "auto" is "dataset" where there is such a method with enough
-    shards, else "slice". An epoch that is resumed on another number of ranks, or with another
-    batch_size, ends with the parts that it began with: every rank reads all of them until then.
-    The dataset never sees `get_worker_info()` while it is read: the Loader
-    spreads the work over its workers, and their number changes nothing.
-
-    seed_samples: seed torch, numpy and random by (seed, epoch, index) before each sample of a
-    map-style dataset, so that augmentation is the same for any number of ranks and workers. By
-    default where the dataset might draw: not for a TensorDataset, a sequence, a Hugging Face
-    dataset without transform, or a Subset of such. Without it a dataset's batched fetch
-    (`__getitems__`) is used, and a draw is a function of the micro-batch's first index. What
-    `collate_fn` draws is always a function of the latter. A generator that the dataset made for
-    itself is not seeded.
-
-    A `for` begins the next epoch. Left early, an epoch is over, unless only its first step was
-    taken and no backward used it (`next(iter(loader))` to see a batch is a look). After
-    `load_state_dict` it re-enters where it was. The state is the number of samples consumed; with
-    drop_last, keep batch_size on a resume.
-
-    With `--batch worker` batch_size is that of each worker, and the total is N times as large; with
-    `--tensor T` that of each replica, and N / T times.
-
-    Raises DataError for arguments or datasets that cannot be shared out.
+        ```
     """
 
     def __init__(
@@ -104,11 +114,11 @@ class Loader(HintsAtAttributes):
     ) -> None:
         self._world = current_world()
         settings = self._world.settings
-        if micro_batch_size is not None:  # the script's word about it is the run's from now on
+        if micro_batch_size is not None:  # a value in the script becomes the setting of the run
             settings = self._world.settle(micro_batch_size=micro_batch_size)
-        asked_size = batch_size
+        requested_size = batch_size
         batch_size = _total(batch_size, batch_sampler, self._world)
-        given = LoaderArguments(
+        arguments = LoaderArguments(
             dataset=dataset,
             batch_size=batch_size,
             shuffle=shuffle,
@@ -123,20 +133,21 @@ class Loader(HintsAtAttributes):
             size=self._world.data_size,
             rank=self._world.data_rank,
         )
-        given.check()
+        arguments.check()
         self.name = name or f"Loader({type(dataset).__name__})"
         self.dataset = dataset
         self.batch_size = batch_size
-        self._position = self._began = Position()  # now, and where the newest pass began
-        self._reenter = False  # the next pass goes on from the position rather than anew
-        self._taken = 0  # steps that the newest pass has given
-        self._run = 0  # the number of the newest pass
-        self._stream: LoaderStream | None = None  # the pass, as the current batch knows it
-        # Weak, because it calls back: dropping a Loader must end its workers at once.
-        self._newest: weakref.ref[LoaderPass] | None = None
+        self._position = self._pass_start = Position()  # now, and at the start of the latest pass
+        self._resumes = False  # whether the next pass continues from the position
+        self._taken = 0  # steps that the latest pass has handed out
+        self._pass_number = 0  # the number of the latest pass
+        self._stream: LoaderStream | None = None  # the pass in the world's current batch
+        # Weak, because a pass holds a method of the Loader: with a cycle the workers of a dropped
+        # Loader would live until the garbage collector runs.
+        self._latest_pass: weakref.ref[LoaderPass] | None = None
         # MPS shares the host's memory: there is nothing to pin.
         self._pinned = pin_memory and self._world.device.type not in ("cpu", "mps")
-        self._given, self._asked_size = given, asked_size
+        self._arguments, self._requested_size = arguments, requested_size
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
             "pin_memory": self._pinned,
@@ -148,11 +159,11 @@ class Loader(HintsAtAttributes):
         self._build()
 
     def _build(self) -> None:
-        """Make what reads the data, which is seeded by the run's seed, for the present mesh."""
+        """Make the reader and torch's DataLoader for the present seed, mesh and position."""
         self._seed, self._mesh = self._world.seed, self._world.mesh
-        found = part_order(self._given, self._world, self._position)
-        self._reader = reader(self._given, self._world, found)
-        self._plan = _plan(self._given, self._reader)
+        part_order = choose_part_order(self._arguments, self._world, self._position)
+        self._reader = reader(self._arguments, self._world, part_order)
+        self._plan = _plan(self._arguments, self._reader)
         self._torch_loader: DataLoader[Any] = DataLoader(
             self._reader.source,
             batch_sampler=_PassSampler(self),
@@ -163,137 +174,178 @@ class Loader(HintsAtAttributes):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the batch given last, or the next where that one was complete."""
+        """The epoch of the last batch, or the next epoch if that one is complete."""
         return self._position.epoch
 
     def __len__(self) -> int:
-        """Steps per epoch. Raises UnknownLength, a TypeError, for a stream without a length."""
+        """Return the number of steps per epoch.
+
+        Raises:
+            UnknownLength: For a stream without a length; also a TypeError.
+        """
         self._follow_mesh()
         steps = self._reader.steps
         if steps is None:
             raise UnknownLength(
-                f"{self.name} does not know how many steps an epoch has: what it reads has no "
-                "length, or each rank reads a part of its own."
+                f"{self.name} does not know how many steps an epoch has: its dataset or sampler "
+                "has no length, or each rank reads its own part of a stream. Count the steps in "
+                "the loop instead of calling len."
             )
         return steps
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of one epoch. Raises UsageError when a step has several to train on."""
+        """Yield the batches of one epoch.
+
+        Raises:
+            UsageError: If a step has several micro-batches to train on: use `steps` instead.
+        """
         for step in self.steps():
             if len(step) > 1 and torch.is_grad_enabled():
                 raise UsageError(
                     f"A step of {self.name} has {len(step)} micro-batches. Write "
-                    "`for step in loader.steps():`, in it `for x, y in step: "
+                    "`for step in loader.steps():`, inside it `for x, y in step: "
                     "engine.backward(...)`, then engine.step() once. To evaluate, put the loop "
                     "under torch.no_grad()."
                 )
             yield from step
 
     def steps(self) -> Iterator[LoaderStep]:
-        """The steps of one epoch; each gives its micro-batches."""
+        """Yield the steps of one epoch. Each step yields its micro-batches.
+
+        Raises:
+            UsageError: If a newer loop over this Loader has begun, or a step was taken in part.
+
+        Example:
+            ```python
+            for step in loader.steps():
+                for x, y in step:
+                    engine.backward(loss_fn(model(x), y))
+                engine.step()
+            ```
+        """
         self._begin()
-        run = self._run
+        run = self._pass_number
         for step in self._open().steps(self._position.steps):
             yield step
-            if run != self._run:
+            if run != self._pass_number:
                 raise UsageError(
-                    f"A newer loop over {self.name} has begun, so this one cannot go on; "
-                    "make a second Loader for two loops at once."
+                    f"A newer loop over {self.name} has begun, so this one cannot continue. "
+                    "Make a second Loader to run two loops at once."
                 )
         self._position = self._position.next_epoch(self._reader.epoch_length)
 
     def epochs(self, total: int) -> Iterator[int]:
-        """The numbers of the epochs still to come, up to `total` in all since the beginning.
+        """Yield the numbers of the remaining epochs, from the present one to `total` - 1.
 
-        After `load_state_dict` in mid-epoch the first is that epoch. When the body has run, its
-        epoch is over, however much of it was taken.
+        After `load_state_dict` in the middle of an epoch, the first number is that epoch. An epoch
+        is over when the loop body has run, even if batches of it are left.
+
+        Args:
+            total: Number of epochs of the whole training, including those before a resume.
+
+        Raises:
+            DataError: If `total` is not a whole number of 0 or more.
         """
         if not isinstance(total, int) or isinstance(total, bool) or total < 0:
-            raise DataError(f"epochs takes a whole number of 0 or more, not {total!r}.")
-        if total and self._reenter and self._position.epoch >= total:
+            raise DataError(f"epochs needs a whole number of 0 or more, not {total!r}.")
+        if total and self._resumes and self._position.epoch >= total:
             over = (
                 f"all {total} epochs of {self.name}" if total > 1 else f"the epoch of {self.name}"
             )
-            self._world.print(f"shardwise: {over} are over where this run goes on: none is left")
+            self._world.print(f"shardwise: {over} are over at the resumed position: none is left")
         while True:
-            self._settle()
+            self._settle_position()
             epoch = self._position.epoch
             if epoch >= total:
                 return
             yield epoch
             if self._position.epoch == epoch:
                 self._position = self._position.next_epoch(self._reader.epoch_length)
-                self._reenter = False
+                self._resumes = False
 
     def state_dict(self) -> dict[str, int]:
-        """The position: {"samples": consumed so far, "epoch": the one that the next step is of, or
-        whose end of the body is still to run}.
+        """Return the position in the data. Checkpoints hold it for tracked Loaders.
 
-        Where epochs may differ in length (a sampler, a stream) also offset and steps; of a stream
-        also "parts", the number of parts that ranks read in this epoch (0: they read all of it),
-        "part_batch", the samples of a total batch then, and "joined", whether all ranks now read
-        all parts.
+        Returns:
+            A dict of ints:
+
+            - "samples": samples consumed since training began.
+            - "epoch": the epoch of the next step, or the epoch whose loop body is at its end.
+            - "offset" and "steps", if epochs may differ in length (a sampler, a stream): samples
+              and steps consumed in this epoch.
+            - "parts", for a stream: the number of parts that ranks read in this epoch, 0 if every
+              rank reads the whole stream.
+            - "part_batch", for a stream: samples in a total batch of those parts.
+            - "joined", for a stream: 1 if all ranks now read all parts, else 0.
         """
         return self._position.state(self._reader.epoch_length)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position that `state` tells; the next loop goes on from there.
+        """Go to the position in `state`. The next loop continues from there.
 
-        Raises DataError where `state` is of something else, UsageError inside a loop.
+        Args:
+            state: A result of `state_dict`.
+
+        Raises:
+            DataError: If `state` is not the state of a Loader.
+            UsageError: If a loop over this Loader is running.
         """
         if self._open_pass() is not None:
             raise UsageError(
-                f"{self.name} is being iterated: load its state before the loop, not inside."
+                f"A loop over {self.name} is running: load its state before the loop, not inside."
             )
         self._position = restored(state, self._reader.epoch_length, self.batch_size)
-        self._reenter = True
+        self._resumes = True
 
     def _begin(self) -> None:
-        """Start a new pass; what is left of an older one is dropped."""
+        """Start a new pass and drop the rest of an older one."""
         if (older := self._open_pass()) is not None:
             older.close()
         if self._seed != self._world.seed:
-            self._build()  # a checkpoint was loaded, of a run with another seed
+            self._build()  # a checkpoint of a run with another seed was loaded
         self._follow_mesh()
-        self._settle()
-        # A stream is read in the order of the epoch that this pass is of.
-        found = part_order(self._given, self._world, self._position)
-        if found != self._reader.order:
+        self._settle_position()
+        # Only after the position is known: an epoch that was begun keeps its order of parts.
+        part_order = choose_part_order(self._arguments, self._world, self._position)
+        if part_order != self._reader.order:
             self._build()
-        self._position = replace(self._position, order=found)
-        self._began, self._reenter = self._position, False
+        self._position = replace(self._position, order=part_order)
+        self._pass_start, self._resumes = self._position, False
         self._taken = 0
-        self._run += 1
+        self._pass_number += 1
 
     def _follow_mesh(self) -> None:
-        """Give the shares of the present mesh, where the run was divided after this was made.
+        """Take this rank's share on the present mesh, if the mesh changed after `__init__`.
 
-        Raises DataError where its replicas cannot share a batch.
+        Raises DataError if the replicas of the new mesh cannot share a batch.
         """
+        # A Loader may be made before the engine, and only the engine knows the tensor and pipeline
+        # axes. An open pass keeps its shares until its end.
         if self._mesh == self._world.mesh or self._open_pass() is not None:
             return
-        self.batch_size = _total(self._asked_size, self._given.batch_sampler, self._world)
-        self._given = replace(
-            self._given,
+        self.batch_size = _total(self._requested_size, self._arguments.batch_sampler, self._world)
+        self._arguments = replace(
+            self._arguments,
             batch_size=self.batch_size,
             size=self._world.data_size,
             rank=self._world.data_rank,
         )
-        self._given.check()
+        self._arguments.check()
         self._build()
 
-    def _settle(self) -> None:
-        """Decide where the next pass begins."""
-        if self._reenter or self._position.offset == 0:
+    def _settle_position(self) -> None:
+        """Decide where the next pass begins: at the resumed position, or at a start of an epoch."""
+        if self._resumes or self._position.offset == 0:
             return
+        # The older pass was left early. If it only looked at the first batch, begin it again.
         trained = self._stream is not None and self._stream.trained
         if self._taken > 1 or trained:
             self._position = self._position.next_epoch(self._reader.epoch_length)
         else:
-            self._position, self._reenter = self._began, self._began.offset > 0
+            self._position, self._resumes = self._pass_start, self._pass_start.offset > 0
 
     def _open_pass(self) -> LoaderPass | None:
-        newest = self._newest() if self._newest is not None else None
+        newest = self._latest_pass() if self._latest_pass is not None else None
         return newest if newest is not None and newest.open else None
 
     def _open(self) -> LoaderPass:
@@ -305,7 +357,7 @@ class Loader(HintsAtAttributes):
             pinned=self._pinned,
             stepped=self._stepped,
         )
-        self._newest = weakref.ref(opened)
+        self._latest_pass = weakref.ref(opened)
         self._stream = opened.stream
         return opened
 
@@ -314,25 +366,25 @@ class Loader(HintsAtAttributes):
         self._taken += 1
 
     def _items(self) -> Iterator[Item]:
-        """The micro-batches of this pass as torch's DataLoader delivers them."""
-        run = self._run
+        """Yield the micro-batches of this pass as torch's DataLoader delivers them."""
+        run = self._pass_number
         try:
             yield from self._reader.delivered(iter(self._torch_loader))
         finally:
-            if run == self._run:  # else a newer pass reads from the same workers
+            if run == self._pass_number:  # else a newer pass reads from the same workers
                 self._reader.close()
 
     def requests(self) -> Iterator[Any]:
-        """Yield what the workers of torch's DataLoader are asked for in the newest pass."""
-        return self._reader.asks(self._run, self._position)
+        """Yield the requests to the workers of torch's DataLoader in the latest pass."""
+        return self._reader.requests_for(self._pass_number, self._position)
 
 
 class _PassSampler:
     """The `batch_sampler` of torch's DataLoader, which iterates it at the start of each pass."""
 
     def __init__(self, loader: Loader) -> None:
-        # Weak: the DataLoader holds it, and the Loader holds that one. A cycle would keep workers
-        # alive until the garbage collector runs.
+        # Weak, because the Loader holds the DataLoader, which holds this: a cycle would keep the
+        # workers alive until the garbage collector runs.
         self._loader = weakref.ref(loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -342,12 +394,12 @@ class _PassSampler:
 
 
 def _total(batch_size: int | None, batch_sampler: Any, world: World) -> int | None:
-    """The total batch, where `batch_size` may be that of each worker (--batch worker)."""
+    """Return the size of the total batch. With `--batch worker`, `batch_size` is per worker."""
     if world.settings.batch == "total" or world.data_size == 1:
         return batch_size
     if batch_sampler is not None:
         raise DataError(
-            "A batch_sampler gives total batches, which --batch worker cannot make larger: give "
+            "A batch_sampler returns total batches, which --batch worker cannot make larger. Pass "
             "batch_size, or leave --batch out."
         )
     whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
@@ -358,8 +410,8 @@ def _shards(exact: int, world: World) -> MicroShards:
     return MicroShards(exact, world.size, world.rank)
 
 
-def _plan(given: LoaderArguments, reader: Reader) -> StreamShape:
-    """The shape of a pass, for the lines at the start of a run."""
-    size = given.batch_size
-    count = given.cut.count(size) if size else 1
+def _plan(arguments: LoaderArguments, reader: Reader) -> StreamShape:
+    """Return the shape of a pass, for the lines at the start of a run."""
+    size = arguments.batch_size
+    count = arguments.cut.count(size) if size else 1
     return StreamShape(batch_size=size, micro_batches=count, steps_per_epoch=reader.steps)

@@ -1,4 +1,4 @@
-"""Position says how far training has come in its data."""
+"""The position of training in its data, and its form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from shardwise.errors import DataError
 class PartOrder:
     """The order of a stream's samples in an epoch.
 
-    With `parts` of 0 it is the order of the stream. Otherwise the stream is cut into `parts`, one
-    per rank when the epoch began, and a total batch of `batch` samples takes a share of each part.
+    If `parts` is 0, samples keep the order of the stream. Otherwise the stream is cut into `parts`,
+    one per rank at the start of the epoch, and a total batch of `batch` samples takes a share of
+    each part.
     """
 
     parts: int = 0
     batch: int = 0
     joined: bool = False
-    """Whether every rank reads all parts, because the ranks or the batch changed in the epoch."""
+    """Whether every rank reads all parts, because the world size or the batch size changed in the
+    middle of the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """`offset` samples and `steps` steps into `epoch`; earlier epochs had `before` samples."""
+    """A place `offset` samples and `steps` steps into `epoch`, after `before` earlier samples."""
 
     epoch: int = 0
     offset: int = 0
     steps: int = 0
     before: int = 0
     order: PartOrder | None = None
-    """Of a stream in the middle of an epoch. None if unknown, and for map-style datasets."""
+    """The order of a stream. None if unknown, and for map-style datasets."""
 
     @property
     def samples(self) -> int:
@@ -41,17 +43,18 @@ class Position:
         return self.before + self.offset
 
     def stepped(self, total: int) -> Position:
-        """After one more step, of `total` samples."""
+        """Return the position after one more step of `total` samples."""
         return replace(self, offset=self.offset + total, steps=self.steps + 1)
 
     def next_epoch(self, epoch_length: int | None) -> Position:
-        """The start of the next epoch, whatever is left of this one."""
+        """Return the start of the next epoch, even if samples of this one are left."""
         passed = self.offset if epoch_length is None else epoch_length
         return Position(epoch=self.epoch + 1, before=self.before + passed)
 
     def state(self, epoch_length: int | None) -> dict[str, int]:
-        """What to save. The end of an epoch, whose last lines are still to run, is not the start of
-        the next, so the number of samples alone would not do."""
+        """Return the position as a checkpoint saves it."""
+        # The number of samples alone would be ambiguous: at the end of an epoch the rest of the
+        # user's loop body has still to run, at the start of the next it has run.
         place = {"samples": self.samples, "epoch": self.epoch}
         if epoch_length is not None:
             return place
@@ -65,15 +68,19 @@ class Position:
 def restored(
     state: Mapping[str, Any], epoch_length: int | None, batch_size: int | None
 ) -> Position:
-    """The position that `state` tells. Raises DataError for a state of something else."""
+    """Return the position that `state` describes. Raises DataError if `state` is not one."""
     order: PartOrder | None = None
     try:
         samples = int(state["samples"])
         if epoch_length is not None:
-            told = state.get("epoch")
-            # At the very end of an epoch the state still names that epoch, whose body is to run.
-            if told is not None and 0 <= samples - told * epoch_length <= epoch_length:
-                epoch, offset = told, samples - told * epoch_length
+            saved_epoch = state.get("epoch")
+            # `<=`: at the end of an epoch the state still names that epoch, because the rest of
+            # its loop body has yet to run.
+            if (
+                saved_epoch is not None
+                and 0 <= samples - saved_epoch * epoch_length <= epoch_length
+            ):
+                epoch, offset = saved_epoch, samples - saved_epoch * epoch_length
             else:
                 epoch, offset = locate(samples, epoch_length)
             steps = -(-offset // batch_size) if batch_size else 0
@@ -84,11 +91,13 @@ def restored(
                 order = PartOrder(parts=parts, batch=batch, joined=bool(state["joined"]))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"The state of a Loader holds samples (and epoch, offset and steps for a sampler or a "
-            f"stream), not {dict(state)!r}."
+            "The state of a Loader holds samples (and epoch, offset and steps for a sampler or a "
+            f"stream), not {dict(state)!r}. Pass the result of Loader.state_dict()."
         ) from error
     is_order = order is None or order.parts == 0 or 0 < order.parts <= order.batch
     if min(samples, epoch, offset, steps) < 0 or offset > samples or not is_order:
-        raise DataError(f"{dict(state)!r} is no position in the data.")
+        raise DataError(
+            f"{dict(state)!r} is no position in the data. Pass the result of Loader.state_dict()."
+        )
     before = samples - offset
     return Position(epoch=epoch, offset=offset, steps=steps, before=before, order=order)

@@ -1,4 +1,4 @@
-"""Readers decide what a rank asks of its source, and what becomes of the answers."""
+"""Readers, which request micro-batches from a source and turn its answers into a pass."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from shardwise.world.world import World
 
 
 class Reader(ABC):
-    """One way of reading. `source` does it, in DataLoader workers or in the main process.
+    """A way to read the dataset through `source`, in DataLoader workers or in the main process.
 
-    `epoch_length` is the number of samples that every epoch has, None where that may differ;
-    `steps` the number of steps of an epoch, None where unknown. `order` is that of a stream.
+    `epoch_length` is the number of samples in every epoch, None if epochs may differ. `steps` is
+    the number of steps of an epoch, None if unknown. `order` is the order of a stream's samples,
+    None for a map-style dataset.
     """
 
     source: Any
@@ -43,131 +44,140 @@ class Reader(ABC):
     steps: int | None = None
 
     @abstractmethod
-    def asks(self, run: int, at: Position) -> Iterator[Any]:
-        """What to ask of the source, one item per micro-batch, for pass `run` from `at` on."""
+    def requests_for(self, run: int, at: Position) -> Iterator[Any]:
+        """Yield the requests to the source, one per micro-batch, for pass `run` from `at` on."""
 
     def delivered(self, answers: Iterator[Item | None]) -> Iterator[Item]:
-        """The micro-batches of a pass, from what the source answers; None is past its end."""
+        """Yield the micro-batches of a pass from the source's answers, until an answer is None."""
         return takewhile(lambda item: item is not None, answers)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Let go of what a pass has open in this process."""
+        """Release the resources of a pass in this process."""
         self.source.close()
 
 
-def part_order(given: LoaderArguments, world: World, at: Position) -> PartOrder | None:
+def choose_part_order(arguments: LoaderArguments, world: World, at: Position) -> PartOrder | None:
     """Return the order of the stream's samples after `at`; None for a map-style dataset.
 
-    An epoch keeps its order until its end, even if the number of ranks changes: in another order
-    the samples before `at` would be other ones. Raises DataError if islands would make different
-    numbers of steps.
+    An epoch keeps its order until its end, even if the world size changes. Raises DataError if
+    islands would make different numbers of steps.
     """
-    if not given.stream:
+    if not arguments.stream:
         return None
     own = PartOrder()
     if world.island_count > 1:
-        _check_islands(given, world)
-    elif _sharded_by_dataset(given):
-        assert given.batch_size is not None
-        own = PartOrder(parts=world.data_size, batch=given.batch_size)
-    if at.offset == 0:  # at the start of an epoch no sample has a place yet
+        _check_islands(arguments, world)
+    elif _is_sharded_by_dataset(arguments):
+        assert arguments.batch_size is not None
+        own = PartOrder(parts=world.data_size, batch=arguments.batch_size)
+    if at.offset == 0:  # an epoch that has not begun is free to take the order of this run
         return own
+    # In another order the first `at.offset` samples would be other ones: some samples would be
+    # trained on twice in this epoch, and some not at all.
     if at.order is None:
         if own.parts > 1:
             world.say_once(
-                "the position of the Loader is of an earlier version, which did not save how many "
-                f"workers read parts of the stream: the epoch is right if they were {own.parts}."
+                "the position of the Loader is from an earlier version, which did not save how "
+                "many workers read parts of the stream. The rest of this epoch is right only if "
+                f"there were {own.parts}."
             )
         return own
     return at.order if at.order in (own, PartOrder()) else replace(at.order, joined=True)
 
 
-def reader(given: LoaderArguments, world: World, found: PartOrder | None) -> Reader:
-    """The reader for checked arguments and the order of a stream."""
-    if found is None:
-        return MapReader(given, world)
-    if found.parts and not found.joined:
-        return PartReader(given, world, found)
-    return SliceReader(given, world, found)
+def reader(arguments: LoaderArguments, world: World, part_order: PartOrder | None) -> Reader:
+    """Return the reader for checked arguments and the order of a stream."""
+    if part_order is None:
+        return MapReader(arguments, world)
+    if part_order.parts and not part_order.joined:
+        return PartReader(arguments, world, part_order)
+    return SliceReader(arguments, world, part_order)
 
 
-def _check_islands(given: LoaderArguments, world: World) -> None:
-    if given.sharding == "dataset":
+def _check_islands(arguments: LoaderArguments, world: World) -> None:
+    if arguments.sharding == "dataset":
         raise DataError(
-            f'sharding="dataset" with {world.island_count} islands, which make as many steps each '
-            "whatever is in a part of the stream, and know nothing of each other in between: give "
-            'sharding="slice".'
+            f'sharding="dataset" cannot be combined with {world.island_count} islands: all islands '
+            "make the same number of steps, but the parts of the stream may differ in length. "
+            'Write sharding="slice".'
         )
 
 
 class MapReader(Reader):
     """Each rank reads its share of every total batch of a schedule."""
 
-    def __init__(self, given: LoaderArguments, world: World) -> None:
-        draws, seed_samples = may_draw(given.dataset), given.seed_samples
+    def __init__(self, arguments: LoaderArguments, world: World) -> None:
+        draws, seed_samples = may_draw(arguments.dataset), arguments.seed_samples
         self.source = MapSource(
-            given.dataset,
-            given.collate_fn or default_collate,
+            arguments.dataset,
+            arguments.collate_fn or default_collate,
             seed=world.seed,
             seed_samples=draws if seed_samples is None else seed_samples,
-            may_draw=draws or given.collate_fn is not None,
+            may_draw=draws or arguments.collate_fn is not None,
         )
-        self._cut = given.cut
-        self._schedule = _schedule(given, world)
+        self._cut = arguments.cut
+        self._schedule = _schedule(arguments, world)
         self.epoch_length, self.steps = self._schedule.epoch_length, self._schedule.steps
 
-    def asks(self, run: int, at: Position) -> Iterator[MicroBatch]:
-        return micros(self._schedule.batches(at.epoch, at.offset), at.epoch, self._cut)
+    def requests_for(self, run: int, at: Position) -> Iterator[MicroBatch]:
+        return cut_batches(self._schedule.batches(at.epoch, at.offset), at.epoch, self._cut)
 
 
 class SliceReader(Reader):
     """Every rank reads the whole stream and keeps its share of each total batch."""
 
-    def __init__(self, given: LoaderArguments, world: World, found: PartOrder) -> None:
-        assert given.batch_size is not None
-        self.order = found
-        dataset = given.dataset
-        if found.parts:
-            dataset = JoinedParts(dataset, found, world.seed)
+    def __init__(self, arguments: LoaderArguments, world: World, part_order: PartOrder) -> None:
+        assert arguments.batch_size is not None
+        self.order = part_order
+        dataset = arguments.dataset
+        if part_order.parts:
+            dataset = JoinedParts(dataset, part_order, world.seed)
             world.say_once(
-                f"this epoch began with {found.parts} worker(s) that read a part of "
-                f"{type(given.dataset).__name__} each, in total batches of {found.batch}: until "
-                "its end every worker reads all parts and keeps its share"
+                f"this epoch began with {part_order.parts} worker(s), each reading a part of "
+                f"{type(arguments.dataset).__name__}, in total batches of {part_order.batch}. "
+                "Until it ends, every worker reads all parts and keeps its share"
             )
-        self.source = _stream_source(given, dataset, world, sliced=True)
+        self.source = _stream_source(arguments, dataset, world, sliced=True)
         length = length_of(dataset)
         if length is not None:
-            self.steps = order.steps_per_epoch(length, given.batch_size, drop_last=given.drop_last)
+            self.steps = order.steps_per_epoch(
+                length, arguments.batch_size, drop_last=arguments.drop_last
+            )
 
-    def asks(self, run: int, at: Position) -> Iterator[StreamRequest]:
-        return requests(run, at.epoch, at.offset)
+    def requests_for(self, run: int, at: Position) -> Iterator[StreamRequest]:
+        return stream_requests(run, at.epoch, at.offset)
 
 
 class PartReader(Reader):
-    """Every rank reads a part of its own, until the parts of all ranks have ended."""
+    """Every rank reads its own part, until the parts of all ranks have ended."""
 
-    def __init__(self, given: LoaderArguments, world: World, found: PartOrder) -> None:
-        assert given.batch_size is not None
-        self.order = found
-        dataset = part_of(given.dataset, world.data_size, world.data_rank)
-        self.source = _stream_source(given, dataset, world, sliced=False)
+    def __init__(self, arguments: LoaderArguments, world: World, part_order: PartOrder) -> None:
+        assert arguments.batch_size is not None
+        self.order = part_order
+        dataset = part_of(arguments.dataset, world.data_size, world.data_rank)
+        self.source = _stream_source(arguments, dataset, world, sliced=False)
         self._world = world
-        self._needed = given.batch_size if given.drop_last else 1
-        self._parts = given.cut.count(given.batch_size)
+        self._needed = arguments.batch_size if arguments.drop_last else 1
+        self._parts = arguments.cut.count(arguments.batch_size)
 
-    def asks(self, run: int, at: Position) -> Iterator[StreamRequest]:
-        return requests(run, at.epoch, at.steps * self.source.chunk)
+    def requests_for(self, run: int, at: Position) -> Iterator[StreamRequest]:
+        return stream_requests(run, at.epoch, at.steps * self.source.chunk)
 
     def delivered(self, answers: Iterator[Item | None]) -> Iterator[Item]:
         items = super().delivered(answers)
         return until_all_finish(items, self._world, parts=self._parts, needed=self._needed)
 
 
-def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: BatchCut) -> Iterator[MicroBatch]:
-    """A rank's micro-batches of the total `batches`; a first row stands in where it has none."""
+def cut_batches(
+    batches: Iterable[Sequence[Any]], epoch: int, cut: BatchCut
+) -> Iterator[MicroBatch]:
+    """Yield a rank's micro-batches of the total `batches`.
+
+    The first row of a total batch is the stand-in for a rank without rows.
+    """
     for batch in batches:
         rows = len(batch)
-        cuts, all_have, wholes = cut.parts(rows), cut.all_have(rows), cut.wholes(rows)
+        cuts, all_have, total_rows = cut.parts(rows), cut.all_have(rows), cut.total_rows(rows)
         for part, (first, end) in enumerate(cuts):
             yield MicroBatch(
                 epoch=epoch,
@@ -175,15 +185,16 @@ def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: BatchCut) -> Itera
                 parts=len(cuts),
                 total=rows,
                 samples=end - first,
-                whole=wholes[part],
+                whole=total_rows[part],
                 place=(first, end),
                 indices=tuple(batch[first:end] or cut.stand_in(batch)),
                 all_have=all_have[part],
             )
 
 
-def requests(run: int, epoch: int, skip: int) -> Iterator[StreamRequest]:
-    """One micro-batch of a stream after another, until nobody asks any more."""
+def stream_requests(run: int, epoch: int, skip: int) -> Iterator[StreamRequest]:
+    """Yield requests for one micro-batch of a stream after another, without end."""
+    # The length of a stream is unknown: the reader stops at the first answer past the end.
     number = 0
     while True:
         yield StreamRequest(run, epoch, skip, number)
@@ -193,11 +204,11 @@ def requests(run: int, epoch: int, skip: int) -> Iterator[StreamRequest]:
 def until_all_finish(
     items: Iterator[Item], world: World, *, parts: int, needed: int
 ) -> Iterator[Item]:
-    """`items` of this rank's own part of a stream, going on until every rank's part has ended.
+    """Yield `items` of this rank's own part of a stream until every rank's part has ended.
 
-    Each step begins with one small collective of the rows that the ranks have, and is the last
-    where they are fewer than `needed`. A rank that has finished goes on with a stand-in.
-    Raises DataError, on all ranks, for a part without samples.
+    Each step begins with one small collective, in which the ranks exchange how many rows they
+    have. The pass ends when the sum is below `needed`. A rank whose part has ended continues with
+    a stand-in. Raises DataError on all ranks if a part has no samples.
     """
     stand_in: Any = None
     finished = False
@@ -208,6 +219,7 @@ def until_all_finish(
             epoch = micro.epoch
             if micro.rows <= 0:
                 finished, stand_in = True, data
+        # The exchanged number: rows of this step, 0 after the part has ended, -1 if it was empty.
         mine = micro.rows if not finished else -1 if stand_in is None else 0
         device = world.data.small_device
         row = torch.tensor([float(mine)], dtype=torch.float64, device=device)
@@ -222,7 +234,7 @@ def until_all_finish(
                 micro = MicroBatch(
                     epoch=epoch, part=part, parts=parts, total=total, samples=0, all_have=False
                 )
-                # A copy each time: a loop that changes its batch in place must not change others.
+                # A copy each time: a loop that changes its batch in place must not change the next.
                 yield micro, pytree.tree_map_only(Tensor, Tensor.clone, stand_in)
             continue
         yield replace(micro, total=total, all_have=all_have[0]), data
@@ -235,40 +247,44 @@ def _check_parts(rows: list[int]) -> None:
     empty = [str(rank) for rank, count in enumerate(rows) if count < 0]
     if empty:
         raise DataError(
-            f"The part of the stream on rank(s) {', '.join(empty)} of {len(rows)} holds no sample: "
-            'give each rank some, use sharding="slice", or start fewer workers.'
+            f"The part of the stream on rank(s) {', '.join(empty)} of {len(rows)} has no samples. "
+            'Give each rank some, write sharding="slice", or start fewer workers.'
         )
 
 
-def _schedule(given: LoaderArguments, world: World) -> BatchSchedule:
-    if given.batch_sampler is not None:
-        return FromBatchSampler(given.batch_sampler, world=world)
-    size, drop_last = given.batch_size, given.drop_last
+def _schedule(arguments: LoaderArguments, world: World) -> BatchSchedule:
+    if arguments.batch_sampler is not None:
+        return FromBatchSampler(arguments.batch_sampler, world=world)
+    size, drop_last = arguments.batch_size, arguments.drop_last
     assert size is not None
-    if given.sampler is not None:
-        return FromSampler(given.sampler, size, world=world, drop_last=drop_last)
-    return InOrder(given.dataset, size, world=world, shuffle=given.shuffle, drop_last=drop_last)
-
-
-def _stream_source(
-    given: LoaderArguments, dataset: Any, world: World, *, sliced: bool
-) -> StreamSource:
-    assert given.batch_size is not None
-    first, end = order.share(given.batch_size, world.data_size, world.data_rank)
-    return StreamSource(
-        dataset,
-        given.collate_fn or default_collate,
-        seed=world.seed,
-        cut=given.cut,
-        chunk=given.batch_size if sliced else end - first,
-        rank=world.data_rank,
-        sliced=sliced,
-        drop_last=given.drop_last,
+    if arguments.sampler is not None:
+        return FromSampler(arguments.sampler, size, world=world, drop_last=drop_last)
+    return InOrder(
+        arguments.dataset, size, world=world, shuffle=arguments.shuffle, drop_last=drop_last
     )
 
 
-def _sharded_by_dataset(given: LoaderArguments) -> bool:
-    if given.sharding != "auto" or given.shards is not None:
-        return given.sharding == "dataset"
-    shards = getattr(given.dataset, "num_shards", getattr(given.dataset, "n_shards", given.size))
-    return hasattr(given.dataset, "shard") and shards >= given.size
+def _stream_source(
+    arguments: LoaderArguments, dataset: Any, world: World, *, sliced: bool
+) -> StreamSource:
+    assert arguments.batch_size is not None
+    first, end = order.share(arguments.batch_size, world.data_size, world.data_rank)
+    return StreamSource(
+        dataset,
+        arguments.collate_fn or default_collate,
+        seed=world.seed,
+        cut=arguments.cut,
+        chunk=arguments.batch_size if sliced else end - first,
+        rank=world.data_rank,
+        sliced=sliced,
+        drop_last=arguments.drop_last,
+    )
+
+
+def _is_sharded_by_dataset(arguments: LoaderArguments) -> bool:
+    if arguments.sharding != "auto" or arguments.shards is not None:
+        return arguments.sharding == "dataset"
+    shards = getattr(
+        arguments.dataset, "num_shards", getattr(arguments.dataset, "n_shards", arguments.size)
+    )
+    return hasattr(arguments.dataset, "shard") and shards >= arguments.size

@@ -1,9 +1,9 @@
-"""Sources read the user's dataset, in DataLoader workers or in the main process.
+"""Sources, which read the user's dataset in DataLoader workers or in the main process.
 
-A source is asked for one micro-batch at a time and hands it back collated, with what it holds.
-Whatever the dataset or the collate function draws comes from generators seeded by what the draw
-is for, so neither the number of ranks nor of workers changes it; the generators of the main
-process are as they were.
+A source gets a request for one micro-batch and returns it collated, with its description. The
+dataset and the collate function draw from generators that are seeded by the sample or the batch
+they draw for. So their draws depend neither on the number of ranks nor on the number of workers,
+and the generators of the main process do not move.
 """
 
 from __future__ import annotations
@@ -30,27 +30,25 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One micro-batch of this rank.
-
-    `part` of `parts` in its step, whose total batch has `total` rows. `samples` counts this
-    rank's own rows in it, 0 for a stand-in, and `whole` those of all ranks in it, 0 if this rank
-    does not know; `all_have` is whether every rank has some. `indices`
-    are the dataset items to read, a stand-in's too, where the dataset is map-style; `place` the
-    rows [first, end) of the total batch that it has. Where a stream is this rank's own part there
-    is no such place, and `rows` is what the step has of it: 0 past its end, and -1 where it never
-    had a sample.
-    """
+    """One micro-batch of this rank: number `part` of the `parts` in its step."""
 
     epoch: int
     part: int
     parts: int
     total: int
+    """Rows of the step's total batch."""
     samples: int
+    """Rows of this rank in the micro-batch; 0 for a stand-in."""
     whole: int = 0
+    """Rows of all ranks in the micro-batch; 0 if this rank does not know."""
     rows: int = 0
+    """Rows of the step in this rank's own part of a stream: 0 after its end, -1 if it was empty."""
     place: tuple[int, int] | None = None
+    """Rows [first, end) of the total batch. None if a stream is this rank's own part."""
     indices: tuple[Any, ...] = ()
+    """Items of a map-style dataset to read, also for a stand-in."""
     all_have: bool = True
+    """Whether every rank has rows in the micro-batch."""
 
     @property
     def last(self) -> bool:
@@ -64,9 +62,9 @@ Item = tuple[MicroBatch, Any]
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """Asks a stream for micro-batch `number` of a reading, which starts after `skip` samples.
+    """A request for micro-batch `number` of a stream that is read after skipping `skip` samples.
 
-    `run` tells one reading from the next, so that a kept worker starts over.
+    A new value of `run` makes a persistent worker start the stream again.
     """
 
     run: int
@@ -78,8 +76,9 @@ class StreamRequest:
 class MapSource:
     """Reads a map-style dataset: any micro-batch, in any order.
 
-    With `seed_samples`, a sample draws from generators seeded by (seed, epoch, index); without,
-    a micro-batch does by its first index, and a dataset's own batched fetch is used.
+    With `seed_samples`, the generators are seeded by (seed, epoch, index) before each sample.
+    Otherwise they are seeded by the first index of each micro-batch, and the dataset's
+    `__getitems__` is used if it has one.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class MapSource:
     def __getitems__(self, micro: MicroBatch) -> Item:
         # In the main process (num_workers=0) a dataset draws from the same generators as the
         # training: its draws must not move them.
-        with _kept_apart() if self._may_draw else nullcontext():
+        with _preserve_generators() if self._may_draw else nullcontext():
             rows = self._rows(micro)
             self._seed_for("collate", micro.epoch, micro.indices[0])
             return micro, self._collate(rows)
@@ -117,17 +116,17 @@ class MapSource:
 
     def _seed_for(self, what: str, epoch: int, index: Any) -> None:
         if self._may_draw:
-            # By the sample and not by the worker or rank, so that any number of them draws alike.
+            # Not by worker or rank: the draws must be the same for any number of them.
             seed_cpu(seed_from(self._seed, what, epoch, str(index)))
 
 
 class StreamSource:
-    """Reads an iterable dataset from its start, giving the micro-batches that it is asked for.
+    """Reads an iterable dataset from its start and returns the requested micro-batches.
 
-    Every worker reads the whole of this rank's stream, and collates only what is asked of it, so
-    the number of workers changes nothing. With `sliced`, the stream is the same on all ranks, and
-    each takes its parts of every total batch by `cut`; without, the stream is this rank's own
-    part. A step reads `chunk` samples of it.
+    Every worker reads this rank's whole stream and collates only the micro-batches requested from
+    it, so the number of workers changes nothing. If `sliced`, the stream is the same on all ranks,
+    and `cut` selects this rank's rows of each total batch. Otherwise the stream is this rank's own
+    part. A step reads `chunk` samples.
     """
 
     def __init__(
@@ -148,20 +147,18 @@ class StreamSource:
         self._cut_of, self.chunk = cut, chunk
         self._rank, self._sliced = rank, sliced
         self._drop_last = drop_last and sliced
-        self._run = -1
+        self._pass_number = -1
         self._micros: Iterator[tuple[MicroBatch, list[Any]]] = iter(())
         self._number = 0
 
     def __getitems__(self, request: StreamRequest) -> Item | None:
-        """The micro-batch asked for, or None past the end of the stream.
-
-        Numbers asked of one source only rise.
-        """
-        # Workers outlive passes (persistent_workers): a request of a newer pass starts over.
-        if request.run != self._run:
+        """Return the requested micro-batch, or None past the end of the stream."""
+        # A source reads forwards only. That suffices because torch's DataLoader sends each worker
+        # rising numbers. With persistent_workers it outlives a pass, and starts again here.
+        if request.run != self._pass_number:
             self.close()
             self._micros = self._read(request)
-            self._run = request.run
+            self._pass_number = request.run
         found = None
         while self._number <= request.number:
             found = next(self._micros, None)
@@ -171,23 +168,26 @@ class StreamSource:
         if found is None:
             return None
         micro, rows = found
-        with _kept_apart():
+        with _preserve_generators():
             number = self._cut_of.number(request.number)
-            seed_cpu(seed_from(self._seed, "collate", *self._who, request.epoch, number))
+            seed_cpu(seed_from(self._seed, "collate", *self._rank_seed, request.epoch, number))
             return micro, self._collate(rows) if rows else None
 
     def close(self) -> None:
-        """Let go of the user's stream."""
-        self._micros, self._run, self._number = iter(()), -1, 0
+        """Drop the iterator over the user's stream."""
+        self._micros, self._pass_number, self._number = iter(()), -1, 0
 
     @property
-    def _who(self) -> tuple[int, ...]:
+    def _rank_seed(self) -> tuple[int, ...]:
         return () if self._sliced else (self._rank,)
 
     def _read(self, request: StreamRequest) -> Iterator[tuple[MicroBatch, list[Any]]]:
-        """The micro-batches of a reading, uncollated. A rank's own part ends with one of 0 rows
-        that holds a stand-in, or of -1 rows where there was not a single sample."""
-        newest: deque[Any] = deque(maxlen=1)
+        """Yield the uncollated micro-batches of a pass.
+
+        A rank's own part ends with a micro-batch of 0 rows, whose data is a stand-in, or of -1
+        rows if the part had no samples.
+        """
+        newest: deque[Any] = deque(maxlen=1)  # the last sample, the stand-in after the end
         for chunk in self._chunks(request, newest):
             yield from self._cut(chunk, request.epoch)
         if not self._sliced:
@@ -197,22 +197,22 @@ class StreamSource:
         elif not newest:
             raise DataError(
                 f"The stream {type(self.dataset).__name__} gave no sample in epoch "
-                f"{request.epoch}: check what it reads, and that it can be iterated again."
+                f"{request.epoch}. Check its input files, and that its __iter__ can be called "
+                "again."
             )
 
     def _chunks(self, request: StreamRequest, newest: deque[Any]) -> Iterator[list[Any]]:
-        """The rows of each step. `newest` holds the sample read last.
-
-        The stream draws from generators of its own, which rest while others draw.
-        """
-        draws = SavedGenerators(seed_from(self._seed, "stream", *self._who, request.epoch))
-        with draws.going_on(), _as_if_no_worker():
+        """Yield the samples of each step, and keep the last one in `newest`."""
+        # The stream may be a generator function, which draws between its samples: its generators
+        # keep their state while this process draws for other purposes.
+        draws = SavedGenerators(seed_from(self._seed, "stream", *self._rank_seed, request.epoch))
+        with draws.resume(), _as_if_no_worker():
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(request.epoch)
             stream = iter(self.dataset)
             newest.extend(islice(stream, request.skip))
         while True:
-            with draws.going_on(), _as_if_no_worker():
+            with draws.resume(), _as_if_no_worker():
                 chunk = list(islice(stream, self.chunk))
             newest.extend(chunk)
             short = len(chunk) < self.chunk
@@ -222,11 +222,12 @@ class StreamSource:
                 return
 
     def _cut(self, chunk: list[Any], epoch: int) -> Iterator[tuple[MicroBatch, list[Any]]]:
-        """The micro-batches of a step's rows; the first row stands in where there are none."""
-        cuts = (self._cut_of.parts if self._sliced else self._cut_of.of_own)(len(chunk))
-        # Of a part of its own this rank does not know what the others have: they tell later.
+        """Yield the micro-batches of a step. The first row is the stand-in for an empty one."""
+        cuts = (self._cut_of.parts if self._sliced else self._cut_of.own_part_rows)(len(chunk))
+        # A rank that reads its own part does not know the other ranks' rows yet: `until_all_finish`
+        # exchanges them.
         all_have = self._cut_of.all_have(len(chunk)) if self._sliced else [True] * len(cuts)
-        wholes = self._cut_of.wholes(len(chunk)) if self._sliced else [0] * len(cuts)
+        total_rows = self._cut_of.total_rows(len(chunk)) if self._sliced else [0] * len(cuts)
         rows = cuts[-1][1] - cuts[0][0]
         for part, (first, end) in enumerate(cuts):
             micro = MicroBatch(
@@ -235,7 +236,7 @@ class StreamSource:
                 parts=len(cuts),
                 total=len(chunk),
                 samples=end - first,
-                whole=wholes[part],
+                whole=total_rows[part],
                 rows=rows,
                 place=(first, end) if self._sliced else None,
                 all_have=all_have[part],
@@ -244,7 +245,8 @@ class StreamSource:
 
 
 def may_draw(dataset: Any) -> bool:
-    """Whether reading a sample might draw random numbers; False only where it surely does not."""
+    """Return whether reading a sample might draw random numbers. False only if it certainly does
+    not."""
     if isinstance(dataset, Subset):
         return may_draw(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
@@ -256,13 +258,13 @@ def may_draw(dataset: Any) -> bool:
 
 
 class WrappedStream(IterableDataset[Any]):
-    """A stream of ours that reads the user's `dataset`."""
+    """A stream that the Loader puts around the user's `dataset`."""
 
     dataset: Any
 
 
 def show_own_dataset(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    """Start a worker: `get_worker_info().dataset` is the user's dataset, as the user expects."""
+    """Initialize a DataLoader worker: make `get_worker_info().dataset` the user's dataset."""
     info = get_worker_info()
     assert info is not None
     dataset = info.dataset.dataset  # type: ignore[attr-defined]
@@ -274,12 +276,13 @@ def show_own_dataset(worker_init_fn: Callable[[int], None] | None, worker: int) 
 
 
 def as_is(batch: Any) -> Any:
-    """The collate function of torch's DataLoader: sources collate by themselves."""
+    """Return `batch`. It is torch's collate function, because sources return collated batches."""
     return batch
 
 
 def seed_cpu(seed: int) -> None:
-    """Seed the CPU generators of torch, numpy (where loaded) and random; cheap, per sample."""
+    """Seed the CPU generators of torch, `random` and numpy, if numpy is loaded."""
+    # Not torch.manual_seed, which also visits every accelerator: this runs once per sample.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -287,20 +290,24 @@ def seed_cpu(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-def _kept_apart() -> AbstractContextManager[None]:
-    """Generators are restored on leaving, where the main process has them; a worker's are ours."""
+def _preserve_generators() -> AbstractContextManager[None]:
+    """Restore the generators on leaving, unless this process is a DataLoader worker."""
+    # Only the Loader draws in a worker, so there is nothing to preserve there.
     return preserved() if get_worker_info() is None else nullcontext()
 
 
 class SavedGenerators:
-    """The state of generators, which go on from there whoever has drawn in between."""
+    """The state of torch's, random's and numpy's generators for one purpose.
+
+    Each `resume` block continues from the state at the end of the previous one.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._states: tuple[Any, ...] | None = None
 
     @contextmanager
-    def going_on(self) -> Iterator[None]:
+    def resume(self) -> Iterator[None]:
         numpy: Any = sys.modules.get("numpy")
         with preserved():
             if self._states is None:
@@ -320,9 +327,9 @@ class SavedGenerators:
 
 @contextmanager
 def _as_if_no_worker() -> Iterator[None]:
-    """Hide the worker from the dataset while it is read."""
-    # A dataset that shards itself by `get_worker_info` would give each worker a part, but here
-    # every worker reads the whole and collates only some of it.
+    """Make `get_worker_info()` return None inside the block."""
+    # A dataset that shards itself by `get_worker_info` would give each worker a part. But every
+    # worker reads the whole stream and collates only some of its micro-batches.
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:

@@ -1,4 +1,4 @@
-"""LoaderPass is one pass over a Loader: it hands out steps, and the micro-batches of each."""
+"""One pass over a Loader, its steps, and the micro-batches of each step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shardwise.world.world import World
 
 
 class LoaderPass:
-    """Hands out the items of one pass, noting in the world's current batch what each holds.
+    """Hands out the micro-batches of one pass and describes each in the world's current batch.
 
-    `stepped(total)` is called when the last micro-batch of a step is handed out: from then on
-    the position lies behind that step.
+    It calls `stepped(total)` when it hands out the last micro-batch of a step: a checkpoint that
+    is saved after that continues with the next step.
     """
 
     def __init__(
@@ -40,24 +40,25 @@ class LoaderPass:
         self._stepped = stepped
         self.stream = world.current_batch.open(name, plan)
         self.open = True
-        self._in_hand = False  # samples to train on, since the last step was asked for
+        self._in_hand = False  # whether the present step has given samples to train on
         self._step: object = None
 
     def steps(self, first: int) -> Iterator[LoaderStep]:
-        """The steps of this pass, numbered from `first`; each is finished before the next."""
+        """Yield the steps of this pass, numbered from `first`. Each is finished before the next."""
         try:
-            self._tell_asked(self._world.step_log.began)
-            for number, item in enumerate(iter(self._fetched, None), first):
+            self._log_step_request(self._world.step_log.began)
+            for number, item in enumerate(iter(self._fetch, None), first):
                 step = LoaderStep(self, item, number)
                 yield step
-                # A `break` does not come here, so leaving in mid-step is allowed; going on is not.
+                # A `break` does not get here: leaving the loop in mid-step is allowed, continuing
+                # it is not.
                 step._finish()
-                self._tell_asked(self._world.step_log.asked)
+                self._log_step_request(self._world.step_log.asked)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Forget the stream and let go of what reads the data; closing twice is harmless."""
+        """Close the stream and drop the iterator over the data. Closing twice is harmless."""
         self.open = False
         self._world.current_batch.close(self.stream)
         self._world.step_log.closed(in_hand=self._in_hand)
@@ -65,19 +66,19 @@ class LoaderPass:
         self._items = iter(())
 
     def hand_out(self, item: Item) -> Any:
-        """The data of `item` on the device; the current batch is this one when this returns."""
+        """Move the data of `item` to the device, make it the current batch, and return it."""
         self._check_open()
         micro, data = item
         with timeline.span("to the device", timeline.Row.DATA):
             data = to_device(data, self._world.device, non_blocking=self._pinned)
-        # An object per step, by whose identity its micro-batches are known to belong together.
+        # A new object per step: batches that share it are micro-batches of the same step.
         if micro.part == 0:
             self._step = object()
         batch = Batch(
             samples=micro.samples,
             whole=micro.whole,
             last=micro.last,
-            # A stand-in has no sample; keys of a sampler that are no numbers are not recorded.
+            # A stand-in has no samples. Keys of a sampler that are not ints are not recorded.
             indices=tuple(index for index in micro.indices if isinstance(index, int))
             if micro.samples
             else (),
@@ -94,50 +95,62 @@ class LoaderPass:
         return data
 
     def sit_out(self, item: Item) -> None:
-        """Leave out the batch of an evaluation of which this rank has no sample."""
+        """Skip a batch of an evaluation if this rank has no samples in it."""
         self._check_open()
-        self._world.current_batch.sat_out += 1
+        self._world.current_batch.skipped_batches += 1
         if item[0].last:
             self._stepped(item[0].total)
 
-    def some_sit_out(self) -> AbstractContextManager[None]:
-        """Inside the block ranks run different numbers of forwards."""
-        return self._world.current_batch.some_sit_out()
+    def some_ranks_skip(self) -> AbstractContextManager[None]:
+        """Return a context manager that lets ranks run different numbers of forwards."""
+        return self._world.current_batch.some_ranks_skip()
 
     def next_item(self) -> Item:
-        """The next micro-batch of a step that has begun."""
+        """Return the next micro-batch of a step that has begun."""
         self._check_open()
-        item = self._fetched()
+        item = self._fetch()
         assert item is not None, "a step is whole"
         return item
 
-    def _fetched(self) -> Item | None:
-        """Wait for the next micro-batch; None at the end."""
+    def _fetch(self) -> Item | None:
+        """Wait for the next micro-batch. Return None at the end of the pass."""
         with timeline.span("next batch", timeline.Row.DATA):
             return next(self._items, None)
 
-    def pass_over(self, micro: MicroBatch, left: int) -> None:
-        """Leave a whole step out."""
+    def skip_step(self, micro: MicroBatch, left: int) -> None:
+        """Skip a whole step. `left` of its micro-batches have not been read yet."""
         for _ in range(left):
             self.next_item()
         self._stepped(micro.total)
 
-    def _tell_asked(self, tell: Callable[[], None]) -> None:
-        """The next step is asked for now; of those to train on the log wants to know."""
+    def _log_step_request(self, log: Callable[[], None]) -> None:
+        """Call `log` if the loop that asks for the next step is one that trains."""
         self._in_hand = False
         if torch.is_grad_enabled():
-            tell()
+            log()
 
     def _check_open(self) -> None:
         if not self.open:
             raise UsageError(
-                "This step belongs to a loop over the Loader that has ended; "
-                "take its micro-batches inside the loop."
+                "This step belongs to a loop over the Loader that has ended. "
+                "Take its micro-batches inside the loop."
             )
 
 
 class LoaderStep:
-    """The micro-batches of one step: iterate over it once. `number` counts from 0 in its epoch."""
+    """The micro-batches of one step of the Loader. It can be iterated once.
+
+    Attributes:
+        number: The number of the step in its epoch, from 0.
+
+    Example:
+        ```python
+        for step in loader.steps():
+            for x, y in step:
+                engine.backward(loss_fn(model(x), y))
+            engine.step()
+        ```
+    """
 
     def __init__(self, whole: LoaderPass, first: Item, number: int) -> None:
         self.number = number
@@ -151,7 +164,8 @@ class LoaderStep:
     def __iter__(self) -> Iterator[Any]:
         if self._taken:
             raise UsageError(
-                f"Step {self.number} was iterated before; keep its batches with list(step)."
+                f"Step {self.number} was iterated before, and its batches are gone. To use them "
+                "twice, keep them with list(step)."
             )
         for part in range(len(self)):
             item = self._pass.next_item() if part else self._first
@@ -162,33 +176,32 @@ class LoaderStep:
                 yield from self._uneven(item)
 
     def _uneven(self, item: Item) -> Iterator[Any]:
-        """Yield a batch of an evaluation that not all ranks have, on those that have one."""
-        # No stand-in, as in training: the loop's own sums (hits, losses) would count it.
-        with self._pass.some_sit_out():
+        """Yield a batch of an evaluation if this rank has rows in it; some other ranks have not."""
+        # No stand-in here, unlike in training: the loop's own sums (hits, losses) would count it.
+        with self._pass.some_ranks_skip():
             if item[0].samples:
                 yield self._pass.hand_out(item)
             else:
                 self._pass.sit_out(item)
 
     def _finish(self) -> None:
-        # A step of which nothing was taken is skipped, as `continue` does. One taken in part would
-        # leave other ranks waiting for gradients.
+        # A loop may skip a whole step with `continue`. But a step taken in part would leave other
+        # ranks waiting for this rank's gradients.
         if self._taken == 0:
-            self._pass.pass_over(self._first[0], len(self) - 1)
+            self._pass.skip_step(self._first[0], len(self) - 1)
         elif self._taken < len(self):
             raise UsageError(
                 f"Step {self.number} has {len(self)} micro-batches and {self._taken} were taken. "
-                "Take all of them, so that every rank joins in every gradient and no sample is "
-                "lost; to leave the epoch, break out of the loop over the steps."
+                "Take all of them: otherwise other ranks wait for this rank's gradients. To leave "
+                "the epoch, break out of the loop over the steps."
             )
 
 
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
-    """`batch` with its tensors on `device`; others stay as they are.
+    """Return `batch` with its tensors on `device` and everything else unchanged.
 
-    Goes through tuples, lists, dicts, named tuples and dataclasses registered with torch's
-    pytree. What has a `to` method of its own (a PackedSequence, Hugging Face's BatchEncoding) is
-    moved by it.
+    Visits tuples, lists, dicts, named tuples and dataclasses registered with torch's pytree. An
+    object with a `to` method (a PackedSequence, Hugging Face's BatchEncoding) moves itself.
     """
 
     def move(leaf: Any) -> Any:

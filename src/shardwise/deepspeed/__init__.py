@@ -1,24 +1,24 @@
 """DeepSpeed's interface over this engine: `import shardwise.deepspeed as deepspeed`.
 
-initialize.py     a model, an optimizer and a JSON become an engine
-engine.py         the engine object: backward, step, checkpoints
-configured.py     its configuration and counts
-optimizers.py     optimizers and schedules by the names of the JSON
-ops/              optimizers by the names of DeepSpeed's kernels
-schedules.py      the five schedules
-loader.py         the loader of training_data
-monitor.py        values for TensorBoard and as comma-separated values
-checkpoints.py    save_checkpoint and load_checkpoint
-comm.py           collectives between the ranks
-zero.py           models without memory, gathered parameters
-zero_to_fp32.py   whole fp32 weights of a save
+initialize.py       deepspeed.initialize: an engine for a model, an optimizer and a JSON
+engine.py           the engine object: backward, step, checkpoints
+configured.py       its configuration and counts
+optimizers.py       optimizers and schedules by their names in the JSON
+ops/                optimizers by the names of DeepSpeed's kernels
+schedules.py        the five learning-rate schedules
+loader.py           the loader of training_data
+monitor.py          values for TensorBoard and CSV files
+checkpoints.py      save_checkpoint and load_checkpoint
+comm.py             collectives between the ranks
+zero.py             models without memory, gathered parameters
+zero_to_fp32.py     whole fp32 weights of a save
 manual_backward.py  loss.backward() and engine.scale(loss).backward()
-utils.py          whole parameters, gradients and optimizer state; a log; seeds
-accelerator.py    the device of this process
-checkpointing.py  forwards that are run again in backward
-pipe/             PipelineModule and its layers, over the stages of our pipeline
-moe.py            names of mixtures of experts, which are not here
-modules.py        the modules that `import deepspeed` gives under --adopt
+utils.py            whole parameters, gradients and optimizer state; a log; seeds
+accelerator.py      the device of this process
+checkpointing.py    activation checkpointing
+pipe/               PipelineModule and its layers, over the stages of Shardwise's pipeline
+moe.py              names of mixtures of experts, which are not supported
+modules.py          the modules that `import deepspeed` imports with --adopt
 """
 
 from typing import Any
@@ -76,5 +76,5 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     raise AttributeError(
-        f"Shardwise's deepspeed has no {name!r}: docs/from_deepspeed.md lists what it has."
+        f"Shardwise's deepspeed has no {name!r}: docs/from_deepspeed.md lists its names."
     )

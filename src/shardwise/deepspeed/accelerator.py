@@ -1,4 +1,4 @@
-"""deepspeed.accelerator: where this process computes, under DeepSpeed's names."""
+"""deepspeed.accelerator: the device of this process, under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _ON_CPU = {
     "max_memory_allocated": 0,
     "reset_peak_memory_stats": None,
 }
-"""What functions that only torch.cuda has return on a CPU."""
+"""The results on a CPU of functions that only torch.cuda has."""
 
 
 class DeepSpeedAccelerator:
-    """The device of this rank: that of the run once it is joined, else a GPU if there is one.
+    """The device of this rank.
 
-    Other attributes are those of torch.cuda or torch.cpu.
+    After the process has joined its run, it is the device of the run; before, a GPU if there is
+    one. Other attributes come from torch.cuda or torch.cpu.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -39,7 +40,7 @@ class DeepSpeedAccelerator:
         return found
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return cpu or cuda, with a number if given."""
+        """Return "cpu" or "cuda", with the index if given."""
         try:
             kind = sw.world().device.type
         except UsageError:
@@ -47,7 +48,7 @@ class DeepSpeedAccelerator:
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Return a context in which tensors are made on a GPU; the device itself on a CPU."""
+        """Return a context manager that makes a GPU the current device; on a CPU, the device."""
         if self._is_cuda:
             return torch.cuda.device(device_index)
         return torch.device("cpu")
@@ -57,17 +58,17 @@ class DeepSpeedAccelerator:
         del device_index
 
     def current_device(self) -> Any:
-        """Return the number of the GPU, or "cpu"."""
+        """Return the index of the GPU, or "cpu"."""
         return torch.cuda.current_device() if self._is_cuda else "cpu"
 
     def current_device_name(self) -> str:
-        """Return the device, such as cuda:0 or cpu."""
+        """Return the name of the device, such as "cuda:0" or "cpu"."""
         if self._is_cuda:
             return f"cuda:{torch.cuda.current_device()}"
         return "cpu"
 
     def device_count(self) -> int:
-        """Return how many GPUs this process sees; on a CPU how many workers the host has."""
+        """Return the number of GPUs that this process sees; on a CPU, the workers of the host."""
         if self._is_cuda:
             return torch.cuda.device_count()
         try:
@@ -84,11 +85,11 @@ class DeepSpeedAccelerator:
         return self.device_name() == "cuda"
 
     def is_bf16_supported(self) -> bool:
-        """Return whether the device computes in bf16."""
+        """Return whether the device supports bf16."""
         return not self._is_cuda or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        """Return whether the device computes in fp16."""
+        """Return whether the device supports fp16."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -133,5 +134,5 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Return True: any device can be trained on."""
+    """Return True, because any device can train."""
     return True

@@ -1,4 +1,4 @@
-"""deepspeed.checkpointing: forwards that are run again in backward, by torch's checkpoint."""
+"""deepspeed.checkpointing: activation checkpointing, by torch's own function."""
 
 from __future__ import annotations
 
@@ -26,8 +26,14 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Make `checkpoint` keep its inputs on the host if `checkpoint_in_cpu` or the JSON's
-    cpu_checkpointing is on. DeepSpeed's other arguments are tuning, and not used."""
+    """Set whether `checkpoint` keeps its inputs in host memory.
+
+    Args:
+        checkpoint_in_cpu: Whether it does (default: cpu_checkpointing of the JSON).
+        deepspeed_config: The JSON.
+
+    The other arguments tune DeepSpeed's implementation and are ignored.
+    """
     del mpu_, partition_activations, contiguous_checkpointing, num_checkpoints, synchronize, profile
     in_cpu = bool(checkpoint_in_cpu)
     if deepspeed_config is not None and checkpoint_in_cpu is None:
@@ -42,11 +48,11 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing: nothing is kept between forwards."""
+    """Do nothing, because no state is kept between forwards."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, which backward runs again instead of keeping activations."""
+    """Return `function(*args)`. Backward runs it again instead of keeping its activations."""
     kept = torch.autograd.graph.save_on_cpu() if _configured.get("in_cpu") else nullcontext()
     with kept:
         return checkpoint_of_torch(function, *args, use_reentrant=False)

@@ -1,13 +1,13 @@
 """save_checkpoint and load_checkpoint: the engine's checkpoints under DeepSpeed's tags.
 
 save_dir/
-├── latest                        the tag of the newest one, written last
+├── latest                        the tag of the newest save; written last
 └── global_step100/               a tag
     ├── step-100/                 weights and optimizer state, as engine.save writes them
-    └── client-100-5f0c2a91.pt    client_state, schedule and counts, without code
+    └── client-100-5f0c2a91.pt    client_state, schedule and counts, readable without running code
 
-The client file has another name in every save. The step names it, and is written after it. So
-wherever a save is cut off, a complete step has the client file that it was saved with.
+The client file has a new name in every save. The step folder names it, and is written after it. So
+a complete step folder always has its own client file, even if a later save was killed.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ def save(
     """See DeepSpeedEngine.save_checkpoint."""
     world, inner = engine.world, engine._engine("save_checkpoint")
     if not folder:
-        raise BadCall(f"save_checkpoint(save_dir={folder!r}) takes the name of a folder.")
+        raise BadCall(f"save_checkpoint(save_dir={folder!r}) needs the name of a folder.")
     home = Path(folder)
     name = _tag_of(engine, tag)
     place = home / name
     client = world.broadcast_object(f"client-{inner.steps}-{secrets.token_hex(4)}.pt")
 
     def write_client() -> None:
-        data = _client_file(engine, client_state)  # in a trial too: it checks client_state
+        data = _client_file(engine, client_state)  # also in a trial, because it checks client_state
         if not world.settings.trial:
             write(place / client, data)
 
-    # Before the step, which names it: a step that is complete has its client file, wherever the
-    # save is cut off.
+    # Write it before the step folder, which names it: wherever a save is killed, a complete step
+    # folder has its client file.
     on_main(world, place, write_client, in_trial=True)
     engine._parts.schedules_file.file = client
     try:
@@ -89,35 +89,42 @@ def save(
     if path is None:
         return False
     on_main(world, place, lambda: _remove_others(place, path, client))
-    if save_latest:  # last: it must never name a tag that is not complete
+    if save_latest:  # last, so that it never names an incomplete tag
         on_main(world, home, lambda: write(home / LATEST, name.encode()))
     return True
 
 
 def _tag_of(engine: Configured, tag: str | None) -> str:
-    """Return rank 0's tag on all ranks. Raises UsageError for a path, and FailedAssertion if tags
-    differ and checkpoint.tag_validation is Fail."""
+    """Return rank 0's tag on all ranks.
+
+    Raises UsageError for a path, and FailedAssertion if tags differ and checkpoint.tag_validation
+    is Fail.
+    """
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     first = engine.world.broadcast_object(name)
     if not first or first in (".", "..") or os.sep in first:
-        raise UsageError(f"save_checkpoint(tag={first!r}): a tag is the name of a folder.")
+        raise UsageError(
+            f"save_checkpoint(tag={first!r}): a tag must be the name of a folder, not a path."
+        )
     if engine.world.any(first != name) and engine._job.tag_validation != "ignore":
         words = f"save_checkpoint has the tag {first!r} on rank 0 and another one elsewhere"
         if engine._job.tag_validation == "fail":
-            raise FailedAssertion(f"{words} (here: {name!r}): give all workers the same.")
+            raise FailedAssertion(f"{words} (here: {name!r}): pass the same tag on all workers.")
         engine.world.say_once(f"{words}: all workers save under the tag of rank 0.")
     return first
 
 
 def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
-    """Return the content of the client file. Raises UsageError for a client_state that could not be
-    read without running code."""
+    """Return the content of the client file.
+
+    Raises UsageError if client_state could not be read without running code.
+    """
     schedule = engine.lr_scheduler
     known = hasattr(schedule, "state_dict")
     if schedule is not None and not known:
         engine.world.say_once(
             f"the schedule, a {type(schedule).__name__}, has no state_dict(): it is not saved, and "
-            "begins again when this checkpoint is loaded."
+            "starts from its beginning when this checkpoint is loaded."
         )
     content = {
         "client_state": client_state,
@@ -132,15 +139,14 @@ def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
-            "save_checkpoint(client_state=...) takes numbers, words, tensors, and dicts and lists "
-            f"of them, which are read without running code: {first}."
+            "save_checkpoint(client_state=...) may have only numbers, strings, tensors, and dicts "
+            f"and lists of them, because it must be readable without running code: {first}."
         ) from None
     return buffer.getvalue()
 
 
 def _remove_others(place: Path, kept: Path, client: str) -> None:
-    """Remove the files of earlier saves under the same tag. If that fails, the next save tries
-    again."""
+    """Remove the files of earlier saves under the same tag. The next save retries failures."""
     for path in place.glob("step-*"):
         if path.name != kept.name and (path / DOCUMENT).is_file():
             shutil.rmtree(path, ignore_errors=True)
@@ -159,7 +165,7 @@ def load(
     if world.is_main:
         try:
             found = _found(Path(folder), tag)
-        except CheckpointError as error:  # raised below: the other ranks wait for the answer
+        except CheckpointError as error:  # raised below, because the other ranks wait for a result
             found = error
         except (OSError, ValueError) as error:
             found = CheckpointError(f"{folder} cannot be read: {error}.")
@@ -170,7 +176,7 @@ def load(
     if isinstance(found, CheckpointError):
         raise found
     place, path, data = found
-    # The client file is read and checked before anything changes: a load fails as a whole.
+    # Read and check the client file before anything changes, so that a failed load changes nothing.
     beside = _of_deepspeed(engine, place) if data is None else _content(place, data)
     schedule = beside["lr_scheduler"] if wanted.scheduler else None
     if schedule is not None and engine.lr_scheduler is not None:
@@ -185,28 +191,30 @@ def load(
 
 
 def _check_schedule(schedule: Any, state: Any, kind: str | None, place: Path) -> None:
-    """Raise CheckpointMismatch for the state of a schedule of another `kind`, and for a schedule
-    without load_state_dict. A save of DeepSpeed names no kind: its entries tell."""
+    """Raise CheckpointMismatch if `schedule` cannot load `state`.
+
+    It cannot if it has no load_state_dict, or if the state is of another `kind`.
+    """
+    # A save of DeepSpeed itself does not name the kind. Then compare the names of the entries.
     name = type(schedule).__name__
     advice = "leave its state out: load_checkpoint(load_lr_scheduler_states=False)."
     if not hasattr(schedule, "state_dict") or not hasattr(schedule, "load_state_dict"):
         raise CheckpointMismatch(
-            f"{place} has the state of a schedule, and the {name} here has no state_dict() and "
-            f"load_state_dict(): write them, or {advice}"
+            f"{place} has the state of a schedule, but {name} in this script has no state_dict() "
+            f"and load_state_dict(). Write them, or {advice}"
         )
     if kind is not None and kind != name:
         raise CheckpointMismatch(
-            f"{place} has the schedule {kind}, and here is {name}: make the one that was saved, or "
-            f"{advice}"
+            f"{place} has the schedule {kind}, but this script has {name}. Make the one that was "
+            f"saved, or {advice}"
         )
     here, there = schedule.state_dict(), state if isinstance(state, dict) else {}
     # Versions of torch add and drop private entries.
     known = {entry for entry in here if not entry.startswith("_")}
     if kind is None and not known <= there.keys():
         raise CheckpointMismatch(
-            f"{place} has a schedule of another kind than {name}: its state is "
-            f"{_listed(there)}, and here {_listed(here)}. Make the schedule that was saved, or "
-            f"{advice}"
+            f"{place} has a schedule of another kind than {name}: its state has {_listed(there)}, "
+            f"but this one has {_listed(here)}. Make the schedule that was saved, or {advice}"
         )
 
 
@@ -219,13 +227,13 @@ def _content(place: Path, data: bytes) -> dict[str, Any]:
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types for a damaged file
-        raise BrokenCheckpoint(
-            f"{place} has a client-*.pt that is damaged: load another tag."
-        ) from error
+        raise BrokenCheckpoint(f"{place} has a damaged client-*.pt: load another tag.") from error
     if isinstance(content, dict):
-        content.setdefault("schedule", None)  # earlier saves do not name its kind
+        content.setdefault("schedule", None)  # saves of earlier versions do not name the kind
     if not isinstance(content, dict) or content.keys() != _CONTENT:
-        raise BrokenCheckpoint(f"{place} has a client-*.pt of something else: load another tag.")
+        raise BrokenCheckpoint(
+            f"{place} has a client-*.pt that save_checkpoint has not written: load another tag."
+        )
     return content
 
 
@@ -233,10 +241,11 @@ _CONTENT = {"client_state", "lr_scheduler", "schedule", "counts"}
 
 
 def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
-    """Return what a save of DeepSpeed has in addition to its tensors, in the form of `_content`.
-    An error on one rank is raised on all. Collective.
+    """Return the client_state, schedule and counts of a save of DeepSpeed, as `_content` does.
+
+    If one rank fails, all raise its error. Collective.
     """
-    # Every rank reads for itself: objects in its client_state become records of their attributes,
+    # Every rank reads the file: objects in its client_state become records of their attributes,
     # which cannot be sent.
     found: dict[str, Any] = {}
     fault: CheckpointError | None = None
@@ -251,7 +260,7 @@ def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
         }
     except CheckpointError as error:
         fault = error
-    except Exception as error:  # a file of another library may raise anything
+    except Exception as error:  # reading a file of another library may raise anything
         fault = CheckpointError(f"{place} cannot be read: {type(error).__name__}: {error}.")
     for each in engine.world.gather(fault):
         if each is not None:
@@ -264,7 +273,8 @@ def _found(
 ) -> tuple[Path, Path, bytes | None] | CheckpointError | None:
     """Return the folder of the tag, the checkpoint in it, and the bytes of its client file.
 
-    None without a tag and a latest one; an error if nothing can be loaded."""
+    Returns None without a tag and a latest one, and an error if nothing can be loaded.
+    """
     if tag is None:
         if not (folder / LATEST).is_file():
             return None
@@ -275,26 +285,26 @@ def _found(
     saves = complete(place)
     if not saves and (place / DOCUMENT).is_file():
         return CheckpointError(
-            f"{place} is a checkpoint of engine.save, which keeps no counts, schedule or "
-            "client_state for load_checkpoint: give the folder and the tag that save_checkpoint "
-            "was given."
+            f"{place} is a checkpoint of engine.save, which has no counts, schedule or "
+            "client_state for load_checkpoint. Pass the folder and the tag that were passed to "
+            "save_checkpoint."
         )
     if not saves and (cut := sorted(place.glob("step-*"))):
         return BrokenCheckpoint(
-            f"{cut[-1]} lacks {DOCUMENT}: its save was cut off, or the file is lost. Load another "
+            f"{cut[-1]} lacks {DOCUMENT}: its save was killed, or the file is lost. Load another "
             "tag."
         )
     if not saves:
-        return place, place, None  # DeepSpeed's own files, or an error of engine.load
+        return place, place, None  # DeepSpeed's own files; otherwise engine.load fails
     path = saves[-1].path
     name = document.load(path)["tracked"].get(BESIDE, {}).get("file")
-    earlier = f"client-{path.name.removeprefix('step-')}.pt"  # before steps named their file
+    earlier = f"client-{path.name.removeprefix('step-')}.pt"  # the name in earlier versions
     if name is None and (place / earlier).is_file():
         name = earlier
     if name is None:
         return CheckpointError(
-            f"{path} is a checkpoint of engine.save, which keeps no counts, schedule or "
-            "client_state for load_checkpoint: load it by engine.load."
+            f"{path} is a checkpoint of engine.save, which has no counts, schedule or "
+            "client_state for load_checkpoint: load it with engine.load."
         )
     beside = place / Path(name).name
     if not beside.is_file():
@@ -303,7 +313,7 @@ def _found(
 
 
 def save_weights(world: sw.World, state: dict[str, Any], folder: Path, name: str) -> bool:
-    """Write `state`, weights by name on the main worker, as one file. Collective."""
+    """Write the weights in `state`, which the main rank has, to one file. Collective."""
 
     def save() -> None:
         buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""deepspeed.comm: torch's collectives between the workers of a run, under DeepSpeed's names."""
+"""deepspeed.comm: torch's collectives between the workers, under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the run, whatever launched it. The launcher decides on the transport and the ranks, so
-    DeepSpeed's arguments are not used. Collective."""
+    """Join the run, which any launcher may have started. Collective.
+
+    The arguments are ignored, because the launcher decides on the transport and the ranks.
+    """
     del dist_backend, auto_mpi_discovery, distributed_port, verbose, timeout, init_method
     del dist_init_required, config, rank, world_size
     join_run({})
 
 
 def join_run(settings: Mapping[str, Any]) -> sw.World:
-    """Return the world of this process, which has a group of torch's: scripts call its
-    collectives, and read the ranks from the environment, in one process too. Collective."""
-    if "LOCAL_SIZE" in os.environ:  # how DeepSpeed's launcher calls it
+    """Join the run, make sure that torch has a process group, and return the world. Collective."""
+    if "LOCAL_SIZE" in os.environ:  # the name in DeepSpeed's launcher
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
     world = join(settings, "shardwise.deepspeed", in_parts=True)
-    if world.size == 1 and not dist.is_initialized():  # Shardwise itself needs no group then
+    # Shardwise itself needs no group for one process. But scripts call torch's collectives, and
+    # read the ranks from the environment.
+    if world.size == 1 and not dist.is_initialized():
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
         exit_handlers.register(lambda: dist.is_initialized() and dist.destroy_process_group())
@@ -52,7 +55,7 @@ def join_run(settings: Mapping[str, Any]) -> sw.World:
 
 
 def get_rank(group: Any = None) -> int:
-    """Return this worker's number, in `group` if given."""
+    """Return this worker's rank, in `group` if given."""
     return dist.get_rank(group)
 
 
@@ -62,12 +65,12 @@ def get_world_size(group: Any = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Return this worker's number on its host."""
+    """Return this worker's rank on its host."""
     return sw.world().local_rank
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Return the number in the run of the worker that is `group_rank` in `group`."""
+    """Return the rank in the run of the worker with rank `group_rank` in `group`."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
@@ -77,12 +80,12 @@ def get_world_group() -> Any:
 
 
 def new_group(ranks: list[int]) -> Any:
-    """Return a group of the workers with these numbers. Collective over all."""
+    """Return a group of these ranks. Collective over all workers."""
     return dist.new_group(ranks)
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Leave `group`. The group of all ranks is left when the process ends."""
+    """Leave `group`. The process leaves the group of all ranks when it ends."""
     if group is not None:
         dist.destroy_process_group(group)
 
@@ -94,12 +97,12 @@ def barrier(group: Any = None, async_op: bool = False, **options: Any) -> Any:
 
 
 def inference_all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> Any:
-    """Reduce as all_reduce does."""
+    """Reduce like all_reduce."""
     return dist.all_reduce(tensor, op, group)
 
 
 _OWN = ("prof", "log_name", "debug")
-"""Arguments that DeepSpeed adds to torch's, for its own log."""
+"""Arguments for DeepSpeed's log, which torch's functions do not have."""
 
 
 def _plain(name: str) -> Callable[..., Any]:

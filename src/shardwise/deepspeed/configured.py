@@ -27,7 +27,7 @@ class Counts:
 
 @dataclass(kw_only=True)
 class EngineParts:
-    """What an engine of DeepSpeed is made from: None and empty without an optimizer."""
+    """The parts of a DeepSpeedEngine. They are None or empty if there is no optimizer."""
 
     engine: sw.Engine | None = None
     optimizer: Any = None
@@ -37,7 +37,7 @@ class EngineParts:
 
 
 class Configured(nn.Module):
-    """Returns sizes, precision, stage, rates and ranks to scripts."""
+    """Sizes, precision, stage, learning rates and ranks, under the names that scripts read."""
 
     optimizer: Any
 
@@ -54,27 +54,27 @@ class Configured(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where this worker computes."""
+        """The device of this worker."""
         return self.world.device
 
     @property
     def local_rank(self) -> int:
-        """This worker's number on its host."""
+        """The rank of this worker on its host."""
         return self.world.local_rank
 
     @property
     def global_rank(self) -> int:
-        """This worker's number."""
+        """The rank of this worker."""
         return self.world.rank
 
     @property
     def world_size(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return self.world.size
 
     @property
     def dp_world_size(self) -> int:
-        """How many ranks have different batches."""
+        """The number of data-parallel replicas."""
         return self.world.data_size
 
     @property
@@ -84,60 +84,63 @@ class Configured(nn.Module):
 
     @property
     def global_steps(self) -> int:
-        """Updates made or skipped."""
+        """Number of updates, including skipped ones."""
         return self._counts.global_steps
 
     @property
     def global_samples(self) -> int:
-        """Samples trained on, over all ranks."""
+        """Number of samples that all ranks have trained on."""
         return self._counts.global_samples
 
     @property
     def micro_steps(self) -> int:
-        """Calls of `step`."""
+        """Number of calls of `step`."""
         return self._counts.micro_steps
 
     @property
     def skipped_steps(self) -> int:
-        """Updates that were skipped for an overflow."""
+        """Number of updates that were skipped because of an overflow."""
         return self._counts.skipped_steps
 
     def train_batch_size(self) -> int:
-        """Return the samples of an update, over all ranks."""
+        """Return the number of samples per update, over all ranks."""
         return self._batches.total
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of one backward on one rank."""
+        """Return the number of samples per backward on one rank."""
         return self._batches.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the backwards of an update."""
+        """Return the number of backwards per update."""
         return self._batches.steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the three sizes: of an update, of a backward, and backwards of an update."""
+        """Return the samples per update, the samples per backward, and the backwards per update."""
         return self._batches.total, self._batches.micro, self._batches.steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Let an update have `train_batch_size` samples, by other accumulation steps. Raises
-        UsageError where it is no multiple of what all workers take in one backward."""
+        """Set the number of samples per update, by changing the accumulation steps.
+
+        Raises:
+            UsageError: If it is no multiple of the samples of one backward on all workers.
+        """
         at_once = self._batches.micro * self.world.data_size
         if train_batch_size % at_once or train_batch_size < at_once:
             raise UsageError(
-                f"set_train_batch_size({train_batch_size}) takes a multiple of {at_once}: "
+                f"set_train_batch_size({train_batch_size}) needs a multiple of {at_once}: "
                 f"{self._batches.micro} samples x {self.world.data_size} workers."
             )
         steps = train_batch_size // at_once
         self._batches = Batches(total=train_batch_size, micro=self._batches.micro, steps=steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of a backward, and so those of an update."""
+        """Set the number of samples per backward. The number per update changes with it."""
         steps = self._batches.steps
         total = micro_batch_size * steps * self.world.data_size
         self._batches = Batches(total=total, micro=micro_batch_size, steps=steps)
 
     def gradient_clipping(self) -> float:
-        """Return the norm that gradients are clipped to, 0 for none."""
+        """Return the norm to which gradients are clipped, 0 if they are not clipped."""
         return self._job.clipping
 
     def steps_per_print(self) -> int | None:
@@ -149,7 +152,7 @@ class Configured(nn.Module):
         return self._job.precision if engine is None else engine.settings.precision
 
     def fp16_enabled(self) -> bool:
-        """Return whether it computes in fp16."""
+        """Return whether forwards compute in fp16."""
         return self._precision() == "fp16-mixed"
 
     def bfloat16_enabled(self) -> bool:
@@ -165,11 +168,11 @@ class Configured(nn.Module):
         return self._job.manages_accumulation
 
     def dataloader_drop_last(self) -> bool:
-        """Return whether the last short batch of `training_data` is left out."""
+        """Return whether the last short batch of `training_data` is dropped."""
         return self._job.drop_last
 
     def get_data_parallel_rank(self) -> int:
-        """Return the replica that this worker is of, from 0."""
+        """Return the number of this worker's replica, from 0."""
         return self.world.data_rank
 
     def zero_optimization_stage(self) -> int:
@@ -206,7 +209,7 @@ class Configured(nn.Module):
         return True
 
     def autotp_size(self) -> int:
-        """Return how many workers of a replica a layer is split over."""
+        """Return the number of workers over which a layer is split."""
         return self.world.tensor_size
 
     def wall_clock_breakdown(self) -> bool:
@@ -222,7 +225,7 @@ class Configured(nn.Module):
         return False
 
     def loss_scale(self) -> float:
-        """Return the present loss scale, 1 without one."""
+        """Return the present loss scale, 1 if losses are not scaled."""
         return 1.0 if self._parts.engine is None else self._parts.engine.loss_scale
 
     def dynamic_loss_scale(self) -> bool:
@@ -230,28 +233,28 @@ class Configured(nn.Module):
         return self.fp16_enabled() and not self._job.scaling.static
 
     def optimizer_name(self) -> str | None:
-        """Return the optimizer of the JSON, in small letters."""
+        """Return the name of the JSON's optimizer in lower case, or None."""
         return None if self._job.optimizer is None else self._job.optimizer.name.lower()
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """Return the keywords of the optimizer in the JSON."""
+        """Return the keywords of the JSON's optimizer, or None."""
         return None if self._job.optimizer is None else dict(self._job.optimizer.params)
 
     def scheduler_name(self) -> str | None:
-        """Return the schedule of the JSON."""
+        """Return the name of the JSON's schedule, or None."""
         return None if self._job.schedule is None else self._job.schedule.name
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """Return the keywords of the schedule in the JSON."""
+        """Return the keywords of the JSON's schedule, or None."""
         return None if self._job.schedule is None else dict(self._job.schedule.params)
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """An empty set: no gradients are sent as sparse tensors."""
+        """An empty set, because no gradients are sent as sparse tensors."""
         return set()
 
     def empty_partition_cache(self) -> None:
-        """Do nothing: gathered parameters are freed right after use."""
+        """Do nothing: the engine frees gathered parameters right after their use."""
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group."""
@@ -259,6 +262,7 @@ class Configured(nn.Module):
 
     def get_mom(self) -> list[Any]:
         """Return the momentum, or the betas, of each group."""
+        # As in DeepSpeed, which asks by the name in the JSON and not by the groups' entries.
         return self._of_groups("momentum" if self.optimizer_name() in _BY_MOMENTUM else "betas")
 
     def get_type(self) -> list[Any]:
@@ -268,8 +272,8 @@ class Configured(nn.Module):
     def _engine(self, call: str) -> sw.Engine:
         if self._parts.engine is None:
             raise UsageError(
-                f"engine.{call}() without an optimizer, or after destroy(): give initialize an "
-                "optimizer, or name one in the JSON."
+                f"engine.{call}() was called without an optimizer, or after destroy(). Pass "
+                "initialize an optimizer, or name one in the JSON."
             )
         return self._parts.engine
 

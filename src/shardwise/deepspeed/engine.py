@@ -1,4 +1,4 @@
-"""DeepSpeedEngine: DeepSpeed's object for training, over an engine of Shardwise."""
+"""DeepSpeedEngine, DeepSpeed's object for training, over an engine of Shardwise."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from shardwise.errors import UsageError
 
 
 class OutputTypes:
-    """Remembers the dtypes that a module computed its outputs in. The engine widens them to fp32,
-    but scripts for DeepSpeed compute losses in the module's own dtypes."""
+    """Restores the dtypes in which a module computed its outputs."""
+
+    # Shardwise's engine widens outputs to fp32, but scripts for DeepSpeed compute losses in the
+    # module's own dtypes.
 
     def __init__(self, module: nn.Module, *, restores: bool) -> None:
         self._restores = restores
@@ -36,11 +38,11 @@ class OutputTypes:
             leaves = pytree.tree_leaves(output)
             self._dtypes = [each.dtype if isinstance(each, Tensor) else None for each in leaves]
 
-        # Runs before the hook that widens, which the engine registers later.
+        # It runs before the hook that widens, because the engine registers that one later.
         self._handle = module.register_forward_hook(note)
 
     def restored(self, output: Any) -> Any:
-        """Return `output` in the dtypes that it was computed in."""
+        """Return `output` in the dtypes in which the module computed it."""
         if not self._restores:
             return output
         leaves, shape = pytree.tree_flatten(output)
@@ -66,12 +68,12 @@ class ZeroParamStatus(Enum):
 
 
 _parameter_ids = count()
-"""Counts the parameters of all engines in this process, because scripts use `ds_id` as a key."""
+"""Counts the parameters of all engines in this process: scripts use `ds_id` as a key."""
 
 
 def mark_sharded(parameters: Iterable[Tensor]) -> None:
-    """Give `parameters` the attributes of DeepSpeed's stage 3. By `ds_id` and `ds_status` scripts
-    know that a parameter must be gathered before its values are copied."""
+    """Give `parameters` the attributes that they have in DeepSpeed's stage 3."""
+    # Scripts check `ds_id` and `ds_status` to decide whether to gather a parameter before reading.
     for parameter in parameters:
         parameter.__dict__.update(
             ds_id=next(_parameter_ids),
@@ -103,11 +105,17 @@ def marked_whole(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 class DeepSpeedEngine(Configured):
-    """Calls its `module`, and trains it as DeepSpeed's engine does: a loss is divided by the
-    accumulation steps, gradients are averaged over the workers, and schedules step inside `step`.
+    """A module with its training, as in DeepSpeed. `deepspeed.initialize` makes it.
 
-    `deepspeed.initialize` makes it. Attributes of the module are its attributes too. `module` is
-    the user's own object; `optimizer` is torch's, whose `param_groups` schedules may edit.
+    A loss is divided by the accumulation steps, gradients are averaged over the workers, and
+    schedules step inside `step`. Attributes of the module are also attributes of the engine.
+
+    Attributes:
+        module: The user's own module.
+        optimizer: The torch optimizer, whose `param_groups` may be edited.
+        lr_scheduler: The schedule, or None.
+        training_dataloader: The loader of `training_data`, or None.
+        losses: The mean loss of the last update.
     """
 
     def __init__(
@@ -134,11 +142,12 @@ class DeepSpeedEngine(Configured):
         self._grad_norm: float | None = None
         self.losses: float | None = None
         self.monitor = MonitorMaster(job, is_main=world.is_main)
-        # Once: walking all parameters at every backward would take longer than a small model's.
+        # Computed once: to walk all parameters at every backward would cost more time than the
+        # backward of a small model.
         self._trained_ids = frozenset(map(id, module.parameters()))
-        if not _made:  # Tensor.backward is replaced once, for all engines
+        if not _all_engines:  # Tensor.backward is replaced once, for all engines
             manual_backward.lead_backwards(_backwards)
-        _made[:] = [each for each in _made if each() is not None] + [ref(self)]
+        _all_engines[:] = [each for each in _all_engines if each() is not None] + [ref(self)]
         if parts.engine is not None and parts.engine.placement.is_sharded("parameters"):
             mark_sharded(module.parameters())
 
@@ -150,27 +159,40 @@ class DeepSpeedEngine(Configured):
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             raise AttributeError(
-                f"Shardwise's DeepSpeedEngine has no attribute {name!r}, nor has its module."
+                f"Neither Shardwise's DeepSpeedEngine nor its module has an attribute {name!r}."
             ) from None
 
     # -- forward and backward ---------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the module's outputs, in the dtypes that it computed them in."""
+        """Return the module's outputs, in the dtypes in which it computed them."""
         return self._outputs.restored(self.module(*inputs, **kwargs))
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Add the gradient of the scalar `loss`, divided by the accumulation steps. Returns the
-        divided loss. Collective if gradients are sharded. Raises UsageError without an
-        optimizer."""
+        """Add the gradient of a loss, divided by the accumulation steps, to the gradients.
+
+        Collective if gradients are sharded.
+
+        Args:
+            loss: A scalar: the mean over this rank's micro-batch.
+            retain_graph: As in torch.
+            scale_wrt_gas: Whether to divide the loss by the accumulation steps.
+
+        Returns:
+            The divided loss, without its graph.
+
+        Raises:
+            UsageError: If the engine has no optimizer.
+        """
         engine = self._engine("backward")
         self._unmanaged_backwards += 1
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        # Only the last backward of an update starts communication, unless the script decides when
-        # to step: then `step` communicates.
+        # Only the last backward of an update starts communication, which overlaps with the rest of
+        # that backward. If the script decides when to step, no backward is known to be the last:
+        # then `step` communicates.
         last = self._job.manages_accumulation and self.is_gradient_accumulation_boundary()
         engine.backward(
             loss,
@@ -182,10 +204,13 @@ class DeepSpeedEngine(Configured):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients inside the block, in every stage. Raises UsageError if
-        nested."""
+        """Only accumulate gradients inside the block, without communication, in every stage.
+
+        Raises:
+            UsageError: If blocks are nested.
+        """
         if self._inside_no_sync:
-            raise UsageError("no_sync() inside no_sync(): leave the inner block out.")
+            raise UsageError("no_sync() was entered inside no_sync(): leave the inner block out.")
         self._inside_no_sync = True
         try:
             yield
@@ -193,8 +218,16 @@ class DeepSpeedEngine(Configured):
             self._inside_no_sync = False
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return a scalar of the value of `loss` whose backward(), once, does what
-        `engine.backward(loss)` does. Raises UsageError without an optimizer."""
+        """Return a scalar equal to a loss, whose backward() does what `engine.backward(loss)` does.
+
+        Call its backward() once.
+
+        Args:
+            loss: A scalar.
+
+        Raises:
+            UsageError: If the engine has no optimizer.
+        """
         self._engine("scale")
         return manual_backward.as_loss(loss, self.backward)
 
@@ -207,22 +240,34 @@ class DeepSpeedEngine(Configured):
         return (self._counts.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next `step` updates. Raises UsageError if every step does."""
+        """Set whether the next `step` updates.
+
+        Raises:
+            UsageError: With managed_gradient_accumulation=false, where every step updates.
+        """
         if not self._job.manages_accumulation:
             raise UsageError(
-                "set_gradient_accumulation_boundary with managed_gradient_accumulation=false, "
-                "where every step() updates: leave it out."
+                "set_gradient_accumulation_boundary has no effect with "
+                "managed_gradient_accumulation=false, because every step() updates: leave it out."
             )
         self._boundary = is_boundary
 
     # -- step -------------------------------------------------------------------------------
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Update in the last micro-batch of a step, and step the schedule with `lr_kwargs` unless
-        the update was skipped. Collective. Raises UsageError inside `no_sync`."""
+        """Update the parameters, if this is the last micro-batch of a step. Collective.
+
+        Unless the update is skipped, it also steps the schedule.
+
+        Args:
+            lr_kwargs: Keywords of the schedule's `step`.
+
+        Raises:
+            UsageError: If called inside `no_sync`, or the engine has no optimizer.
+        """
         engine = self._engine("step")
         if self._inside_no_sync:
-            raise UsageError("engine.step() inside no_sync(): call it after the block.")
+            raise UsageError("engine.step() was called inside no_sync(): call it after the block.")
         self._step_applied = False
         if not self._job.manages_accumulation or self.is_gradient_accumulation_boundary():
             stats = engine.step(self._job.clipping or None)
@@ -232,7 +277,7 @@ class DeepSpeedEngine(Configured):
         self._counts.micro_steps += 1
 
     def _follow(self, lr_kwargs: dict[str, Any]) -> None:
-        """Step the schedule, count and report after an update, or a skipped one."""
+        """Step the schedule, count and report, after an update or a skipped update."""
         counts = self._counts
         if not self._step_applied:
             counts.skipped_steps += 1
@@ -266,8 +311,10 @@ class DeepSpeedEngine(Configured):
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the gradient's 2-norm in the last update, before clipping; None before the
-        first."""
+        """Return the 2-norm of the gradient in the last update, before clipping.
+
+        None before the first update.
+        """
         return self._grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -288,9 +335,18 @@ class DeepSpeedEngine(Configured):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """Return a loader of this rank's share of `dataset`, in batches of `batch_size` (default:
-        the micro-batch), shuffled for the `route` "train". Raises UsageError if it is no
-        dataset."""
+        """Return a loader of this rank's share of a dataset.
+
+        Args:
+            dataset: A map-style or an iterable dataset.
+            batch_size: Samples per batch on this rank (default: the micro-batch).
+            route: "train" shuffles; any other word does not.
+            pin_memory, data_sampler, collate_fn: As in torch's DataLoader.
+            num_local_io_workers: Number of DataLoader workers (default: 0 on a CPU, else 2).
+
+        Raises:
+            UsageError: If `dataset` is no dataset.
+        """
         return DeepSpeedDataLoader(
             dataset,
             self._batches.micro if batch_size is None else batch_size,
@@ -304,8 +360,14 @@ class DeepSpeedEngine(Configured):
         )
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the module's whole state_dict. If the model is in parts, only the main rank gets
-        it, and the others an empty one. Collective."""
+        """Return the module's whole state_dict. Collective.
+
+        If parameters are sharded or split, only the main rank gets it, and the others get an empty
+        dict.
+
+        Args:
+            exclude_frozen_parameters: Leave out parameters that are not trained.
+        """
         engine = self._parts.engine
         in_parts = engine is not None and (
             engine.placement.is_sharded("parameters") or not self.world.mesh.is_flat
@@ -319,20 +381,31 @@ class DeepSpeedEngine(Configured):
         return {name: value for name, value in found.items() if name not in drop}
 
     def _zero3_consolidated_16bit_state_dict(self) -> dict[str, Any] | None:
-        """Return `module_state_dict` on the main rank, None on others: scripts save it.
-        Collective."""
+        """Return `module_state_dict` on the main rank, and None on others. Collective."""
+        # Private in DeepSpeed too, but scripts call it to save the weights.
         state = self.module_state_dict()
         return state if self.world.is_main else None
 
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
-        """Return the state_dict that the optimizer would have in one process, whole on every
-        worker; where states are sharded `optimizer.state_dict()` cannot give it. Collective."""
+        """Return the state_dict that an optimizer would have in one process. Collective.
+
+        Every worker gets the whole state. `optimizer.state_dict()` does not have it if states are
+        sharded.
+
+        Args:
+            optimizer: One of the engine's optimizers; may be left out if there is one.
+        """
         return self._engine("optimizer_state_dict").optimizer_state_dict(optimizer)
 
     def load_optimizer_state_dict(
         self, state: dict[str, Any] | None, optimizer: optim.Optimizer | None = None
     ) -> None:
-        """Load the whole `state` of a plain optimizer, from the main rank. Collective."""
+        """Load the whole state of a plain optimizer. Collective.
+
+        Args:
+            state: A state_dict on the main rank; ignored on others.
+            optimizer: One of the engine's optimizers; may be left out if there is one.
+        """
         self._engine("load_optimizer_state_dict").load_optimizer_state_dict(state, optimizer)
 
     def save_16bit_model(
@@ -341,8 +414,18 @@ class DeepSpeedEngine(Configured):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the weights of the module as one file of torch, in the dtype that they are trained
-        in. Collective."""
+        """Write the module's weights to one file with torch.save. Collective.
+
+        The weights have the dtype in which they are trained.
+
+        Args:
+            save_dir: A folder, which is created.
+            save_filename: Name of the file in it.
+            exclude_frozen_parameters: Leave out parameters that are not trained.
+
+        Returns:
+            True.
+        """
         state = self.module_state_dict(exclude_frozen_parameters)
         return checkpoints.save_weights(self.world, state, Path(save_dir), save_filename)
 
@@ -356,9 +439,24 @@ class DeepSpeedEngine(Configured):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save all into `save_dir`/`tag` (default: global_step and its number), which any placement
-        and number of workers loads. Collective. Raises UsageError between micro-batches of a step,
-        and for a `client_state` that only a pickle can hold."""
+        """Save weights, optimizer, schedule, counts and `client_state`. Collective.
+
+        Any placement and world size can load the checkpoint.
+
+        Args:
+            save_dir: A folder, which is created.
+            tag: Name of the checkpoint in it (default: global_step and its number).
+            client_state: Numbers, strings, tensors, and dicts and lists of them.
+            save_latest: Whether `load_checkpoint` without a tag loads this one.
+            exclude_frozen_parameters: Ignored: frozen parameters are saved too.
+
+        Returns:
+            Whether it was saved. False if the disk is full.
+
+        Raises:
+            UsageError: If called between micro-batches of a step, or if `client_state` could not be
+                read without running code.
+        """
         if exclude_frozen_parameters:
             self.world.say_once("save_checkpoint saves frozen parameters too.")
         return checkpoints.save(self, save_dir, tag, client_state or {}, save_latest=save_latest)
@@ -373,10 +471,29 @@ class DeepSpeedEngine(Configured):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a save of `save_checkpoint`, or of DeepSpeed itself, from `load_dir`. Returns its
-        path and the client_state, or None and None if nothing is saved there. Collective."""
+        """Load a checkpoint of `save_checkpoint`, or of DeepSpeed itself. Collective.
+
+        Args:
+            load_dir: The folder that was passed to `save_checkpoint`.
+            tag: Name of the checkpoint in it (default: the latest).
+            load_module_strict: Whether all names of parameters must match.
+            load_optimizer_states: Whether to load the optimizer's state.
+            load_lr_scheduler_states: Whether to load the schedule's state.
+            load_module_only: Load the weights only.
+            custom_load_fn: Refused.
+
+        Returns:
+            The path of the checkpoint and its client_state, or None and None if `load_dir` has no
+            latest one.
+
+        Raises:
+            CheckpointError: If the checkpoint is damaged or does not fit.
+        """
         if custom_load_fn is not None:
-            raise UsageError("load_checkpoint(custom_load_fn=...): load into the model before.")
+            raise UsageError(
+                "load_checkpoint(custom_load_fn=...) is not supported: load into the model before "
+                "deepspeed.initialize."
+            )
         wanted = checkpoints.Wanted(
             strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only,
@@ -395,22 +512,22 @@ class DeepSpeedEngine(Configured):
         self._outputs.remove()
 
 
-_made: list[ref[DeepSpeedEngine]] = []
-"""The engines of this process, oldest first. Weak, because a script that drops an engine ends
-it."""
+_all_engines: list[ref[DeepSpeedEngine]] = []
+"""The engines of this process, oldest first. Weak references, so that an engine ends when the
+script drops it."""
 
 
 def _backwards() -> Iterator[tuple[frozenset[int], Callable[..., Tensor]]]:
     """Yield the parameter ids and the backward of each engine that trains."""
-    for each in _made:
+    for each in _all_engines:
         engine = each()
         if engine is not None and engine._parts.engine is not None:
             yield engine._trained_ids, engine.backward
 
 
 def engine_of(parameter: Tensor) -> DeepSpeedEngine | None:
-    """Return the engine that trains `parameter`, None without one."""
-    for each in reversed(_made):
+    """Return the engine that trains `parameter`, None if there is none."""
+    for each in reversed(_all_engines):
         engine = each()
         if engine is None or engine._parts.engine is None:
             continue

@@ -1,4 +1,4 @@
-"""deepspeed.initialize: a model, an optimizer and a JSON become an engine."""
+"""deepspeed.initialize, which makes an engine for a model, an optimizer and a JSON."""
 
 from __future__ import annotations
 
@@ -45,30 +45,53 @@ def initialize(
     mesh_param: Any = None,
     config_params: Json | None = None,
 ) -> tuple[DeepSpeedEngine, Any, DeepSpeedDataLoader | None, Any]:
-    """Return an engine over `model`, its optimizer, the loader of `training_data`, and the
-    schedule.
+    """Make an engine for a model. Collective.
 
-    Flags of the command win over the JSON. Collective.
+    Flags of the command override the JSON. docs/from_deepspeed.md lists the differences from
+    DeepSpeed.
 
     Args:
-        config: the JSON, as a file or a dict (default: `args.deepspeed_config`, or the file of
-            `shardwise run --deepspeed`)
-        optimizer: an optimizer, or a function that makes one from the parameters (default: the
-            JSON's)
-        lr_scheduler: a schedule, or a function that makes one from the optimizer (default: the
-            JSON's)
-        model_parameters: the parameters to train (default: all)
+        args: Arguments of the script, which may have `deepspeed_config` and `local_rank`.
+        model: A module, or a PipelineModule.
+        optimizer: An optimizer, or a function that makes one from the parameters (default: the
+            optimizer of the JSON).
+        model_parameters: The parameters to train (default: all).
+        training_data: A dataset for `engine.training_dataloader`.
+        lr_scheduler: A schedule, or a function that makes one from the optimizer (default: the
+            schedule of the JSON).
+        collate_fn: As in torch's DataLoader, for `training_data`.
+        config: The JSON, as a path or a dict (default: `args.deepspeed_config`, or the file of
+            `shardwise run --deepspeed`).
+        config_params: The older name of `config`.
+        distributed_port, dist_init_required: Ignored, because the launcher decides.
+        mpu, mesh_param: Refused, because Shardwise itself makes groups of ranks.
+
+    Returns:
+        The engine, its optimizer, the loader of `training_data`, and the schedule. The last three
+        are None if there is none.
 
     Raises:
-        ConfigError: for a JSON that this engine cannot follow
-        UsageError: for a plain model over several pipeline stages
+        ConfigError: For a JSON that this engine cannot follow.
+        UsageError: For a plain model over several pipeline stages.
+
+    Example:
+        ```python
+        import shardwise.deepspeed as deepspeed
+
+        engine, optimizer, _, _ = deepspeed.initialize(model=model, config="ds.json")
+        for x, y in loader:
+            loss = loss_fn(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+        ```
     """
-    del distributed_port, dist_init_required  # the run is joined by its launcher's variables
+    del distributed_port, dist_init_required  # the launcher's variables describe the run
     model = _checked(model)
     if mesh_param is not None or not isinstance(mpu, PipelineParallelGrid | None):
         raise UsageError(
-            "deepspeed.initialize(mpu=..., mesh_param=...): groups of ranks are Shardwise's to "
-            "make. Leave them out, and write tensor_parallel.autotp_size into the JSON."
+            "deepspeed.initialize(mpu=..., mesh_param=...) is not supported, because Shardwise "
+            "makes the groups of ranks. Leave them out, and write tensor_parallel.autotp_size in "
+            "the JSON."
         )
     job = parse(_json_of(args, config if config is not None else config_params))
     world = join_run({})
@@ -84,63 +107,67 @@ def initialize(
 
 
 def _checked(model: Any) -> nn.Module:
-    """Return `model`. Raises FailedAssertion if it is no module, UsageError for DeepSpeed's own."""
+    """Return `model`. Raises FailedAssertion if it is no module, and UsageError if it is a
+    PipelineModule of DeepSpeed itself."""
     if not isinstance(model, nn.Module):
         raise FailedAssertion(
-            f"deepspeed.initialize(model=...) takes a torch.nn.Module, not {model!r}."
+            f"deepspeed.initialize(model=...) needs a torch.nn.Module, not {model!r}."
         )
     is_theirs = any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__)
     if is_theirs and not isinstance(model, PipelineModule):
         raise UsageError(
-            "deepspeed.initialize(model=...) has a PipelineModule of another library: make it by "
+            "deepspeed.initialize(model=...) has a PipelineModule of another library. Make it with "
             "shardwise.deepspeed.pipe.PipelineModule, or start with --adopt deepspeed."
         )
     return model
 
 
 def _divide(world: sw.World, job: DeepSpeedJob, model: Any) -> None:
-    """Divide replicas as the JSON says. Raises UsageError for a plain model over several stages,
-    ConfigError if the number of replicas is not the JSON's."""
+    """Divide replicas over ranks as the JSON says.
+
+    Raises UsageError for a plain model over several stages, and ConfigError if the number of
+    replicas differs from the JSON's.
+    """
     if (size := job.settings.get("tensor", 1)) > 1:
         divide(world, f"{job.document.name}: tensor_parallel.autotp_size", tensor=size)
     if world.pipeline_size > 1 and not isinstance(model, PipelineModule):
         raise UsageError(
-            f"deepspeed.initialize with --pipeline {world.pipeline_size} takes a PipelineModule, "
-            f"not a {type(model).__name__}: give its layers to one, or leave the flag out."
+            f"deepspeed.initialize with --pipeline {world.pipeline_size} needs a PipelineModule, "
+            f"not a {type(model).__name__}. Pass its layers to one, or leave the flag out."
         )
     if (replicas := job.document.get(key := "data_parallel_size", 0)) not in (0, world.data_size):
         raise ConfigError(
-            f"{job.document.name}: {key} is {replicas}, and this run has {world.data_size} "
-            "replica(s): leave it out, or start another number of workers."
+            f"{job.document.name} has {key} {replicas}, but this run has {world.data_size} "
+            "replica(s). Leave it out, or start another number of workers."
         )
 
 
 def _json_of(args: Any, config: Json | None) -> Json:
-    """Return the one JSON that is given. Raises UsageError for none, and for two."""
+    """Return the JSON. Raises UsageError if there is none, or more than one."""
     names = ("deepspeed_config", "deepscale_config")
     given = [config, *(getattr(args, name, None) for name in names)]
     found: list[Json] = [each for each in given if each is not None]
     if len(found) > 1:
         raise UsageError(
-            "deepspeed.initialize has a config and args.deepspeed_config: give one of them."
+            "deepspeed.initialize has both config and args.deepspeed_config: pass one of them."
         )
     if not found and (of_run := json_of_deepspeed(os.environ)) is not None:
         found.append(of_run)
     if not found:
         raise UsageError(
-            "deepspeed.initialize has no JSON: give config=, or --deepspeed_config in args, or "
+            "deepspeed.initialize has no JSON. Pass config=, or --deepspeed_config in args, or "
             "start with shardwise run --deepspeed FILE."
         )
     return found[0]
 
 
 def _say(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print once which keys of the JSON are ignored, and the values of "auto"."""
+    """Print the ignored keys of the JSON and the values of "auto", once."""
     say_lines(world, job)
     if job.precision == "fp16-mixed" and job.document.get("fp16.enabled"):
         world.say_once(
-            f"{job.document.name}: fp16 computes in autocast here, and weights stay fp32; "
-            "DeepSpeed casts them."
+            f"{job.document.name}: with fp16, forwards run in autocast and weights stay fp32. "
+            "DeepSpeed casts the weights."
         )
 
 
@@ -173,19 +200,21 @@ def _build(
             name = job.document.name
             parts.scheduler = optimizers.schedule_of_json(job.schedule, parts.optimizer, name)
     elif job.stage > 0:
-        world.say_once("a model without an optimizer is not sharded: each worker has all of it.")
+        world.say_once(
+            "a model without an optimizer is not sharded: each worker has the whole model."
+        )
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     return kind(model, job, batches, world, parts, outputs, collate_fn)
 
 
 def _place(model: nn.Module, world: sw.World, precision: str) -> None:
-    """Move `model` to this rank's device, and round its weights under bf16."""
+    """Move `model` to this rank's device. With bf16, round its weights."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # the engine gives meta tensors memory on the device
     model.to(world.device)
     if precision != "bf16":
         return
-    # As in DeepSpeed, the fp32 masters begin with the rounded weights of the first forward.
+    # As in DeepSpeed, the first values of the fp32 masters are the rounded weights.
     for module in model.modules():
         if not isinstance(module, nn.modules.batchnorm._NormBase):
             for parameter in module.parameters(recurse=False):
@@ -196,7 +225,7 @@ def _place(model: nn.Module, world: sw.World, precision: str) -> None:
 def _optimizers(
     job: DeepSpeedJob, model: nn.Module, optimizer: Any, parameters: list[Any]
 ) -> list[optim.Optimizer]:
-    """Return the script's optimizer, or the JSON's; an empty list if neither has one."""
+    """Return the script's optimizer or the JSON's, or an empty list if neither has one."""
     if optimizer is None:
         if job.optimizer is None:
             return []
@@ -206,9 +235,10 @@ def _optimizers(
     for each in made:
         if not isinstance(each, optim.Optimizer):
             raise UsageError(
-                "deepspeed.initialize(optimizer=...) takes an optimizer of torch, or a function "
-                f"that makes one, not {type(each).__name__}."
+                "deepspeed.initialize(optimizer=...) needs a torch optimizer, or a function that "
+                f"returns one, not {type(each).__name__}."
             )
+        # Scripts make groups with and without weight decay, and one of them may be empty.
         each.param_groups[:] = [group for group in each.param_groups if group["params"]]
     return made
 
@@ -217,6 +247,7 @@ def _scaler(job: DeepSpeedJob, world: sw.World) -> GradScaler:
     scaling = job.scaling
     scale = scaling.static or float(2**scaling.power)
     scaler = GradScaler(world.device.type, init_scale=scale, growth_interval=scaling.window)
+    # GradScaler has no static scale: factors of 1 keep it constant.
     if scaling.static:
         scaler.set_growth_factor(1.0)
         scaler.set_backoff_factor(1.0)
@@ -224,7 +255,14 @@ def _scaler(job: DeepSpeedJob, world: sw.World) -> GradScaler:
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add --deepspeed and --deepspeed_config to `parser`, and their old names; return it."""
+    """Add the flags --deepspeed and --deepspeed_config, and their old names, to a parser.
+
+    Args:
+        parser: The parser of the script.
+
+    Returns:
+        The same parser.
+    """
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     for name in ("deepspeed", "deepscale"):
         group.add_argument(f"--{name}", action="store_true", help="train with DeepSpeed's engine")

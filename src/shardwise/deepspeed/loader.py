@@ -1,4 +1,4 @@
-"""The loader of `training_data`, and one that begins again when it has ended."""
+"""The loader of `training_data`, and a loader that repeats another one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import shardwise as sw
 from shardwise.errors import UsageError
 
 _BESIDE_AN_ACCELERATOR = 2
-"""Processes that read data if an accelerator computes, so that the CPU is idle."""
+"""Default number of DataLoader workers if an accelerator computes and the CPU is idle."""
 
 
 class DeepSpeedDataLoader:
-    """Gives this worker its share of `dataset` in batches of `batch_size`, as torch's
-    DistributedSampler cuts it: shuffled by one seed, the same order in every epoch."""
+    """A loader of this worker's share of a dataset, in batches of `batch_size`.
+
+    torch's DistributedSampler makes the shares. As in DeepSpeed, the shuffled order is the same in
+    every epoch.
+    """
 
     def __init__(
         self,
@@ -34,7 +37,7 @@ class DeepSpeedDataLoader:
         iterable = isinstance(dataset, IterableDataset)
         if not iterable and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise UsageError(
-                f"training_data takes a Dataset of torch, with a length or to iterate over, not "
+                f"training_data must be a torch Dataset with a length, or an IterableDataset, not "
                 f"{type(dataset).__name__}."
             )
         if sampler is None and not iterable:
@@ -69,7 +72,7 @@ class DeepSpeedDataLoader:
 
 
 class RepeatingLoader:
-    """Iterates over `loader` without end, again from its start."""
+    """Iterates over `loader` without end: at its end it starts again."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

@@ -1,7 +1,7 @@
-"""Makes `loss.backward()` and `engine.scale(loss).backward()` do what `engine.backward(loss)` does.
+"""`loss.backward()` and `engine.scale(loss).backward()` with the effect of `engine.backward(loss)`.
 
-DeepSpeed takes all three. torch gives no hook that sees the loss of a backward before it runs, and
-the engine must weigh the loss first: so the method of tensors is replaced.
+DeepSpeed supports all three. The engine must weight the loss before its backward runs, but torch
+has no hook for that moment. So this module replaces `Tensor.backward`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from shardwise.bridging.trained_models import graph_nodes
 
 Backward = Callable[[Tensor], Tensor]
 BackwardOf = Callable[..., Any]
-"""A backward that takes `retain_graph` too."""
+"""A backward with the keyword `retain_graph`."""
 
 Engine = tuple[frozenset[int], BackwardOf]
-"""The identities of an engine's parameters, and its backward."""
+"""The ids of an engine's parameters, and its backward."""
 
 
 def as_loss(loss: Tensor, backward: Backward) -> Tensor:
-    """Return a scalar of the value of `loss` outside of its graph. Its backward calls `backward`
-    with `loss` times the incoming gradient, which is 1 unless the script computes further."""
+    """Return a scalar equal to `loss` in a new graph, whose backward calls `backward`.
+
+    `backward` gets `loss` times the incoming gradient, which is 1 unless the script computes
+    further with the scalar.
+    """
     begin = torch.zeros((), device=loss.device, requires_grad=True)
-    # In a tuple, because autograd would also run the graph of a plain tensor argument.
+    # In a tuple, to hide the loss from autograd, which would also run its graph.
     found: Tensor = _Loss.apply(begin, (loss, backward))  # type: ignore[no-untyped-call]
     return found
 
@@ -35,7 +38,7 @@ def as_loss(loss: Tensor, backward: Backward) -> Tensor:
 def lead_backwards(trained: Callable[[], Iterable[Engine]]) -> None:
     """Make `loss.backward()` call the engines that train a parameter in the graph of `loss`.
 
-    `trained` returns the engines that train now. Other losses keep torch's backward.
+    `trained` returns the present engines. Other losses keep torch's backward.
     """
     stock = Tensor.backward
 
@@ -62,7 +65,7 @@ def _reached(loss: Tensor, trained: Sequence[Engine]) -> list[BackwardOf]:
     """Return the backwards of the engines with a parameter in the graph of `loss`."""
     left, found = list(trained), []
     for node in graph_nodes(loss):
-        if not left:  # usually after a few nodes, of the last layer
+        if not left:  # usually after a few nodes, in the last layer
             break
         if hasattr(node, "variable"):
             reached = [each for each in left if id(node.variable) in each[0]]
@@ -74,7 +77,7 @@ def _reached(loss: Tensor, trained: Sequence[Engine]) -> list[BackwardOf]:
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, begin: Tensor, given: tuple[Tensor, Backward]) -> Tensor:
-        del begin  # autograd calls backward only if an input requires a gradient
+        del begin  # only there because autograd calls backward if an input requires a gradient
         ctx.loss, ctx.backward_of_engine = given
         return given[0].detach().clone()
 

@@ -1,4 +1,4 @@
-"""Gives `import deepspeed` and its submodules ours, without the package: `--adopt deepspeed`."""
+"""`import deepspeed` and its submodules, without that package: `--adopt deepspeed`."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ MODULES = {
     "ops.adam.cpu_adam": "ops.adam",
     "ops.adam.fused_adam": "ops.adam",
 }
-"""Maps a module of DeepSpeed to our module with its public names."""
+"""The module of this package that has the public names of each module of DeepSpeed."""
 
 
 class _Missing(MetaPathFinder):
-    """Reports that a submodule does not exist here."""
+    """Raises the error for a submodule of DeepSpeed that Shardwise lacks."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -59,7 +59,7 @@ class _Missing(MetaPathFinder):
         if name.partition(".")[0] != NAME:
             return None
         raise ModuleNotFoundError(
-            f"Shardwise has no {name}: docs/from_deepspeed.md lists what it has of DeepSpeed.",
+            f"Shardwise has no {name}: docs/from_deepspeed.md lists the modules that it has.",
             name=name,
         )
 
@@ -74,7 +74,7 @@ class _Part(ModuleType):
 
 
 def adopt() -> None:
-    """Make `import deepspeed` and its submodules import ours in this process."""
+    """Make `import deepspeed` and its submodules import Shardwise's modules in this process."""
     for name in [n for n in sys.modules if n.partition(".")[0] == NAME]:
         del sys.modules[name]
     sys.modules[NAME] = import_module(_OURS)

@@ -1,7 +1,7 @@
-"""deepspeed.moe: the names that scripts with optional mixtures of experts import.
+"""deepspeed.moe: names that scripts with an optional mixture of experts import.
 
-There are no layers of experts here: making one raises UsageError, and functions that look for
-experts find none.
+DeepSpeed's layers of experts are not supported: to make one raises UsageError, and the functions
+that look for experts find none.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ __all__ = [
 
 
 class MoE:
-    """Raises UsageError: DeepSpeed's layer of experts is not here."""
+    """Raises UsageError, because DeepSpeed's layer of experts is not supported."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         raise UsageError(
-            "deepspeed.moe.layer.MoE is not here: build the experts as modules of the model, as "
-            "transformers' Mixtral does. Each worker then has all of them; --zero 3 shards them."
+            "deepspeed.moe.layer.MoE is not supported. Build the experts as modules of the model, "
+            "as transformers' Mixtral does. Each worker then has all of them, and --zero 3 shards "
+            "them."
         )
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Return False: no parameter belongs to an expert of a MoE layer."""
+    """Return False, because no parameter belongs to a MoE layer."""
     del param
     return False
 
 
 def has_moe_layers(m: Any) -> tuple[bool, int]:
-    """Return False and 0: a model has no MoE layers, and no experts."""
+    """Return False and 0, because a model has no MoE layers and no experts."""
     del m
     return False, 0
 

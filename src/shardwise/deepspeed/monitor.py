@@ -1,4 +1,4 @@
-"""Writes the values of a training for TensorBoard, or as comma-separated values."""
+"""Values of a training for TensorBoard, or in CSV files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ Event = tuple[str, float, int]
 
 
 class MonitorMaster:
-    """Writes events to the JSON's targets, on the main rank. Raises ConfigError if TensorBoard is
-    asked for and not installed."""
+    """Writes events to the targets in the JSON, on the main rank.
+
+    Raises ConfigError if the JSON enables TensorBoard and it is not installed.
+    """
 
     def __init__(self, job: DeepSpeedJob, *, is_main: bool) -> None:
         self.enabled = job.tensorboard is not None or job.csv is not None
@@ -27,7 +29,7 @@ class MonitorMaster:
             self._writers.append(_CsvWriter(job.csv))
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write `events`; ranks other than the main one write nothing."""
+        """Write events. Does nothing on other ranks than the main one."""
         for writer in self._writers:
             for name, value, samples in events:
                 writer.add_scalar(name, value, samples)
@@ -51,7 +53,7 @@ def _tensorboard(monitor: Monitor) -> Any:
 
 
 class _CsvWriter:
-    """A file for each name: Train_Samples_lr.csv, with samples and values."""
+    """Writes a CSV file for each name, such as Train_Samples_lr.csv, with samples and values."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._folder = Path(monitor.folder) / monitor.job
@@ -68,7 +70,7 @@ class _CsvWriter:
             writer.writerow([samples, value])
 
     def flush(self) -> None:
-        """Do nothing: each value is written at once."""
+        """Do nothing, because `add_scalar` writes each value at once."""
 
     def close(self) -> None:
-        """Do nothing: no file stays open."""
+        """Do nothing, because no file stays open."""

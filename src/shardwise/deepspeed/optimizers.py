@@ -1,4 +1,4 @@
-"""Optimizers by the names that DeepSpeed has for them, as torch's own."""
+"""Torch optimizers for the names that a DeepSpeed JSON has for them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ Parameters = Sequence[Any]
 def of_json(
     named: Named, parameters: Parameters, models: Sequence[nn.Module], name: str
 ) -> list[optim.Optimizer]:
-    """Return the optimizers of the JSON called `name` over `parameters`. Muon becomes two, because
-    AdamW trains what is not a matrix. Raises ConfigError for unknown names and keywords."""
+    """Return the optimizers of the JSON called `name` over `parameters`.
+
+    Muon becomes two optimizers, because AdamW trains the parameters that are no matrices. Raises
+    ConfigError for unknown names and keywords.
+    """
     try:
         if named.name == "Muon":
             return _muon(named.params, parameters, models)
@@ -36,14 +39,13 @@ def of_json(
 def one_of_json(
     job: DeepSpeedJob, parameters: Parameters, models: Sequence[nn.Module]
 ) -> optim.Optimizer:
-    """Return the optimizer of the JSON over `parameters`. Raises ConfigError for Muon, which is two
-    optimizers here."""
+    """Return the one optimizer of the JSON over `parameters`. Raises ConfigError for Muon."""
     assert job.optimizer is not None
     found = of_json(job.optimizer, parameters, models, job.document.name)
     if len(found) > 1:
         raise ConfigError(
-            f"{job.document.name}: {job.optimizer.name} is two optimizers here, and this library "
-            "steps one: take AdamW, or make them in the script."
+            f"{job.document.name}: {job.optimizer.name} needs two optimizers, but this library "
+            "steps only one. Write AdamW, or make the optimizers in the script."
         )
     return found[0]
 
@@ -58,7 +60,10 @@ def _adam_of(named: Named, parameters: Parameters) -> optim.Optimizer:
         return kind(parameters, **params)
     states = params.pop("fp32_optimizer_states", True)
     if states is False:
-        raise ValueError("fp32_optimizer_states=false: optimizer state is fp32; leave it out")
+        raise ValueError(
+            "fp32_optimizer_states=false is not supported, because optimizer state is fp32; leave "
+            "it out"
+        )
     _check_keywords(FusedAdam, params)
     return FusedAdam(parameters, adam_w_mode=decoupled, **params)
 
@@ -67,30 +72,32 @@ def _of_torch(named: Named, parameters: Parameters, name: str) -> optim.Optimize
     kind = getattr(optim, named.name, None)
     if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)):
         raise ConfigError(
-            f"{name}: there is no optimizer {named.name!r}: take Adam, AdamW, Adagrad, Muon or one "
-            "of torch.optim, or give an optimizer of your own to initialize."
+            f"{name}: there is no optimizer {named.name!r}. Write Adam, AdamW, Adagrad, Muon or "
+            "another one of torch.optim, or pass your own optimizer to initialize."
         )
     _check_keywords(kind, named.params)
     return kind(parameters, **named.params)
 
 
 def _check_keywords(kind: Any, params: Mapping[str, Any]) -> None:
-    """Raise ValueError for a keyword that `kind` does not take."""
+    """Raise ValueError for a keyword that `kind` does not have."""
     _, *known = inspect.signature(kind).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in known):
         return
     takes = [each.name for each in known]
     if unknown := [name for name in params if name not in takes]:
-        raise ValueError(f"it takes {', '.join(takes)}, not {unknown[0]}")
+        raise ValueError(f"it has no {unknown[0]}; its keywords are {', '.join(takes)}")
 
 
 def schedule_of_json(named: Named, optimizer: Any, name: str) -> Any:
-    """Return the schedule of the JSON called `name`, DeepSpeed's or torch's. Raises ConfigError for
-    unknown names and keywords."""
+    """Return the schedule of the JSON called `name`: one of DeepSpeed's or of torch's.
+
+    Raises ConfigError for unknown names and keywords.
+    """
     kind: Any = schedules.BY_NAME.get(named.name) or getattr(optim.lr_scheduler, named.name, None)
     if not isinstance(kind, type):
         raise ConfigError(
-            f"{name}: there is no schedule {named.name!r}: take one of "
+            f"{name}: there is no schedule {named.name!r}. Write one of "
             f"{', '.join(schedules.BY_NAME)}, or one of torch.optim.lr_scheduler."
         )
     try:
@@ -110,13 +117,15 @@ def _muon(
     kind = getattr(optim, "Muon", None)
     if kind is None:
         raise ConfigError(
-            f"torch {torch.__version__} has no Muon: take a newer torch, or another optimizer."
+            f"torch {torch.__version__} has no Muon: install a newer torch, or write another "
+            "optimizer."
         )
     given = dict(params)
     if given.pop("adam_w_mode", True) is False or given.pop("per_head_muon", False):
-        raise ValueError("adam_w_mode=false and per_head_muon are not there: leave them out")
+        raise ValueError("adam_w_mode=false and per_head_muon are not supported: leave them out")
     if unknown := sorted(set(given) - _MUON_TAKES):
-        raise ValueError(f"it takes {', '.join(sorted(_MUON_TAKES))}, not {unknown[0]}")
+        keywords = ", ".join(sorted(_MUON_TAKES))
+        raise ValueError(f"it has no {unknown[0]}; its keywords are {keywords}")
     shared = {key: given[key] for key in ("lr", "weight_decay") if key in given}
     by_muon = {"lr": 0.02, "weight_decay": 0.0} | shared
     by_adam: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
@@ -164,7 +173,10 @@ def _matrices(model: nn.Module) -> Iterable[nn.Parameter]:
         if parameter.ndim >= 2 and not any(w in name.lower() for w in ("embed", "lm_head")):
             if parameter.ndim > 2:
                 shape = tuple(parameter.shape)
-                raise ConfigError(f"torch's Muon takes matrices, and {name} is {shape}.")
+                raise ConfigError(
+                    f"torch's Muon trains matrices only, but {name} has shape {shape}: write "
+                    "another optimizer."
+                )
             yield parameter
 
 
@@ -177,7 +189,7 @@ class ManyOptimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers, not copies."""
+        """The groups of all optimizers themselves, not copies."""
         return [group for each in self.optimizers for group in each.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

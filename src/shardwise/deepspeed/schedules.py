@@ -20,10 +20,13 @@ Values = float | Sequence[float]
 
 
 class Schedule:
-    """Sets the learning rate of each group of `optimizer`; `step` is called after each update.
+    """Sets the learning rate of each parameter group. Call `step` after each update.
 
-    `last_batch_iteration` counts the steps, from -1. The constructor sets the rates of the first
-    update.
+    The constructor sets the rates of the first update.
+
+    Args:
+        optimizer: The optimizer whose groups it sets.
+        last_batch_iteration: The number of the last step, -1 before the first.
     """
 
     def __init__(self, optimizer: optim.Optimizer, last_batch_iteration: int = -1) -> None:
@@ -32,11 +35,11 @@ class Schedule:
         self._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
 
     def get_lr(self) -> list[float]:
-        """Return the rates of the groups after so many steps."""
+        """Return the rates of the groups at the present step."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """Return the rates that were set last."""
+        """Return the last rates that were set."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -52,7 +55,7 @@ class Schedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after as many steps as `state` counts."""
+        """Continue from the step in `state`."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
     def _set(self, rates: Sequence[float]) -> None:
@@ -64,18 +67,34 @@ class Schedule:
                 group["lr"] = rate
 
     def _each(self, value: Values, name: str) -> list[float]:
-        """`value` for each group. Raises BadSchedule for a list of another length."""
+        """Return a value for each group. Raises BadSchedule for a list of another length."""
         count = len(self.optimizer.param_groups)
         if not isinstance(value, list | tuple):
             return [value] * count  # type: ignore[list-item]
         if len(value) != count:
-            raise BadSchedule(f"{name} has {len(value)} values, and the optimizer {count} groups.")
+            raise BadSchedule(
+                f"{name} has {len(value)} values, but the optimizer has {count} groups: pass one "
+                "number, or one per group."
+            )
         return list(value)
 
 
 class WarmupLR(Schedule):
-    """From `warmup_min_lr` to `warmup_max_lr` (default: the optimizer's rate) in
-    `warmup_num_steps`, logarithmically or linearly; then constant."""
+    """A warmup, and then a constant rate.
+
+    Args:
+        optimizer: The optimizer whose groups it sets.
+        warmup_min_lr: The first rate.
+        warmup_max_lr: The rate after the warmup (default: the optimizer's rate).
+        warmup_num_steps: Steps of the warmup.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: The number of the last step, -1 before the first.
+
+    Example:
+        ```python
+        schedule = WarmupLR(optimizer, warmup_max_lr=0.001, warmup_num_steps=100)
+        ```
+    """
 
     def __init__(
         self,
@@ -99,7 +118,7 @@ class WarmupLR(Schedule):
             self._set(self.get_lr())
 
     def get_lr(self) -> list[float]:
-        """Return the rates of the groups after so many steps."""
+        """Return the rates of the groups at the present step."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         done, steps = self.last_batch_iteration, self.warmup_num_steps
@@ -110,11 +129,12 @@ class WarmupLR(Schedule):
         ]
 
     def _after_warmup(self) -> float:
+        """Return the height of the rate between its minimum (0) and its maximum (1)."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """As WarmupLR, and then linearly to 0 at `total_num_steps`."""
+    """A warmup as in WarmupLR, and then a linear decay to 0 at step `total_num_steps`."""
 
     def __init__(
         self,
@@ -142,8 +162,17 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """Each group's own rate times a ratio: from `warmup_min_ratio` to 1 in `warmup_num_steps`, then
-    by a half cosine to `cos_min_ratio` at `total_num_steps`."""
+    """A warmup, and then a decay along a half cosine. It multiplies each group's own rate.
+
+    Args:
+        optimizer: The optimizer whose groups it sets.
+        total_num_steps: The step at which the decay ends.
+        warmup_min_ratio: The first factor.
+        warmup_num_steps: Steps until the factor is 1.
+        cos_min_ratio: The factor at the end.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: The number of the last step, -1 before the first.
+    """
 
     def __init__(
         self,
@@ -165,12 +194,12 @@ class WarmupCosineLR(Schedule):
             self._set(self.get_lr())
 
     def get_lr(self) -> list[float]:
-        """Return the rates of the groups after so many steps."""
+        """Return the rates of the groups at the present step."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """Return the factor of each group's own rate."""
+        """Return the factor of each group's own rate at the present step."""
         done = self.last_batch_iteration
         if done < 0:
             return 0.0
@@ -184,8 +213,16 @@ class WarmupCosineLR(Schedule):
 
 
 class LRRangeTest(Schedule):
-    """Rates that grow without end from `lr_range_test_min_lr`, by `lr_range_test_step_rate` of it
-    in each `lr_range_test_step_size` steps: to find the largest that trains."""
+    """Rates that grow without end, to find the largest rate with which a model trains.
+
+    Args:
+        optimizer: The optimizer whose groups it sets.
+        lr_range_test_min_lr: The first rate.
+        lr_range_test_step_size: Steps of an interval.
+        lr_range_test_step_rate: Growth per interval, in multiples of the first rate.
+        lr_range_test_staircase: Keep the rate constant within an interval.
+        last_batch_iteration: The number of the last step, -1 before the first.
+    """
 
     def __init__(
         self,
@@ -199,7 +236,7 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
         if not isinstance(lr_range_test_step_size, int) or lr_range_test_step_size <= 0:
             raise BadSchedule(
-                "lr_range_test_step_size takes a whole number of 1 or more, not "
+                "lr_range_test_step_size must be a whole number of 1 or more, not "
                 f"{lr_range_test_step_size!r}."
             )
         self.min_lr = self._each(lr_range_test_min_lr, "lr_range_test_min_lr")
@@ -209,7 +246,7 @@ class LRRangeTest(Schedule):
             self._set(self.min_lr)
 
     def get_lr(self) -> list[float]:
-        """Return the rates of the groups after so many steps."""
+        """Return the rates of the groups at the present step."""
         intervals = (self.last_batch_iteration + 1) / self.step_size
         if self.staircase:
             intervals = math.floor(intervals)
@@ -217,10 +254,23 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """Rates up from `cycle_min_lr` to `cycle_max_lr` and down again, and then a decay; the first
-    beta goes the other way where `cycle_momentum` says so and the optimizer has betas.
+    """One cycle of rates, up and down again, and then a decay.
 
-    A stair count above 0 keeps rates constant in so many stairs of a half.
+    With `cycle_momentum`, and if the optimizer has betas, the first beta cycles in the opposite
+    direction.
+
+    Args:
+        optimizer: The optimizer whose groups it sets.
+        cycle_min_lr, cycle_max_lr: The rates at the ends and at the peak of the cycle.
+        decay_lr_rate: Decay of the rate after the cycle, per `decay_step_size` steps.
+        cycle_first_step_size, cycle_second_step_size: Steps up and down (default: the same).
+        cycle_first_stair_count, cycle_second_stair_count: Number of stairs with a constant rate, 0
+            for a continuous slope.
+        decay_step_size: Steps of the decay, 0 for no decay.
+        cycle_momentum: Whether to cycle the first beta.
+        cycle_min_mom, cycle_max_mom: The first beta at the peak and at the ends of the cycle.
+        decay_mom_rate: Growth of the first beta after the cycle, per `decay_step_size` steps.
+        last_batch_iteration: The number of the last step, -1 before the first.
     """
 
     def __init__(
@@ -244,7 +294,7 @@ class OneCycle(Schedule):
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
             raise BadSchedule(
-                "OneCycle takes a cycle_first_step_size above 0 and a cycle_second_step_size of 0 "
+                "OneCycle needs a cycle_first_step_size above 0 and a cycle_second_step_size of 0 "
                 f"or more, not {cycle_first_step_size} and {second}."
             )
         self._halves = float(cycle_first_step_size), float(second)
@@ -266,12 +316,12 @@ class OneCycle(Schedule):
 
     @property
     def total_size(self) -> float:
-        """Steps of the whole cycle."""
+        """Number of steps of the whole cycle."""
         return sum(self._halves)
 
     @property
     def step_ratio(self) -> float:
-        """The share of the first half in the cycle's steps."""
+        """The fraction of the cycle's steps that are in its first half."""
         return self._halves[0] / self.total_size
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -281,7 +331,7 @@ class OneCycle(Schedule):
             self._set_momentum([beta for beta, _ in moments])
 
     def get_lr(self) -> list[float]:
-        """Return the rates of the groups after so many steps."""
+        """Return the rates of the groups at the present step."""
         if self.last_batch_iteration < self.total_size:
             height = self._height()
             return [
@@ -292,7 +342,7 @@ class OneCycle(Schedule):
         return [rate / factor for rate in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of the groups after so many steps, None if they are not cycled."""
+        """Return the betas of the groups at the present step, None if they are not cycled."""
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < self.total_size:
@@ -307,7 +357,7 @@ class OneCycle(Schedule):
         return [(first, _SECOND_BETA) for first in firsts]
 
     def _decays(self) -> float:
-        """Return how many times the decay has acted since the end of the cycle."""
+        """Return the number of decay steps since the end of the cycle, with fractions."""
         if not self._decay_step_size:
             return 0.0
         return (self.last_batch_iteration - self.total_size + 1) / self._decay_step_size
@@ -332,20 +382,20 @@ _SECOND_BETA = 0.99
 
 
 def _warmed_up(done: int, steps: int, kind: str) -> float:
-    """Return the share of a warmup of `steps` after `done` of them, from 0 to 1."""
+    """Return the progress of a warmup, from 0 to 1, after `done` of its `steps`."""
     return math.log(done + 1) / math.log(steps) if kind == "log" else done / steps
 
 
 def _warmup_steps(count: Any) -> int:
     if not isinstance(count, int) or count <= 0:
-        raise BadSchedule(f"warmup_num_steps takes a whole number of 1 or more, not {count!r}.")
-    return max(2, count)  # log(1) is 0, and would be a divisor
+        raise BadSchedule(f"warmup_num_steps must be a whole number of 1 or more, not {count!r}.")
+    return max(2, count)  # at 1, `_warmed_up` would divide by log(1) = 0
 
 
 def _warmup_type(kind: str) -> str:
     if kind in ("log", "linear"):
         return kind
-    warnings.warn(f"warmup_type is log or linear, not {kind!r}: taken as log.", stacklevel=4)
+    warnings.warn(f"warmup_type must be log or linear, not {kind!r}: log is used.", stacklevel=4)
     return "log"
 
 
@@ -354,4 +404,4 @@ BY_NAME = {
 }
 
 VALID_LR_SCHEDULES = list(BY_NAME)
-"""The names, which scripts import."""
+"""The names of the schedules. Scripts import this list."""

@@ -1,5 +1,4 @@
-"""deepspeed.utils and deepspeed.runtime.utils: whole fp32 parameters, gradients and optimizer
-state; a log; seeds; a line on memory."""
+"""deepspeed.utils and deepspeed.runtime.utils: whole tensors, a log, seeds, memory usage."""
 
 from __future__ import annotations
 
@@ -39,21 +38,31 @@ logger = logging.getLogger("shardwise.deepspeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` on these ranks (default, and for -1: all)."""
+    """Log a message on some ranks.
+
+    Args:
+        message: The text.
+        ranks: The ranks that log it (default, and for -1: all).
+        level: A level of Python's logging.
+    """
     rank = sw.world().rank
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %s] %s", rank, message)
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `func` unchanged: --timeline shows where time goes."""
+    """Return `func` unchanged, because `--timeline` records times instead."""
     return func
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """Return a whole copy of `param` in fp32, None if no engine trains it. Collective.
+    """Return a whole copy of a parameter in fp32. Collective.
 
-    Raises UsageError under 16-bit weights, whose fp32 masters are in checkpoints.
+    Returns:
+        A tensor with the shape of the whole parameter, or None if no engine trains it.
+
+    Raises:
+        UsageError: With bf16 weights. Their fp32 masters are in checkpoints.
     """
     engine = engine_of(param)
     if engine is None:
@@ -64,8 +73,11 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Write rank 0's `value` to the whole `param`. Collective. Raises as
-    safe_get_full_fp32_param does."""
+    """Set a whole parameter to rank 0's `value`. Collective.
+
+    Raises:
+        UsageError: With bf16 weights.
+    """
     engine = engine_of(param)
     if engine is not None:
         inner = _without_masters(engine, "safe_set_full_fp32_param")
@@ -76,15 +88,21 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 def _without_masters(engine: DeepSpeedEngine, call: str) -> sw.Engine:
     if engine.bfloat16_enabled():
         raise UsageError(
-            f"{call} under bf16: the fp32 masters are in the optimizer's state, which "
-            "save_checkpoint has. deepspeed.zero.GatheredParameters shows the bf16 weights."
+            f"{call} is not supported with bf16, because the fp32 masters are in the optimizer's "
+            "state. Read them from a save_checkpoint, or the bf16 weights inside "
+            "deepspeed.zero.GatheredParameters."
         )
     return engine._engine(call)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """Return a copy of the whole gradient of `param`, averaged over the ranks, between the last
-    backward and the step; None without a gradient. Collective."""
+    """Return a copy of the whole gradient of a parameter, averaged over the ranks. Collective.
+
+    Call it between the last backward and the step.
+
+    Returns:
+        A tensor with the shape of the whole parameter, or None if it has no gradient.
+    """
     engine = engine_of(param)
     if engine is None:
         return None
@@ -93,8 +111,10 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Replace the whole gradient of `param` by rank 0's `value`, when `safe_get_full_grad` could
-    read it. Collective."""
+    """Set the whole gradient of a parameter to rank 0's `value`. Collective.
+
+    Call it between the last backward and the step.
+    """
     engine = engine_of(param)
     if engine is not None:
         with engine._engine("safe_set_full_grad").full_gradients():
@@ -103,8 +123,17 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """Return the whole optimizer state of `param` called `optim_state_key` ("exp_avg"), None
-    without it. Gathers all of the optimizer's state. Collective."""
+    """Return the whole optimizer state of a parameter. Collective.
+
+    It gathers the whole state of the optimizer.
+
+    Args:
+        param: The parameter.
+        optim_state_key: The name of the state, such as "exp_avg".
+
+    Returns:
+        The state as a tensor, or None if there is none.
+    """
     engine = engine_of(param)
     if engine is None:
         return None
@@ -120,8 +149,10 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Sequence[Any]) -> list[Any]:
-    """Return the modules of these classes in `model`. A mixture of experts is one unit already, and
-    `--units` names others."""
+    """Return the modules of these classes in `model`, and change nothing.
+
+    A mixture of experts is already one unit, and `--units` names other units.
+    """
     return [each for each in model.modules() if type(each) in tuple(leaf_module_classes)]
 
 
@@ -133,13 +164,16 @@ def set_random_seed(seed: int) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log `message` and memory in GB on rank 0 if `force`: of tensors on the GPU, now and at most,
-    and the most resident memory of this process."""
+    """Log a message and the memory usage in GB on rank 0, if `force`.
+
+    It logs the present and the peak memory of tensors on the GPU, and the peak resident memory of
+    this process.
+    """
     if not force:
         return
     accelerator = get_accelerator()
     now, most = accelerator.memory_allocated(), accelerator.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024  # of the kernel's count
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, else in KiB
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     log_dist(
         f"{message}: allocated {now / 1e9:.2f} GB, at most {most / 1e9:.2f} GB; "

@@ -19,10 +19,20 @@ __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_p
 
 
 class Init:
-    """Builds models without memory inside the block; they get memory when their engine is made.
+    """Context manager in which models are built without memory.
 
-    Their values are the same as without the block. Of DeepSpeed's arguments only `enabled` is used;
-    a `module` that exists already does not change.
+    They get memory when their engine is made, and the same values as without the block.
+
+    Args:
+        module: Ignored. An existing module does not change.
+        enabled: Whether the block has an effect.
+        **options: Ignored.
+
+    Example:
+        ```python
+        with deepspeed.zero.Init():
+            model = LargeModel()
+        ```
     """
 
     def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **options: Any):
@@ -40,11 +50,25 @@ class Init:
 
 
 class GatheredParameters:
-    """Makes one or more `params` whole on every rank inside the block. With `modifier_rank` all
-    ranks get the values that this rank has written. Collective.
+    """Context manager that makes parameters whole on every rank. Collective.
 
-    Parameters without memory get it if their engine is not made yet. Raises UsageError for
-    parameters of several engines.
+    Parameters without memory get memory if their engine is not made yet.
+
+    Args:
+        params: One or several parameters.
+        modifier_rank: The rank whose changes all ranks get; None discards changes.
+        fwd_module: Ignored.
+        enabled: Whether the block has an effect.
+
+    Raises:
+        UsageError: For parameters of several engines.
+
+    Example:
+        ```python
+        with deepspeed.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+            if engine.global_rank == 0:
+                model.head.weight.data.zero_()
+        ```
     """
 
     def __init__(
@@ -66,12 +90,12 @@ class GatheredParameters:
         found = {id(engine): engine for engine in map(engine_of, self._parameters)}
         if len(found) > 1:
             raise UsageError(
-                "GatheredParameters with parameters of several engines, or of one and of none: "
-                "write a block for each."
+                "GatheredParameters has parameters of several engines, or some without an engine: "
+                "write a separate block for each engine."
             )
         engine = next(iter(found.values()))
         if engine is None:
-            # Built inside `Init`: give memory now, so that writes of the block are kept.
+            # Built inside `Init`: give them memory now, so that values written in the block stay.
             for parameter in self._parameters:
                 if parameter.is_meta and isinstance(parameter, nn.Parameter):
                     meta.make_real(parameter, meta.materialise(parameter))
@@ -85,7 +109,7 @@ class GatheredParameters:
         if error[0] is None and self._modifier_rank is not None and dist.is_initialized():
             with torch.no_grad():
                 for parameter in self._parameters:
-                    # By way of this rank's device: a group of GPUs sends nothing else.
+                    # Over this rank's device, because NCCL only sends tensors on GPUs.
                     value = parameter.data.to(sw.world().device)
                     dist.broadcast(value, self._modifier_rank)
                     parameter.data.copy_(value)
@@ -93,7 +117,7 @@ class GatheredParameters:
 
 
 def _smallest(model: nn.Module, parameters: list[Tensor]) -> nn.Module:
-    """Return the module with the fewest parameters that has all of these."""
+    """Return the module that has all of these parameters, and the fewest others."""
     wanted = {id(parameter) for parameter in parameters}
     holders = []
     for number, module in enumerate(model.modules()):
@@ -104,5 +128,5 @@ def _smallest(model: nn.Module, parameters: list[Tensor]) -> nn.Module:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing: a unit is found by the parameters that its forward uses."""
+    """Do nothing, because the engine detects which parameters a forward uses."""
     del module, parameter

@@ -1,4 +1,4 @@
-"""deepspeed.utils.zero_to_fp32: whole fp32 weights of a save, ours or DeepSpeed's own."""
+"""deepspeed.utils.zero_to_fp32: whole fp32 weights of a save, by Shardwise or by DeepSpeed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,20 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the weights that save_checkpoint wrote into `checkpoint_dir` under `tag` (default: the
-    latest), in fp32: masters if it has some. Needs one process. Raises CheckpointError without a
-    save, UsageError for the last two arguments."""
+    """Return the whole weights of a checkpoint in fp32. Call it in one process.
+
+    Args:
+        checkpoint_dir: The folder that was passed to save_checkpoint.
+        tag: Name of the checkpoint (default: the latest).
+        exclude_frozen_parameters, lazy_mode: Refused.
+
+    Returns:
+        Tensors on the CPU by name. They are fp32 masters, if the checkpoint has some.
+
+    Raises:
+        CheckpointError: If there is no checkpoint.
+        UsageError: If a refused argument is True.
+    """
     _refuse_words(exclude_frozen_parameters=exclude_frozen_parameters, lazy_mode=lazy_mode)
     home = Path(checkpoint_dir)
     latest = home / "latest"
@@ -66,8 +77,18 @@ def _wide(value: Tensor) -> Tensor:
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load those weights into `model`, on the CPU, and return it. As in DeepSpeed, missing and
-    additional names are no error."""
+    """Load the whole fp32 weights of a checkpoint into a model. Call it in one process.
+
+    As in DeepSpeed, missing and additional names are no error.
+
+    Args:
+        model: The model, which is moved to the CPU.
+        checkpoint_dir: The folder that was passed to save_checkpoint.
+        tag: Name of the checkpoint (default: the latest).
+
+    Returns:
+        The same model.
+    """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model.cpu().load_state_dict(state, strict=False)
     return model
@@ -81,10 +102,18 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write those weights into the folder `output_dir`, as `pytorch_model.bin` or, with
-    `safe_serialization`, `model.safetensors`.
+    """Write the whole fp32 weights of a checkpoint to one file. Call it in one process.
 
-    Raises UsageError for more than `max_shard_size`, and for excluding frozen parameters.
+    Args:
+        checkpoint_dir: The folder that was passed to save_checkpoint.
+        output_dir: A folder, which is created.
+        max_shard_size: Largest size of the file, such as "5GB", or None.
+        safe_serialization: Write `model.safetensors` instead of `pytorch_model.bin`.
+        tag: Name of the checkpoint (default: the latest).
+        exclude_frozen_parameters: Refused.
+
+    Raises:
+        UsageError: If the weights are larger than `max_shard_size`, or a refused argument is True.
     """
     _refuse_words(exclude_frozen_parameters=exclude_frozen_parameters)
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
@@ -95,13 +124,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             most = float(max_shard_size[:-2]) * _UNITS[max_shard_size[-2:].upper()]
         except (KeyError, ValueError):
             raise UsageError(
-                f"max_shard_size is a text like 5GB, not {max_shard_size!r}."
+                f"max_shard_size must be a size such as 5GB, not {max_shard_size!r}."
             ) from None
     if nbytes > most:
         raise UsageError(
-            f"The weights of {checkpoint_dir} are {nbytes / 1e9:.1f} GB, and max_shard_size is "
-            f"{max_shard_size}: one file is written here. Write max_shard_size=None, or split them "
-            "with `shardwise checkpoint export`."
+            f"The weights of {checkpoint_dir} have {nbytes / 1e9:.1f} GB, more than "
+            f"max_shard_size={max_shard_size}, and they are written to one file. Write "
+            "max_shard_size=None, or split them with `shardwise checkpoint export`."
         )
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,6 +147,6 @@ def _refuse_words(**words: bool) -> None:
     for name, value in words.items():
         if value:
             raise UsageError(
-                f"{name}=True is not followed here: all weights are read whole. Leave it out, and "
-                "choose among the weights that are returned."
+                f"{name}=True is not supported: all weights are read whole. Leave it out, and "
+                "select from the returned weights."
             )

@@ -1,4 +1,4 @@
-"""Runs backward: weights each loss, seeds autograd, and collects gradients until the next step."""
+"""Backward: weights each loss, seeds autograd, and collects gradients until the next step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardwise.world.current_batch import Batch
 
 
 class BackwardRunner:
-    """Adds up gradients until the next step; `timing` measures layers where that is asked for."""
+    """Runs backwards, and accumulates gradients until the next step. `timing` measures layers."""
 
     def __init__(
         self, state: EngineState, randoms: RandomState, timing: LayerTimes | None = None
@@ -47,7 +47,7 @@ class BackwardRunner:
         )
         self._announced = self._announced_loss = False
 
-    # -- what the engine calls --------------------------------------------------------------
+    # -- called by the engine ---------------------------------------------------------------
 
     def backward(
         self,
@@ -65,11 +65,19 @@ class BackwardRunner:
         is_said = given or divisor > 0
         batch = self._begin(weighted=is_said, anew=given and not same_items)
         in_parts = isinstance(loss, StageTensor)
-        terms = self._terms_of(loss.value if isinstance(loss, StageTensor) else loss, batch)
+        value = loss.value if isinstance(loss, StageTensor) else loss
+        if value is None:  # only the last stage of a pipeline has the graph of the loss
+            terms = UNKNOWN
+        elif batch is None:
+            terms = loss_terms.read(value, None)
+        else:
+            terms = loss_terms.read(value, max(batch.samples, 1), total=batch.total)
         if not is_said and not in_parts:
-            divisor = self._accumulation.divisor_read(terms)
+            divisor = self._accumulation.divisor_from(terms)
         if in_parts and batch is None:
-            terms = UNKNOWN  # each loss counts 1, since only the last stage knows more
+            # Every loss counts 1, because only the last stage knows the terms.
+            terms = UNKNOWN
+        # An explicit sum needs no weight, so there is nothing to compare with the graph.
         compares = given or reduction == "mean"
         weighed = weigh(batch, weight, summed=divisor > 0, terms=UNKNOWN if in_parts else terms)
         term = self._accumulation.term(
@@ -85,6 +93,7 @@ class BackwardRunner:
             part = float(factor), (), share
             loss = self._stage_by_stage(loss, part, last=last, keep_graph=retain_graph)
         else:
+            # A sum has the seed 1 anyway, so only a mean can gain from leaving its weight out.
             is_sole = last and not divisor and self._weighting.is_sole(factor, share)
             self._seed_autograd(
                 loss, factor, share, last=last, is_sole=is_sole, keep_graph=retain_graph
@@ -102,15 +111,17 @@ class BackwardRunner:
         cut: bool,
     ) -> Tensor:
         """See Engine.forward_backward."""
+        # Training begins before the first forward, as with the hook on a model's forward.
         self._world.draws.begin()
         given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
         summed = divisor > 0
         of = self._begin(weighted=given or summed, anew=given and not same_items)
-        if cut:  # collective with `--pipeline`: all stages must make as many micro-batches
+        if cut:  # collective with `--pipeline`: all stages need the same number of micro-batches
             count = runner.microbatch_count(self._spec.settings, batch, self._spec.data_group)
             micro = runner.split_batch(batch, count)
-        else:  # made by the caller; sums count no rows, so their parts need not be nests of rows
+        else:  # the caller has cut it; for sums, its parts need not have rows
             micro = [(1 if summed else runner.row_count(part), part) for part in batch]
+        # A stand-in weighs 0 in every micro-batch, whatever `weight` returns for it.
         empty = of is not None and of.samples == 0
         items = [
             0.0 if empty or not rows else float(weight(*part) if weight else rows)
@@ -125,10 +136,11 @@ class BackwardRunner:
         found: list[tuple[LossTerms, float]] = []
 
         def look_at(loss: Tensor, number: int) -> None:
+            # Called before backward, which frees the tensors that the graph has saved.
             found.append((loss_terms.read(loss, micro[number][0]), factors[number]))
 
         share = self._share(of, summed=summed)
-        # Of a mean a micro-batch is as large a part as it has rows; sums count whole.
+        # In a mean, a micro-batch has the share of its rows. A sum always counts whole.
         whole = 1 if summed else max(sum(rows for rows, _ in micro), 1)
         parts = [
             (factor, part, share * (bool(rows) if summed else rows) / whole)
@@ -140,13 +152,16 @@ class BackwardRunner:
             loss = run(loss_of, parts, last=last, look_at=look_at)
         if found:
             self._announce_loss(found[0][0], is_said=given or summed)
+        # Empty on pipeline stages without the loss.
         term = replace(term, parts=found)
         shares = sum(part[2] for part in parts)
         self._end(loss, term, divisor, shares, compares=given or not summed)
+        # `run` returns the mean of the micro-batches. For sums every factor is 1, so this is their
+        # sum.
         return loss * weighed.factor if summed else loss
 
     def abandon(self) -> None:
-        """Forget this step: a backward failed, or the user wants its gradients no more."""
+        """Discard the gradients of this step, after an error or at the user's request."""
         states = self._objects.states
         if self._pipeline is not None:
             self._show_stage(None)
@@ -161,7 +176,7 @@ class BackwardRunner:
 
     @contextmanager
     def abandoning(self) -> Iterator[None]:
-        """Inside the block an error forgets this step on its way out."""
+        """Discard the step if an exception leaves the block."""
         try:
             yield
         except BaseException:
@@ -170,7 +185,7 @@ class BackwardRunner:
             raise
 
     def check_gradients(self) -> None:
-        """Raise, and forget the step, if user code cleared gradients that are being reduced."""
+        """Discard the step and raise if user code cleared gradients that are being reduced."""
         if self._objects.states.gradients.were_cleared():
             self.abandon()
             raise usage_checks.cleared_gradients()
@@ -178,10 +193,9 @@ class BackwardRunner:
     # -- before and after -------------------------------------------------------------------
 
     def _begin(self, *, weighted: bool, anew: bool) -> Batch | None:
-        """Check that a backward may come now, and return its batch.
+        """Check that a backward is allowed now, and return its batch.
 
-        `anew`: its items have a weight of their own and are not known to be those of an earlier
-        backward.
+        `anew`: the user passed a weight, and no earlier backward is known to have the same items.
         """
         state, world = self._state, self._world
         self._world.draws.check_outside("engine.backward")
@@ -189,8 +203,9 @@ class BackwardRunner:
         usage_checks.check_block(
             averaged=state.in_ema, uneven=state.in_uneven, whole=self._spec.is_whole
         )
-        # In a loop that no Loader feeds, the forward that came before counts for nothing. With a
-        # Loader the body of the loop is finished first: other engines may step in it too.
+        # After a signal. In a loop without a Loader this is the first call of the next step, and
+        # its forward is lost. With a Loader, the run ends when the next batch is requested, so
+        # that other engines can still step in the body of the loop.
         if state.asked_to_end and not world.current_batch.in_loop():
             world.preemption.leave_between_steps()
         self._objects.look_for_changes()
@@ -201,35 +216,33 @@ class BackwardRunner:
     def _divisor(self, reduction: str, *, weighted: bool) -> float:
         return divisor_of(reduction, weighted=weighted, replicas=self._spec.replicas)
 
-    def _terms_of(self, loss: Tensor | None, batch: Batch | None) -> LossTerms:
-        """What the graph of `loss`, of which this rank may have none, says of it."""
-        if loss is None:
-            return UNKNOWN
-        if batch is None:
-            return loss_terms.read(loss, None)
-        return loss_terms.read(loss, max(batch.samples, 1), total=batch.total)
-
     def _share(self, batch: Batch | None, *, summed: bool) -> float:
         replicas = self._spec.replicas
         groups = self._world.data_size // replicas
         if self._spec.micro_shards is not None:
-            replicas = self._spec.micro_shards.count  # the same seeds on any number of workers
+            replicas = self._spec.micro_shards.count  # the same share on any number of workers
         return share_of(batch, summed=summed, replicas=replicas, groups=groups)
 
     def _announce(self, parts: int | None, *, averaged: bool, share: float = 1.0) -> None:
-        """Print, at the first backward, into how many `parts` batches are cut, and whether losses
-        are `averaged` over workers. Watch hooks that would see a part of a gradient: those of
-        DistributedDataParallel do too."""
+        """Print, at the first backward, the number of `parts` of a batch, and start hook checks.
+
+        `averaged`: losses are averaged over workers (reduction="ddp").
+        """
         if not self._announced:
+            # Once per engine: later backwards may be cut differently, but the user has seen the
+            # line.
             self._announced = True
             whole = share == 1.0 and self._spec.replicas == 1 and (parts or 1) == 1
+            # With DistributedDataParallel too, hooks see the gradient of one worker: no check.
             if not whole and not averaged:
                 gradient_hooks.watch(self._objects.states.parameters.named)
             start_lines.announce_batch(self._world, self._spec, parts, averaged=averaged)
 
     def _announce_loss(self, terms: LossTerms, *, is_said: bool) -> None:
-        """Print, at the first backward, what to know of a loss with these `terms`; `is_said`: the
-        user has said what it is a mean over, or that it is a sum."""
+        """Print, at the first backward, how a loss with these `terms` is weighted.
+
+        `is_said`: the user has passed a weight, or said that it is a sum.
+        """
         if not self._announced_loss:
             self._announced_loss = True
             start_lines.announce_loss(self._world, self._spec, terms, is_said=is_said)
@@ -237,14 +250,15 @@ class BackwardRunner:
     def _end(
         self, loss: Tensor, term: LossTerm, divisor: float, share: float, *, compares: bool
     ) -> None:
+        # Before `train`, which clears `own_rows`.
         self._objects.buffers.after_backward(term.batch, self._world.current_batch.own_rows)
         self._world.current_batch.train()
         self._accumulation.add(loss, term, divisor, share, compares=compares)
         if self._accumulation.backwards > 1 and len(kinds := self._accumulation.kinds) > 1:
             start_lines.announce_kinds(self._world, self._spec, kinds)
         self._randoms.reseed()  # by micro-shard in the exact mode; else only a step reseeds
-        # Last: from here to the step `param.grad` raises at any use, since its value is a sum
-        # that is still being made.
+        # Last: from here until the step, any use of `param.grad` raises, because its value is a
+        # pending sum.
         self._objects.states.gradients.guard()
 
     # -- one graph on this rank -------------------------------------------------------------
@@ -259,13 +273,18 @@ class BackwardRunner:
         is_sole: bool = False,
         keep_graph: bool = False,
     ) -> None:
-        """Run autograd from `loss`, whose gradient counts `factor` times; it is that `share` of the
-        loss of one process. If it `is_sole`, no other loss of this step is expected."""
+        """Run autograd from `loss`, and collect its gradients times `factor`.
+
+        `share` is its part of the loss of a single process. If it `is_sole`, no other loss of this
+        step is expected.
+        """
+        # The previous backward left its weight out, and that weight is 0. Drop its gradients: they
+        # would count with weight 1, and may be NaN.
         if not self._weighting.settle():
             self._objects.states.gradients.abandon()
         is_sole = is_sole and not self._accumulation.backwards
         seed, rest = self._weighting.seed(loss, factor, share, is_sole=is_sole)
-        # Without its weight a loss does not count 0 times: the step is skipped then.
+        # A sole loss with weight 0 still counts 1 here; the step is skipped because of its weight.
         counts = 1.0 if is_sole else factor
         with self._collecting(counts, rest, last=last, keep_graph=keep_graph):
             torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())
@@ -281,7 +300,7 @@ class BackwardRunner:
         last: bool,
         look_at: LookAtLoss,
     ) -> Tensor:
-        """Forward and backward of each of `parts`; their mean loss."""
+        """Run forward and backward of each of `parts`, and return their mean loss (0-dim, fp64)."""
         losses = []
         for number, (weight, part, share) in enumerate(parts):
             loss = loss_of(*part)
@@ -289,14 +308,16 @@ class BackwardRunner:
             look_at(loss, number)
             self._seed_autograd(loss, weight, share, last=last and number == len(parts) - 1)
             value = loss.detach().double().reshape(())
+            # Not value * 0, because the loss of a stand-in may be NaN.
             losses.append(value * weight if weight else torch.zeros_like(value))
         return torch.stack(losses).sum() / max(sum(weight for weight, *_ in parts), 1e-300)
 
     def _inputs(self) -> list[nn.Parameter] | None:
-        """This engine's parameters where the graph may hold those of another engine too."""
+        """Return the `inputs` of autograd: with several engines this engine's parameters."""
         if len(living) == 1:
             return None
-        # torch refuses one that is frozen.
+        # torch raises for a frozen one.
+        # Without inputs=, autograd would also run the hooks of the other engines' parameters.
         named = (each.parameter for each in self._objects.states.parameters.named)
         return [parameter for parameter in named if parameter.requires_grad]
 
@@ -312,7 +333,7 @@ class BackwardRunner:
         among: frozenset[int] | None = None,
         usual: bool = True,
     ) -> Iterator[None]:
-        """Inside the block gradients are taken in as they come; `by_hand`, when it ends."""
+        """Collect gradients inside the block as their hooks run; `by_hand`, at its end."""
         gradients = self._objects.states.gradients
         gradients.begin(last=last, weight=weight, factor=factor, among=among, usual=usual)
         if self._timing is not None:
@@ -333,11 +354,12 @@ class BackwardRunner:
 
     @contextmanager
     def _units(self, *, keep_graph: bool) -> Iterator[None]:
-        """Gather the units that backward comes to, where parameters are sharded."""
+        """Gather units as backward reaches them, if parameters are sharded."""
         shown = self._objects.states.shown
         if shown is None:
             yield
             return
+        # From here on, units are gathered as backward reaches them, and freed after it.
         shown.residency.open_backward()
         try:
             yield
@@ -356,7 +378,7 @@ class BackwardRunner:
         last: bool,
         look_at: LookAtLoss,
     ) -> Tensor:
-        """Forward and backward of `parts` over the workers of a pipeline; their mean loss."""
+        """Run forward and backward of `parts` through the pipeline, and return their mean loss."""
         assert self._pipeline is not None
         coordinates = self._state.coordinates
         return self._pipeline.train(
@@ -373,22 +395,24 @@ class BackwardRunner:
         )
 
     def _refusal(self, used: Sequence[nn.Parameter]) -> str | None:
-        """What to say if one of the parameters `used` outside of layers is whole in forwards
-        alone; the others last from a forward to its backward."""
+        """Return the error message if a parameter `used` outside of layers is freed too early.
+
+        Some units stay whole from a forward to its backward; others are freed after the forward.
+        """
         shown = self._objects.states.shown
         if shown is None:
             return None
-        brief = {
+        freed_early = {
             id(named.parameter)
             for unit in shown.residency.units
             if not (unit.lasting or unit.always)
             for named in unit.named
         }
-        first = next((each for each in used if id(each) in brief), None)
+        first = next((each for each in used if id(each) in freed_early), None)
         return None if first is None else str(parameters_at_rest.used_outside(first))
 
     def _show_stage(self, stage: int | None) -> None:
-        """Gather units for `stage` from now on, where they are gathered at all."""
+        """Gather the units of `stage` from now on, if parameters are sharded."""
         shown = self._objects.states.shown
         if shown is not None:
             shown.residency.part = stage
@@ -396,7 +420,7 @@ class BackwardRunner:
     def _stage_by_stage(
         self, loss: StageTensor, part: Part, *, last: bool, keep_graph: bool
     ) -> Tensor:
-        """Backward of a loss whose layers are on several ranks, one after the other."""
+        """Run the backward of a loss whose layers are on several ranks, stage by stage."""
         assert self._pipeline is not None
         return self._pipeline.backward(
             loss,
@@ -410,8 +434,7 @@ class BackwardRunner:
 
 
 def layer_times_of(state: EngineState) -> LayerTimes | None:
-    """What times the layers, where that is asked for: the first engine's first model's, on rank
-    0."""
+    """Return the timing of the first engine's first model on rank 0; None if it is off."""
     path = state.spec.settings.time_layers
     if path is None or state.number or not state.world.is_main:
         return None

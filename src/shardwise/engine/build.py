@@ -37,7 +37,7 @@ from shardwise.states.storage.storage_factory import StorageFactory
 
 @dataclass(frozen=True)
 class ShardedUnits:
-    """The units of sharded parameters, and what gathers them while they are needed."""
+    """The units of sharded parameters, and the residency that gathers and frees them."""
 
     sections: Sections
     residency: Residency
@@ -46,8 +46,10 @@ class ShardedUnits:
 
 @dataclass(frozen=True)
 class BucketBytes:
-    """Parameters that lie in one bucket, and the bytes of each state of them on one rank, in the
-    order of STATES."""
+    """The parameters of one bucket, and the bytes of each of their states on one rank.
+
+    The bytes are in the order of STATES.
+    """
 
     named: Sequence[NamedParameter]
     sizes: tuple[int, int, int]
@@ -57,8 +59,8 @@ class BucketBytes:
 class States:
     """Parameters, gradients and optimizer state, laid out and connected.
 
-    `shown` gathers parameters where they are sharded; `averages` where `ema_decay` is given;
-    `hooks` are those of the spec.
+    `shown` gathers parameters if they are sharded. `averages` exists with `ema_decay`. `hooks` is
+    `spec.hooks`.
     """
 
     parameters: Parameters
@@ -72,13 +74,13 @@ class States:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of parameters, gradients, optimizer state, averages and anchor on this rank now."""
+        """Bytes of the three states, averages and anchor on this rank now."""
         gradients = self.gradients.state_bytes
         states = self.parameters.state_bytes + gradients + self.optimizer.state_bytes
-        return states + sum(self.bytes_beside().values())
+        return states + sum(self.extra_bytes().values())
 
-    def bytes_beside(self) -> dict[str, int]:
-        """Bytes of what is kept beside the three states, by its name, where there is some."""
+    def extra_bytes(self) -> dict[str, int]:
+        """Return the bytes of averages and anchor by name, if there are any."""
         kept = {
             "averages": self.averages,
             "" if self.hooks is None else self.hooks.bytes_name: self.hooks,
@@ -86,27 +88,29 @@ class States:
         return {name: x.state_bytes for name, x in kept.items() if x and x.state_bytes}
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
-        """The numbers of the buckets by `key` of the parameters in them."""
-        found: dict[int, set[int]] = defaultdict(set)
+        """Group the numbers of buckets by the `key` of the parameters in them."""
+        buckets_of: dict[int, set[int]] = defaultdict(set)
         for number, bucket in enumerate(self.parameters.buckets):
             for slot in bucket.slots:
-                found[key(self.parameters.named[slot.parameter].parameter)].add(number)
-        return {value: frozenset(numbers) for value, numbers in found.items()}
+                buckets_of[key(self.parameters.named[slot.parameter].parameter)].add(number)
+        return {value: frozenset(numbers) for value, numbers in buckets_of.items()}
 
     def expected_bytes(self) -> int:
-        """The same once the optimizers have made all of their state."""
-        return sum(self.bytes_beside().values()) + sum(self.bytes_by_state().values())
+        """Return `state_bytes` as they will be once the optimizers have created all state."""
+        return sum(self.extra_bytes().values()) + sum(self.bytes_by_state().values())
 
     def bytes_by_state(self) -> dict[str, int]:
-        """Bytes on this rank by name of STATES, wherever they rest, averages and anchor left out;
-        once the optimizers have made all of their state."""
+        """Return the expected bytes of each of STATES on this rank, on any tier.
+
+        Without averages and anchor.
+        """
         sizes = zip(*(bucket.sizes for bucket in self.bytes_by_bucket()), strict=True)
         return dict(zip(STATES, map(sum, sizes), strict=True))
 
     def bytes_by_bucket(self) -> list[BucketBytes]:
-        """The same by bucket, those of frozen parameters that are laid out last."""
+        """Return the expected bytes of each bucket; frozen parameters that are sharded are last."""
         parameters, buckets = self.parameters, self.gradients.buckets
-        found = [
+        trained = [
             BucketBytes(
                 [parameters.named[slot.parameter] for slot in bucket.slots],
                 (
@@ -118,7 +122,7 @@ class States:
             for index, bucket in enumerate(parameters.buckets)
         ]
         frozen = parameters.frozen_bytes()
-        return found + [BucketBytes(named, (nbytes, 0, 0)) for named, nbytes in frozen]
+        return trained + [BucketBytes(named, (nbytes, 0, 0)) for named, nbytes in frozen]
 
 
 def build(
@@ -129,15 +133,15 @@ def build(
 ) -> States:
     """Lay the three states over the models and optimizers of `spec`. Collective.
 
-    `masters` are values in the master dtype for 16-bit parameters, where they are known better
-    than the parameters themselves say; `averages` and `anchor` those to go on with.
+    `masters` are fp32 values of 16-bit parameters, if they are known with more precision than the
+    parameters have. `averages` and `anchor` are the values to continue with.
     """
     owners = _owners(spec)
     everything = spec.located()
     _check_trainable(everything, owners, main=spec.world_group.rank == 0)
     located = [t for t in everything if spec.is_here(t.parameter)]
-    # What has an average stays laid out while it is frozen, since its average goes on; so does what
-    # has an anchor, since groups of ranks differ in its value until they average it next.
+    # A frozen parameter with an average stays laid out, because its average must not be lost. So
+    # does one with an anchor, because islands have different values until they average it again.
     kept = {*(averages or {}), *(p for values in (anchor or {}).values() for p in values)}
     named = [
         t
@@ -150,16 +154,21 @@ def build(
     parameters, shown = _parameters(spec, located, named, owners, storage_factories["parameters"])
     gradients = _gradients(spec, parameters, shown, storage_factories["gradients"])
     scattered = spec.placement.is_sharded("optimizer")
+    # All parameters of a bucket are in the same group, because `_spec` puts it into the key.
     groups = [owners[named[bucket.slots[0].parameter].parameter] for bucket in parameters.buckets]
     optimizer = OptimizerState(
         parameters,
         groups,
         gradients.buckets,
         storage_factories["optimizer"],
+        # A state on a disk is read span by span, and the others are updated in the same spans.
         by_spans=any(factory.on_disk for factory in storage_factories.values()),
+        # Replicated parameters with sharded optimizer state: updates must be sent to the other
+        # ranks.
         sends=scattered and shown is None and spec.shard_group.size > 1,
         known=masters,
     )
+    # Averages are on the tier of the optimizer state, and are sharded like it.
     decay, moving = spec.settings.ema_decay, None
     if decay is not None:
         held = storage_factories["optimizer"]
@@ -182,7 +191,7 @@ def build(
 def _gradients(
     spec: EngineSpec, parameters: Parameters, shown: ShardedUnits | None, factory: StorageFactory
 ) -> Gradients:
-    """Return the gradients of `parameters`, whose buckets start where all ranks can follow."""
+    """Create the gradients of `parameters`, and decide when their buckets may start."""
     gradients = Gradients(
         parameters,
         spec.placement,
@@ -195,23 +204,26 @@ def _gradients(
         elsewhere=_counted_elsewhere(spec, parameters),
     )
     if shown is not None:
-        # Sharded parameters: the buckets of a unit start when all ranks have passed the unit in
-        # backward. Any earlier, a rank could wait in a bucket for one that waits in a gather.
+        # Sharded parameters: the buckets of a unit start after all ranks have passed the unit in
+        # backward. Earlier, a rank could wait in a bucket for one that waits in a gather.
         buckets: dict[int, list[int]] = defaultdict(list)
         for number, bucket in enumerate(parameters.buckets):
             first = parameters.named[bucket.slots[0].parameter].parameter
             buckets[shown.sections.unit_of[first]].append(number)
         gradients.paced = shown.residency.pace(lambda unit: gradients.start(buckets[unit]))
-    # Synchronised BatchNorm waits for other ranks inside backward. Where units take turns, its
-    # statistics take theirs too. Elsewhere this rank must not wait for the sum of a bucket as
-    # well: a rank that has not used the same parameters would wait in BatchNorm for this one.
+    # Synchronised BatchNorm waits for other ranks inside backward. With sharded parameters its
+    # collectives are in the common order of gathers. Otherwise, backward must not wait for the sum
+    # of a bucket: a rank that has not used the same parameters waits in BatchNorm for this one.
     synchronised = bool(sync_batch_norm.converted(spec.models))
     gradients.queue.patient = gradients.paced or not synchronised
     return gradients
 
 
 def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
-    """The buckets whose norm another rank of the replica counts, since all have them alike."""
+    """Return the buckets that all ranks of the replica have whole and another rank counts.
+
+    Their squares must enter the norm only once.
+    """
     if spec.tensor_rank == 0:
         return set()
     return {
@@ -224,8 +236,11 @@ def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
 def take_apart(
     spec: EngineSpec, states: States
 ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]:
-    """Give everything back to the user's objects; returns masters, averages and what is kept of the
-    anchor, by parameter."""
+    """Give parameters and optimizer state back to the user's objects. Collective.
+
+    Returns masters, averages and anchor by parameter, for `build`.
+    """
+    # Gather everything first: `release` frees the flat buffers that the values are in.
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
     anchor = None
@@ -242,35 +257,44 @@ def take_apart(
         for handle in states.shown.handles:
             handle.remove()
     states.parameters.release()
+    # Last, when no state needs its files any more.
     for factory in states.storage_factories.values():
         factory.close()
     return masters, averages, anchor
 
 
 def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
-    """Which group trains each parameter. Raises ModelError for one in two groups, and for an
-    optimizer that cannot work where its state is sharded."""
+    """Return the parameter group that trains each parameter.
+
+    Raises ModelError for a parameter in two groups, and for an optimizer whose state cannot be
+    sharded.
+    """
     owners: dict[nn.Parameter, ParameterGroup] = {}
     kinds = spec.optimizer_kinds
     for optimizer in spec.optimizers:
         for index, options in enumerate(optimizer.param_groups):
             if not options["params"]:
                 continue
+            # An unknown optimizer keeps its own parameters if possible, since it may depend on
+            # their number, order or identity.
             stays = spec.optimizers_stay and not is_known(optimizer)
             leading = options["params"][0]
             device = spec.device if leading.is_meta else leading.device
-            # A sharded state is refused for what stays: the trial of a copy says why.
+            # An unknown optimizer over sharded state is refused; the trial of its copy gives the
+            # reason.
             is_copied = not stays or spec.placement.is_sharded("optimizer")
             kind = kinds.of(optimizer, options, device, is_copied=is_copied)
             parts = [p for p in options["params"] if spec.shard_of(p) is not None]
             _check_kind(spec, type(optimizer).__name__, kind, len(parts), index)
+            # Even if a trial found it element-wise: without sharding there is no reason to rely on
+            # that.
             as_given = not kind.known and not parts and spec.cuts_nothing
             for parameter in options["params"]:
                 if parameter in owners:
                     first, second = type(owners[parameter].optimizer), type(optimizer)
                     raise ModelError(
                         f"A parameter of shape {tuple(parameter.shape)} is in two parameter groups "
-                        f"({first.__name__} and {second.__name__}): give each parameter to one "
+                        f"({first.__name__} and {second.__name__}): pass each parameter to one "
                         "optimizer."
                     )
                 owners[parameter] = ParameterGroup(
@@ -285,42 +309,44 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
 
 
 def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, group: int) -> None:
-    """Raise ModelError for an optimizer of a `kind` that cannot work on the parts of tensors that
-    a rank has; tensor parallelism has `split` so many tensors of its `group`."""
+    """Raise ModelError for an optimizer of a `kind` that cannot work on parts of tensors.
+
+    `split` is the number of tensors of its `group` that tensor parallelism splits.
+    """
     if not kind.separable and spec.placement.is_sharded("optimizer"):
         raise ModelError(
             f"{name} looks across tensors, so its state cannot be sharded "
-            f"({spec.placement.name}). Train it with --zero 0, or choose an optimizer that treats "
-            "each tensor by itself."
+            f"({spec.placement.name}). Train with --zero 0, or use an optimizer that updates each "
+            "tensor independently."
         )
     if not kind.separable and spec.pipeline is not None:
         raise ModelError(
-            f"{name} looks across tensors, and with --pipeline no worker has all of them. Choose "
-            "an optimizer that treats each tensor by itself, or start without --pipeline."
+            f"{name} looks across tensors, but with --pipeline no worker has all of them. Use an "
+            "optimizer that updates each tensor independently, or start without --pipeline."
         )
     if not kind.elementwise and split:
         raise ModelError(
-            f"{name} needs whole tensors, and --tensor {spec.settings.tensor} splits {split} of "
-            f"group {group}. Choose an element-wise optimizer such as AdamW, or start without "
+            f"{name} needs whole tensors, but --tensor {spec.settings.tensor} splits {split} of "
+            f"group {group}. Use an element-wise optimizer such as AdamW, or start without "
             "--tensor."
         )
     tiers = {n: getattr(spec.settings, n) for n in _OFFLOADS}
     on_disk = [name for name, tier in tiers.items() if tier is not None and tier.kind == "nvme"]
     if not on_disk:
         return
-    # One state on a disk cuts the update into spans, wherever the optimizer's own state is.
+    # Any state on a disk makes the update run in spans, also if the optimizer state is in memory.
     given = " and ".join(f"{flag(name)} {tiers[name]}" for name in on_disk)
     instead = f"Write {' '.join(f'{flag(name)} cpu' for name in on_disk)}"
     if not kind.elementwise:
         raise ModelError(
-            f"{name} needs whole tensors, and with {given} each update is of a part. {instead}, "
-            "or choose an element-wise optimizer such as AdamW."
+            f"{name} needs whole tensors, but with {given} each update gets a part. {instead}, "
+            "or use an element-wise optimizer such as AdamW."
         )
     if kind.attributes:
         raise ModelError(
-            f"{name} changes its attribute {min(kind.attributes)} in every call of step, and with "
-            f"{given} there are several calls in a step. {instead}, or let it keep the value by "
-            "parameter, in self.state."
+            f"{name} changes its attribute {min(kind.attributes)} in every call of step, but with "
+            f"{given} there are several calls per step. {instead}, or change the optimizer to "
+            "keep the value per parameter, in self.state."
         )
 
 
@@ -340,6 +366,7 @@ def _check_trainable(
         raise ModelError(
             "No optimizer holds a trainable parameter of the model: pass model.parameters() to it."
         )
+    # On the main rank only, because all ranks build the same model and would repeat the line.
     if lost and main:
         warnings.warn(
             f"{len(lost)} trainable parameter(s) are in no optimizer and will not be trained: "
@@ -355,14 +382,15 @@ def _parameters(
     owners: Mapping[nn.Parameter, ParameterGroup],
     factory: StorageFactory,
 ) -> tuple[Parameters, ShardedUnits | None]:
-    """The parameters as the placement wants them, and what shows them where they are sharded."""
+    """Create the parameters for the placement, and the units that gather them if sharded."""
     if not spec.placement.is_sharded("parameters"):
         buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in named])
         published = spec.placement.is_sharded("optimizer")
         return ReplicatedParameters(named, buckets, spec.shard_group, published=published), None
-    found = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
-    units = found.unit_of
-    # Integers have no NaN to rest as, so they stay whole.
+    sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
+    units = sections.unit_of
+    # While freed, a parameter is NaN, so that an accidental use shows. Integers have no NaN, so
+    # they stay whole.
     frozen = [t for t in located if t not in named and t.can_rest]
     parameters = ShardedParameters(
         named,
@@ -374,16 +402,16 @@ def _parameters(
         partial(initial_values.value_of, group=spec.data_group, peers=spec.peers),
     )
     residency = unit_assignment.make_residency(
-        found, parameters, spec.gather_group, spec.gather_order
+        sections, parameters, spec.gather_group, spec.gather_order
     )
-    unit_assignment.open_doors(found, residency, spec.unit_hooks)
-    return parameters, ShardedUnits(found, residency, unit_assignment.refuse_copies(found))
+    unit_assignment.attach_unit_hooks(sections, residency, spec.unit_hooks)
+    return parameters, ShardedUnits(sections, residency, unit_assignment.refuse_copies(sections))
 
 
 def _spec(
     spec: EngineSpec, named: NamedParameter, owner: ParameterGroup | None, unit: int
 ) -> bucket_layout.Spec:
-    """A parameter for the layout; it is frozen where no group owns it."""
+    """Return the layout's description of a parameter; it is frozen if no group owns it."""
     number = -1 if owner is None else spec.optimizers.index(owner.optimizer)
     return bucket_layout.Spec(
         name=named.name,
@@ -394,6 +422,7 @@ def _spec(
             spec.stage_of(named.parameter),
             named.shard is not None,
         ),
+        # A whole tensor is never cut between ranks: its optimizer looks at all of its elements.
         whole=owner is not None and owner.whole,
         room=None if named.shard is None else named.shard.most,
     )
@@ -404,5 +433,6 @@ def _buckets(spec: EngineSpec, specs: Sequence[bucket_layout.Spec]) -> list[buck
     buckets = bucket_layout.lay_out(
         specs, ranks=spec.shard_group.size, capacity=capacity, grain=spec.summation.grain
     )
+    # Cheap, and an error in the layout would corrupt training silently.
     bucket_layout.check(buckets, specs, spec.shard_group.size)
     return buckets

@@ -1,4 +1,4 @@
-"""Checks steps with a closure, which some optimizers call several times by themselves."""
+"""Checks for steps with a closure, which some optimizers (L-BFGS) call several times."""
 
 from __future__ import annotations
 
@@ -11,78 +11,75 @@ from shardwise.errors import UsageError
 def check(
     spec: EngineSpec, states: States, accumulation: LossAccumulation, *, scaled: bool
 ) -> None:
-    """Raise UsageError where a step cannot be made with a closure; `scaled` where there is a loss
-    scale."""
+    """Raise UsageError if a step with a closure is not possible; `scaled`: with a loss scale."""
+    # The gradients of that backward would be added to the closure's.
     if accumulation.backwards:
         raise UsageError(
-            "engine.step(closure=...) after engine.backward: the closure makes the backwards of "
-            "its step itself. Leave the other one out, or forget it by engine.zero_grad()."
+            "engine.step(closure=...) after engine.backward: the closure runs the backward of its "
+            "step itself. Remove the other backward, or discard it with engine.zero_grad()."
         )
-    if not asks_often(states):
+    if not may_call_repeatedly(states):
         _check_known(states)
         return
     names = " and ".join(type(optimizer).__name__ for optimizer in spec.optimizers)
     if spec.staleness is not None:
         raise UsageError(
-            f"{names} calls the closure to know the gradient where it stands, and with --behind "
-            f"{spec.settings.behind} it would be of weights from before. Leave --behind out, or "
-            "take another optimizer, such as AdamW."
+            f"{names} calls the closure for the gradient at the current weights, but with --behind "
+            f"{spec.settings.behind} gradients are for earlier weights. Remove --behind, or "
+            "use another optimizer, such as AdamW."
         )
+    # Each inner optimizer would call the closure at other values of the others' parameters.
     if len(states.optimizer.inners) != 1:
         raise UsageError(
-            f"engine.step(closure=...) with {names}, which calls the closure as often as it wants: "
-            "let it be the only optimizer of this engine, over parameters of one dtype, or give "
-            "each an engine of its own."
+            f"engine.step(closure=...) with {names}, which may call the closure several times: it "
+            "must be the only optimizer of this engine, over parameters of one dtype. Create one "
+            "engine per optimizer."
         )
     if states.optimizer.has_masters:
         raise UsageError(
-            f"{names} calls the closure between its own updates, and 16-bit parameters follow "
-            "their masters only when all is done. Write --precision fp32 or bf16-mixed."
+            f"{names} calls the closure between its own updates, but 16-bit parameters follow "
+            "their masters only after the step. Write --precision fp32 or bf16-mixed."
         )
-    _check_no_skips(names, spec.settings.nonfinite, scaled=scaled)
-
-
-def _check_no_skips(names: str, nonfinite: str, *, scaled: bool) -> None:
-    """Raise UsageError where steps may be skipped: parameters have moved at the second evaluation,
-    and the optimizer would go on with what is not finite."""
+    # At the second evaluation parameters have already moved, so the step cannot be undone.
     why = (
-        f"{names} moves parameters between evaluations, so a step cannot be skipped when one of "
-        "them has no finite gradient."
+        f"{names} moves parameters between evaluations, so a step cannot be skipped when the "
+        "gradient of one of them is not finite."
     )
     if scaled:
         raise UsageError(
             f"engine.step(closure=...) with a loss scale: {why} Write --precision fp32 or "
             "bf16-mixed, without a GradScaler."
         )
-    if nonfinite == "skip":
+    if spec.settings.nonfinite == "skip":
         raise UsageError(
             f"engine.step(closure=...) with --nonfinite skip: {why} Write --nonfinite stop, which "
-            "says where it comes from."
+            "names the parameter and the rank."
         )
 
 
-def asks_often(states: States) -> bool:
-    """Whether an optimizer has all of its tensors in one call, so that a closure is its to call."""
+def may_call_repeatedly(states: States) -> bool:
+    """Return whether an optimizer updates all its tensors in one call, and may call a closure."""
     return any(group.together for group in states.optimizer.groups)
 
 
 def check_given(states: States, *, given: bool) -> None:
-    """Raise UsageError where an optimizer needs a closure and there is none."""
+    """Raise UsageError if an optimizer needs a closure and none was `given`."""
     for group in states.optimizer.groups:
         if group.kind.needs_closure and not given:
             name = type(group.optimizer).__name__
             raise UsageError(
-                f"{name} evaluates the loss several times in a step: write a closure that "
+                f"{name} evaluates the loss several times per step: write a closure that "
                 "computes it and calls engine.backward(loss), and engine.step(closure=closure)."
             )
 
 
 def _check_known(states: States) -> None:
-    """Of torch's element-wise optimizers each calls the closure once, before it updates."""
+    """Raise UsageError for an optimizer that is not torch's."""
+    # torch's element-wise optimizers call the closure once, before the update.
     for group in states.optimizer.groups:
         if not group.kind.known:
             raise UsageError(
-                f"engine.step(closure=...) with {type(group.optimizer).__name__} where its state "
-                "is sharded: how often it calls the closure is not known. Start with --zero 0; or "
-                "call engine.backward(loss) and engine.step() without."
+                f"engine.step(closure=...) with {type(group.optimizer).__name__}, whose state is "
+                "sharded: it is not known how often it calls the closure. Start with --zero 0, or "
+                "call engine.backward(loss) and engine.step() without a closure."
             )

@@ -21,10 +21,11 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 
 
 def check_same_model(spec: EngineSpec) -> None:
-    """Raise ModelMismatch, on all ranks alike, where ranks built different models."""
+    """Raise ModelMismatch on all ranks if ranks built different models. Collective."""
     mine = _description(spec)
-    all_of_them = spec.world_group.gather_objects(_hash_of(mine))
-    if len(set(all_of_them)) == 1:
+    # Only hashes in the usual case: the description of a large model has megabytes.
+    digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=16).hexdigest()
+    if len(set(spec.world_group.gather_objects(digest))) == 1:
         return
     lists = spec.world_group.gather_objects(mine)
     for rank, other in enumerate(lists):
@@ -32,20 +33,22 @@ def check_same_model(spec: EngineSpec) -> None:
             here, there = _first_difference(lists[0], other)
             raise ModelMismatch(
                 f"Ranks built different models. The first difference: rank 0 has {here}, "
-                f"rank {rank} has {there}. Build the model alike on all ranks."
+                f"rank {rank} has {there}. Build the same model on all ranks."
             )
 
 
 def check_written(spec: EngineSpec, named: Sequence[NamedParameter], written: Set[int]) -> None:
-    """Raise ModelMismatch, on all ranks alike, where `written` parameters, by number, hold other
-    values on other ranks: each would go on training its own. Collective.
+    """Raise ModelMismatch on all ranks if `written` parameters (numbers) differ between ranks.
 
-    Most who write do so alike, to the same parameters: then one look is enough.
+    Each rank would otherwise train its own model. Collective.
     """
+    # By name, because numbers differ between pipeline stages.
     names = {named[number].name for number in written}
     gathered = _gathered_values(spec, named, names)
+    # Usually all ranks have written to the same parameters. If not, compare all that any wrote.
     if any(each.keys() != gathered[0].keys() for each in gathered):
         gathered = _gathered_values(spec, named, {name for each in gathered for _, name in each})
+    # Compare with the first rank that has the parameter: with a pipeline not all ranks have it.
     first: dict[tuple[int, str], tuple[int, Any]] = {}
     for rank, each in enumerate(gathered):
         for key, value in each.items():
@@ -54,8 +57,8 @@ def check_written(spec: EngineSpec, named: Sequence[NamedParameter], written: Se
                 raise ModelMismatch(
                     f"{key[1]} was written to since the last step, on rank {rank} with other "
                     f"values than on rank {other}: in a forward that renormalises or clips its "
-                    "own weights, or between two steps. A replicated parameter must stay alike. "
-                    "Write the same values on every rank, or rank 0's on all: "
+                    "own weights, or between two steps. A replicated parameter must be the same on "
+                    "all ranks. Write the same values on every rank, or rank 0's values on all: "
                     "with engine.full_parameters(write=True)."
                 )
 
@@ -63,8 +66,10 @@ def check_written(spec: EngineSpec, named: Sequence[NamedParameter], written: Se
 def _gathered_values(
     spec: EngineSpec, named: Sequence[NamedParameter], names: Set[str]
 ) -> list[dict[tuple[int, str], tuple[int, int]]]:
-    """By rank a fingerprint of each of the parameters `names`; of tensor-parallel ones by part.
-    Collective."""
+    """Return, for each rank, a fingerprint of each of the parameters `names`. Collective.
+
+    The key has the tensor-parallel rank for a split parameter, whose parts differ.
+    """
     mine = {
         (0 if each.shard is None else spec.tensor_rank, each.name): fingerprints.sums_of(
             each.parameter
@@ -73,11 +78,6 @@ def _gathered_values(
         if each.name in names
     }
     return spec.step_group.gather_objects(mine)
-
-
-def _hash_of(lines: Sequence[str]) -> str:
-    """A short digest of `lines`."""
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
 def _description(spec: EngineSpec) -> list[str]:
@@ -98,6 +98,7 @@ def _description(spec: EngineSpec) -> list[str]:
 
 
 def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
+    # Position by position: the lists follow the order of the model.
     for a, b in zip(mine, other, strict=False):
         if a != b:
             return a, b
@@ -107,7 +108,8 @@ def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, s
 
 
 def make_state_alike(spec: EngineSpec) -> None:
-    """Give every rank rank 0's optimizer state, as parameters are rank 0's. Collective."""
+    """Give every rank the optimizer state of rank 0, as it gets rank 0's parameters. Collective."""
+    # The structure is sent as an object, without tensors; `make_alike` then broadcasts the tensors.
     mine = [_outline(optimizer) for optimizer in spec.optimizers]
     gathered = spec.world_group.gather_objects(mine)
     if spec.world_group.size == 1 or not any(any(each) for outline in gathered for each in outline):
@@ -115,6 +117,7 @@ def make_state_alike(spec: EngineSpec) -> None:
     for optimizer, outline in zip(spec.optimizers, gathered[0], strict=True):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter, entries in zip(parameters, outline, strict=True):
+            # Make room for exactly the entries of rank 0. This rank's other entries are dropped.
             if spec.world_group.rank and (entries or parameter in optimizer.state):
                 old = optimizer.state[parameter]
                 optimizer.state[parameter] = {
@@ -137,7 +140,7 @@ class _Tensor:
 
 
 def _outline(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
-    """By parameter, in order, the optimizer's state with tensors left out."""
+    """Return the optimizer state of each parameter in order, with tensors as shapes and dtypes."""
     states = [
         optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]
     ]
@@ -153,7 +156,7 @@ def _outline(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
-    """What an entry of rank 0's state becomes here; a tensor has yet to be filled."""
+    """Return this rank's entry for one of rank 0's state; a tensor is filled afterwards."""
     if not isinstance(entry, _Tensor):
         return entry
     if isinstance(old, Tensor) and tuple(old.shape) == entry.shape and old.dtype == entry.dtype:
@@ -163,10 +166,10 @@ def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
 
 
 def everything(spec: EngineSpec) -> list[Tensor]:
-    """The parameters and buffers of all models, trained or not, that have memory."""
+    """Return all parameters and buffers of all models, trained or not, that have memory."""
     buffers = [buffer for model in spec.models for buffer in model.buffers()]
-    found = [*(named.parameter for named in spec.located()), *buffers]
-    return [tensor for tensor in found if not tensor.is_meta]
+    tensors = [*(named.parameter for named in spec.located()), *buffers]
+    return [tensor for tensor in tensors if not tensor.is_meta]
 
 
 # -- options of the optimizers -----------------------------------------------------------------
@@ -175,9 +178,9 @@ _PLAIN = (bool, int, float, str, complex, type(None))
 
 
 class OptionChecksum:
-    """Checks that the parameter groups of `optimizers` have the same options on all ranks.
+    """A checksum of the options in the parameter groups of `optimizers`, to compare ranks.
 
-    What is not a number, a string, a sequence of such or a tensor on the CPU is left out.
+    It covers numbers, strings, sequences of these, and tensors on the CPU.
     """
 
     def __init__(self, optimizers: Sequence[optim.Optimizer]) -> None:
@@ -186,23 +189,26 @@ class OptionChecksum:
         self._number = 0.0
 
     def number(self) -> float:
-        """A checksum, in microseconds: made anew when a value has changed."""
+        """Return the checksum. Takes microseconds, because it is cached while no value changes."""
         values = [value for _, value in self._named()]
+        # 32 bits are exact in the fp64 vector of the exchange. `repr` of a float is exact, and the
+        # same on every host.
         if values != self._values:
             self._values, self._number = values, float(zlib.crc32(repr(values).encode()))
         return self._number
 
     def difference(self, group: Collectives) -> ModelMismatch:
-        """The error for ranks whose checksums differ. Collective."""
+        """Return the error for ranks whose checksums differ. Collective."""
         gathered: list[list[tuple[str, Any]]] = group.gather_objects(list(self._named()))
         for rank, named in enumerate(gathered):
             for (name, here), (_, there) in zip(gathered[0], named, strict=False):
+                # By repr, like the checksum: two NaNs are equal there.
                 if repr(here) != repr(there):
                     return ModelMismatch(
                         f"{name} is {here!r} on rank 0 and {there!r} on rank {rank}, so ranks "
-                        "would train different models. Nothing was updated. Set it alike on all "
-                        "ranks; give a scheduler what all know: engine.step().loss, or with "
-                        "--islands the mean of sw.Metrics."
+                        "would train different models. Nothing was updated. Set the same value on "
+                        "all ranks; pass a scheduler a value that all ranks share: "
+                        "engine.step().loss, or with --islands the mean of sw.Metrics."
                     )
         lengths = [len(named) for named in gathered]
         return ModelMismatch(f"Optimizers have different options on each rank: {lengths} of them.")

@@ -1,4 +1,4 @@
-"""Prints the table of engine.describe(): units, buckets, bytes of each state per rank and tier."""
+"""The table of engine.describe(): units, buckets, bytes of each state per rank and tier."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rich.table import Table
 
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.layout.placement import STATES, Placement
+from shardwise.layout.placement import STATES
 from shardwise.messages.printable import in_bytes, printable
 
 
 @dataclass
 class _Row:
-    """A unit, or several that are alike in a row."""
+    """One unit, or several equal units that follow each other."""
 
     names: list[str]
     parameters: int = 0
@@ -46,17 +46,21 @@ class _Row:
 
 
 def table_of(spec: EngineSpec, states: States, transport: str) -> Table:
-    """A row per unit, equal neighbours in one, and the sums; bytes are this rank's."""
+    """Return a table with a row per unit (equal neighbours in one) and sums; bytes of this rank."""
     rows = _rows(states)
     total = _Row(["all"])
     for row in rows:
         total.take(row)
     headings = ["unit", "parameters", "buckets"]
-    headings += [_heading(spec.placement, state) for state in STATES]
+    for state in STATES:
+        name = "optimizer state" if state == "optimizer" else state
+        spread = "sharded" if spec.placement.is_sharded(state) else "replicated"
+        headings.append(f"{name}\n{spread}\n{spec.placement.tier(state).kind}")
+    extra = [f"{in_bytes(nbytes)} of {name}" for name, nbytes in states.extra_bytes().items()]
     table = Table(
         title=_title(spec, transport),
         title_justify="left",
-        caption=_caption(states),
+        caption=f"and in addition: {', '.join(extra)}" if extra else None,
         caption_justify="left",
         show_footer=True,
     )
@@ -65,15 +69,16 @@ def table_of(spec: EngineSpec, states: States, transport: str) -> Table:
             table.add_column(heading, footer=sum_of, overflow="fold")
         else:
             table.add_column(heading, footer=sum_of, justify="right", no_wrap=True)
-    for row in _together(rows):
+    for row in _merge(rows):
         table.add_row(*row.cells)
     return table
 
 
 def show(table: Table) -> None:
-    """Print `table`, over the edge of a narrow terminal rather than with figures cut off."""
+    """Print `table`. In a narrow terminal its lines wrap, so that no figure is cut off."""
     console = Console(markup=False)
     least = table.__rich_measure__(console, console.options).minimum
+    # rich would shorten numbers with an ellipsis.
     console.width = max(console.width, least)
     console.print(table)
 
@@ -90,20 +95,8 @@ def _title(spec: EngineSpec, transport: str) -> str:
     return f"{spec.placement.name} on {ranks}{several}; bytes per rank{layers}{equal}"
 
 
-def _caption(states: States) -> str | None:
-    """What is kept beside the three states."""
-    beside = [f"{in_bytes(nbytes)} of {name}" for name, nbytes in states.bytes_beside().items()]
-    return f"and beside: {', '.join(beside)}" if beside else None
-
-
-def _heading(placement: Placement, state: str) -> str:
-    spread = "sharded" if placement.is_sharded(state) else "replicated"
-    name = "optimizer state" if state == "optimizer" else state
-    return f"{name}\n{spread}\n{placement.tier(state).kind}"
-
-
 def _rows(states: States) -> list[_Row]:
-    """By unit; one row where nothing is gathered."""
+    """Return a row per unit, or one row for the model if parameters are replicated."""
     rows = {0: _Row(["the model"])}
     unit_of = dict.fromkeys((t.parameter for t in states.parameters.named), 0)
     if states.shown is not None:
@@ -117,13 +110,13 @@ def _rows(states: States) -> list[_Row]:
     return [row for row in rows.values() if row.buckets]
 
 
-def _together(rows: list[_Row]) -> list[_Row]:
-    """Rows that are alike and follow each other as one."""
-    found: list[_Row] = []
+def _merge(rows: list[_Row]) -> list[_Row]:
+    """Merge equal rows that follow each other."""
+    merged: list[_Row] = []
     for row in rows:
-        if found and found[-1].is_like(row):
-            found[-1].names += row.names
-            found[-1].take(row)
+        if merged and merged[-1].is_like(row):
+            merged[-1].names += row.names
+            merged[-1].take(row)
         else:
-            found.append(replace(row, names=[*row.names], sizes=[*row.sizes]))
-    return found
+            merged.append(replace(row, names=[*row.names], sizes=[*row.sizes]))
+    return merged

@@ -1,4 +1,4 @@
-"""Finds the parameter, the rank and the samples behind a gradient that is not finite."""
+"""Finds the parameter, rank and samples that caused a gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -13,51 +13,52 @@ from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import NonFiniteError
 
 SKIPS = 20
-"""Steps that are skipped in a row until a line says so; a loss scale finds its value in fewer."""
+"""Number of skipped steps in a row before a warning. A loss scale finds its value in fewer."""
 
 
 class Skips:
-    """The steps in a row that were skipped; `scaled` where there is a loss scale."""
+    """Counts skipped steps in a row; `scaled` if there is a loss scale."""
 
     def __init__(self, *, scaled: bool) -> None:
         self._scaled = scaled
         self._count = 0
 
     def words(self, *, finite: bool) -> str:
-        """What there is to say after a step whose gradient was `finite` or not; mostly nothing."""
+        """Return the warning after a step whose gradient was `finite` or not; usually ""."""
         self._count = 0 if finite else self._count + 1
         if self._count != SKIPS:
             return ""
-        said = f"{SKIPS} steps in a row were skipped, their gradients not being finite: "
+        line = f"{SKIPS} steps in a row were skipped because their gradients are not finite: "
         if self._scaled:
-            return f"{said}no loss scale helps. Look at the loss, or try --precision bf16-mixed."
-        return f"{said}nothing is learned. --nonfinite stop names the parameter and the rank."
+            return f"{line}no loss scale helps. Check the loss, or try --precision bf16-mixed."
+        return f"{line}the model does not learn. --nonfinite stop names the parameter and the rank."
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RankReport:
-    """What one rank knows of the step."""
+    """The report of one rank about the step."""
 
     parameters: list[str]
     loss_is_bad: bool
     gradient_is_bad: bool | None
-    """None: not known."""
+    """None if it is not known, because the sum has overwritten this rank's part."""
     samples: list[int]
 
     def accusation(self, rank: int) -> str | None:
         if not (self.loss_is_bad or self.gradient_is_bad):
             return None
-        what = "loss" if self.loss_is_bad else "gradient"
-        return f"rank {rank} (its {what}; samples {_shortened(self.samples)})"
+        cause = "loss" if self.loss_is_bad else "gradient"
+        return f"rank {rank} (its {cause}; samples {_shortened(self.samples)})"
 
 
 def nonfinite_error(
     step: int, states: States, accumulation: LossAccumulation, group: Collectives
 ) -> NonFiniteError:
-    """The error that all ranks raise alike. Collective."""
+    """Return the error that all ranks raise. Collective."""
     named = states.parameters.named
     mine = _RankReport(
         parameters=[named[index].name for index in states.gradients.nonfinite()],
+        # The step has failed, so waiting for the device does not matter any more.
         loss_is_bad=not math.isfinite(float(sum(accumulation.losses))),
         gradient_is_bad=states.gradients.suspect(),
         samples=[index for indices in accumulation.indices for index in indices],
@@ -66,25 +67,25 @@ def nonfinite_error(
     names = sorted({name for each in reports for name in each.parameters})
     return NonFiniteError(
         f"Step {step}: the gradient is not finite in {_shortened(names)}. {_origin(reports)} "
-        "Nothing was updated. Look at those samples, lower the learning rate or clip with "
-        "engine.step(max_norm=1.0); --nonfinite skip goes on without such steps."
+        "Nothing was updated. Check those samples, lower the learning rate or clip with "
+        "engine.step(max_norm=1.0). To skip such steps: --nonfinite skip."
     )
 
 
 def _origin(reports: Sequence[_RankReport]) -> str:
-    """Where the gradient comes from, as far as there is proof."""
+    """Return a sentence with the origin of the gradient, as far as it is certain."""
     accused = [text for rank, each in enumerate(reports) if (text := each.accusation(rank))]
     if accused:
-        return f"It comes from {' and '.join(accused)}."
+        return f"The cause is {' and '.join(accused)}."
     if len(reports) == 1:
         return f"The loss is finite; samples {_shortened(reports[0].samples)}."
     if all(each.gradient_is_bad is False for each in reports):
-        return "It comes from the sum over the ranks (each rank's own part is finite)."
+        return "The sum over the ranks has overflowed (each rank's own part is finite)."
     samples = "; ".join(
         f"samples of rank {rank}: {_shortened(each.samples)}"
         for rank, each in enumerate(reports[:8])
     )
-    return f"Losses are finite, and from which rank it comes could not be told ({samples})."
+    return f"Losses are finite, and it is not known which rank is the cause ({samples})."
 
 
 def _shortened(values: Sequence[Any], most: int = 8) -> str:

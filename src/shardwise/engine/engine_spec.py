@@ -1,4 +1,4 @@
-"""EngineSpec is what an engine is made from: models, optimizers, settings, groups of ranks."""
+"""The inputs of an engine: models, optimizers, settings, groups of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shardwise.states.step_hooks import StepHooks
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Models, optimizers, settings and groups of ranks; they stay over every rebuild of states."""
+    """Models, optimizers, settings and groups of ranks. They are kept when states are rebuilt."""
 
     models: tuple[nn.Module, ...]
     optimizers: tuple[optim.Optimizer, ...]
@@ -43,70 +43,68 @@ class EngineSpec:
     world_group: Collectives
     """All ranks."""
     data_group: Collectives
-    """The data-parallel ranks: those with the same part of the model, or all, in this island."""
+    """Data-parallel ranks: those with the same part of the model, in this island."""
     device: torch.device
     gather_order: GatherOrder
-    """The order in which the data-parallel ranks gather, inside forwards and backwards."""
+    """The common order of the data-parallel ranks' gathers, inside forwards and backwards."""
     micro_shards: MicroShards | None = None
-    """How a step is cut in the exact mode."""
+    """The micro-shards of a step in the exact mode; None otherwise."""
     tensor: TensorParallelModels | None = None
-    """Tensor parallelism: the part of each layer that this rank has. None without."""
+    """Tensor parallelism: the part of each layer that this rank has. None without it."""
     pipeline: PipelineGroup | None = None
-    """Pipeline parallelism: the layers that this rank has. None without."""
+    """Pipeline parallelism: the layers that this rank has. None without it."""
     stage_group: Collectives = field(default_factory=Solo)
-    """The ranks of all replicas with the same stage of the pipeline, in this island."""
+    """Ranks of all replicas with the same stage of the pipeline, in this island."""
     step_group: Collectives = field(default_factory=Solo)
-    """The ranks that make steps together: all, or those of this island."""
+    """Ranks that step together: all, or the ranks of this island."""
     peers: Collectives = field(default_factory=Solo)
-    """The ranks of equal place in all islands; this rank alone where there is one."""
+    """Ranks with the same place in each island; only this rank if there is one island."""
 
     def __post_init__(self) -> None:
         _check_names(self.models, self.settings)
         if self.has_peers:
-            island_hooks.check(self.settings, elastic=self.peers.comes_and_goes)
+            island_hooks.check(self.settings, elastic=self.peers.has_changing_ranks)
 
     @property
     def has_peers(self) -> bool:
-        """Whether there are several islands, or an elastic one that is alone for now."""
-        return self.peers.size > 1 or self.peers.comes_and_goes
+        """True if there are several islands, or an elastic one that is currently alone."""
+        return self.peers.size > 1 or self.peers.has_changing_ranks
 
     @cached_property
     def hooks(self) -> StepHooks | None:
-        """What is called around steps if there are several islands; None if there is one."""
+        """Hooks around each step if there are several islands, else None."""
         return island_hooks.hooks_for(
             self.settings, self.world_group, self.step_group, self.peers, self.shard_group
         )
 
     @cached_property
     def extra_sets(self) -> ExtraSets:
-        """What checkpoints hold next to model, optimizers and progress."""
+        """Additional tensors of checkpoints, besides model, optimizers and progress."""
         return IslandSets(self.hooks, self.peers)
 
     @property
     def staleness(self) -> StalenessRule | None:
-        """How several islands sum gradients; None if they average parameters, and if there is
-        one."""
+        """The staleness rule of islands (`--behind`); None without it, or with a single island."""
         return self.settings.staleness_rule if self.has_peers else None
 
     @property
-    def steps_apart(self) -> bool:
-        """Whether each island makes updates of its own."""
+    def has_separate_steps(self) -> bool:
+        """True if each island updates its own weights."""
         return self.has_peers and self.staleness is None
 
     @property
     def gradient_group(self) -> Collectives:
-        """The ranks over which gradients are summed."""
+        """Ranks whose gradients are summed."""
         return self.step_group if self.staleness is None else self.world_group
 
     @property
     def apart(self) -> Collectives:
-        """The ranks of equal place in those islands that have weights of their own; this rank alone
-        where all have the same."""
+        """Ranks with the same place in islands with different weights; else only this rank."""
         return self.peers if self.staleness is None else Solo()
 
     @property
     def replicas(self) -> int:
-        """How many replicas of the model make a step together."""
+        """Number of replicas of the model that step together."""
         return self.data_group.size * (1 if self.staleness is None else self.peers.size)
 
     @property
@@ -115,28 +113,27 @@ class EngineSpec:
         return 0 if self.tensor is None else self.tensor.group.rank
 
     def is_here(self, parameter: Tensor) -> bool:
-        """Whether this rank trains `parameter`, or a part of it."""
+        """Return whether this rank trains `parameter`, or a part of it."""
         return self.pipeline is None or self.pipeline.owns(parameter)
 
     def stage_of(self, parameter: Tensor) -> int:
-        """The stage that trains `parameter`."""
+        """Return the pipeline stage that trains `parameter`."""
         return 0 if self.pipeline is None else self.pipeline.partition.owners.get(parameter, 0)  # type: ignore[call-overload]
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has the whole model now, inside `full_parameters` with `--tensor` or
-        `--pipeline`."""
+        """True inside `full_parameters` of a model that `--tensor` or `--pipeline` splits."""
         split, line = self.tensor, self.pipeline
         return (split is not None and split.is_whole) or (line is not None and line.is_whole)
 
     @property
     def takes_writes(self) -> bool:
-        """Whether values that are written inside that block are kept."""
+        """True if that block keeps values that are written inside it."""
         split, line = self.tensor, self.pipeline
         return (split is not None and split.writes) or (line is not None and line.writes)
 
     def runs(self, module: nn.Module) -> bool:
-        """Whether this rank runs `module`, or the first of what is in it."""
+        """Return whether this rank runs `module`, or the first layer in it."""
         return (
             self.pipeline is None or self.pipeline.stage_of_module(module) in self.pipeline.stages
         )
@@ -147,59 +144,71 @@ class EngineSpec:
         return 0 if self.pipeline is None else self.pipeline.group.rank
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
-        """The part of a whole tensor that `parameter` is; None where it is whole."""
+        """Return the part of a tensor that a split `parameter` is; None if it is not split."""
         if self.tensor is None or not isinstance(parameter, nn.Parameter):
             return None
         return self.tensor.shards.get(parameter)
 
     @cached_property
     def summation(self) -> Summation:
-        """How gradients of several backwards and ranks are added: in any order, or in one tree."""
+        """The way to add gradients of several backwards and ranks: in any order, or in one tree."""
         return Summation() if self.micro_shards is None else in_tree(self.micro_shards)
 
     @cached_property
     def optimizer_kinds(self) -> OptimizerKinds:
-        """What trials have found of the optimizers."""
+        """Results of the trials of optimizers."""
         return OptimizerKinds()
 
     @cached_property
     def prefixes(self) -> tuple[str, ...]:
-        """The prefix of the names of each model: empty when there is one."""
+        """The prefix of the parameter names of each model; "" if there is only one."""
         several = len(self.models) > 1
         return tuple(f"models[{i}]" if several else "" for i in range(len(self.models)))
 
     @cached_property
     def shard_group(self) -> Collectives:
-        """The ranks over which states are sharded: all, or those of a host."""
+        """Ranks that share the shards of states: all, or the ranks of a host."""
+        # With replicated states there is nothing to shard, on any group.
         within = self.settings.shard_within == "host" and self.placement.level > 0
         return shard_within_hosts(self.data_group) if within else self.data_group
 
     @property
     def cuts_nothing(self) -> bool:
-        """Whether an optimizer can have all tensors whole: its state is neither sharded nor on a
-        disk, and the exact mode, whose bits would depend on it, is off."""
+        """True if optimizers can update whole tensors.
+
+        Their state is then neither sharded nor on a disk, and the exact mode, whose bits would
+        depend on it, is off.
+        """
+        # In the exact mode, updates of whole tensors would round otherwise than updates of
+        # intervals.
         alone = self.shard_group.size == 1 or not self.placement.is_sharded("optimizer")
         on_disk = any(tier.kind == "nvme" for tier in self.placement.tiers)
         return alone and not on_disk and self.micro_shards is None
 
     @property
     def optimizers_stay(self) -> bool:
-        """Whether each rank has all parameters and all optimizer state whole, so that the user's
-        own optimizer can update its own parameters."""
-        in_parts = self.tensor is not None or self.pipeline is not None
-        return self.cuts_nothing and not in_parts and not self.placement.is_sharded("parameters")
+        """True if the user's own optimizer can update its own parameters.
+
+        Each rank then has all parameters and all optimizer state whole.
+        """
+        is_split = self.tensor is not None or self.pipeline is not None
+        return self.cuts_nothing and not is_split and not self.placement.is_sharded("parameters")
 
     @cached_property
     def gather_group(self) -> Collectives:
-        """The same ranks for gathers, whose order against other collectives may differ."""
-        side = (
-            self.gather_order.group
-        )  # made here, by all ranks: not in the first forward that asks
+        """The ranks of `shard_group` over separate channels, for gathers.
+
+        Their order relative to other collectives may differ between ranks.
+        """
+        # Creating the side channel is collective, so do it here and not in the first forward.
+        side = self.gather_order.group
         return side if self.shard_group is self.data_group else self.shard_group.second_group()
 
     def leave_groups(self) -> None:
-        """Close the groups of ranks that were made for this engine alone. Collective."""
-        self.world_group.barrier()  # nobody is in one of them any more
+        """Close the groups of ranks that belong to this engine only. Collective."""
+        self.world_group.barrier()  # no rank is in a collective of one of them any more
+        # `cached_property` stores into `vars`, so a group that was never created is not created
+        # here.
         gathers = vars(self).pop("gather_group", self.data_group)
         sharding = vars(self).pop("shard_group", self.data_group)
         if sharding is not self.data_group:
@@ -209,73 +218,78 @@ class EngineSpec:
 
     @cached_property
     def parameter_uses(self) -> ParameterUses:
-        """Follows user code that computes with parameters of which this rank has a part."""
+        """Watches user code that computes with split parameters."""
         return ParameterUses(self.tensor, self.pipeline)
 
     @cached_property
     def unit_hooks(self) -> UnitHooks:
-        """The hooks by which forwards gather the units that they need."""
+        """Hooks on modules, whose forwards gather the units that they need."""
         return UnitHooks()
 
     def located(self) -> list[NamedParameter]:
-        """Every parameter of the models, and those that only an optimizer knows."""
-        found = locate(self.models, self.prefixes)
-        known = {named.parameter for named in found}
+        """Return every parameter of the models, and parameters that only an optimizer has."""
+        located = locate(self.models, self.prefixes)
+        known = {named.parameter for named in located}
         for number, optimizer in enumerate(self.optimizers):
             for group in optimizer.param_groups:
                 for index, parameter in enumerate(group["params"]):
                     if parameter not in known:
                         known.add(parameter)
                         name = f"optimizers[{number}].params[{index}]"
-                        found.append(NamedParameter(name, parameter))
+                        located.append(NamedParameter(name, parameter))
         cast = PRESETS[self.settings.precision].cast
-        for named in found:
-            if named.parameter.is_meta:  # it has no memory yet: note where it will have some
+        for named in located:
+            if named.parameter.is_meta:  # not materialised yet: set the device and dtype to be
                 named.device = self.device
                 if cast is not None and is_cast(named.places, cast):
                     named.dtype = cast
             named.shard = self.shard_of(named.parameter)
-        return found
+        return located
 
     @cached_property
     def _census(self) -> Census:
         return Census(self.models)
 
     def shape(self) -> Shape:
-        """The parameter groups and what is trained: the states are laid out for these."""
+        """Return the current shape of parameter groups, which decides the layout of states."""
         with unguarded():
+            # `_census` caches the parameters: this runs at every backward.
             trained = [p.requires_grad for p in self._census.parameters()]
         return Shape([len(g["params"]) for o in self.optimizers for g in o.param_groups], trained)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The lengths of the parameter groups, and by parameter whether it is trained."""
+    """The lengths of the parameter groups, and whether each parameter is trained."""
 
     groups: list[int]
     trained: list[bool]
 
     def fits(self, now: Shape) -> bool:
-        """Whether states laid out for this serve `now` too.
+        """Return whether states that are laid out for this shape also serve `now`.
 
-        A parameter that is frozen on the way stays where it is, without a gradient: a GAN freezes
-        its discriminator in every step.
+        A parameter that was frozen since keeps its place, without a gradient: a GAN freezes its
+        discriminator in every step.
         """
+        # More parameters, or other groups, always need a new layout.
         if (self.groups, len(self.trained)) != (now.groups, len(now.trained)):
             return False
         return all(was or not is_ for was, is_ in zip(self.trained, now.trained, strict=True))
 
 
 def _check_names(models: Sequence[nn.Module], settings: Settings) -> None:
-    """Raise ConfigError for names of units or stages that name nothing, however many workers there
-    are."""
+    """Raise ConfigError for names of units or stages that match no module.
+
+    Also if there are too few workers for them to matter.
+    """
+    # On any number of workers, so that a typo does not first show in the large run.
     for pattern in units.unknown(models, settings.units or ()):
         names = [name for model in models for name, _ in model.named_children()]
         raise ConfigError(
-            f"units: no module with parameters is called {pattern}. The models' parts are "
-            f"{', '.join(names[:8])}; a pattern such as {names[0]}.* names what is in one."
+            f"units: no module with parameters is called {pattern}. The models have "
+            f"{', '.join(names[:8])}; a pattern such as {names[0]}.* matches the modules in one."
             if names
-            else f"units: the model has no parts to be called {pattern}."
+            else f"units: the model has no modules inside that {pattern} could match."
         )
     if settings.stages is not None and len(models) == 1:
         partition.check_names(models[0], settings.units, settings.stages)

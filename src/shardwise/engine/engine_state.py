@@ -1,4 +1,4 @@
-"""EngineState holds what the parts of one engine share: what it is made of, and where it is."""
+"""The state that the parts of one engine share."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from shardwise.world.world import World
 
 @dataclass(eq=False)
 class EngineState:
-    """The engine numbered `number` in this process, as its parts see it.
+    """The shared state of engine number `number` of this process.
 
-    The first fields never change; those from `steps` on are where training is.
+    The first fields never change; those from `steps` on are the progress of training.
     """
 
     world: World
@@ -48,19 +48,19 @@ class EngineState:
     accumulation: LossAccumulation
     """This rank's backwards since the last step."""
     extra_sets: ExtraSets
-    """What checkpoints hold besides model, optimizers and progress."""
+    """Additional tensors of checkpoints, besides model, optimizers and progress."""
     steps: int = 0
-    """How many steps were made."""
+    """Number of completed steps."""
     totals: StepTotals | None = None
-    """What all ranks know of this step, once its gradients are reduced."""
+    """The totals of this step over all ranks, once its gradients are reduced."""
     in_uneven: bool = False
-    """Whether ranks may run different numbers of forwards now."""
+    """True while ranks may run different numbers of forwards."""
     asked_to_end: bool = False
-    """Whether the exchange of a step of this engine has told all ranks of a signal to end."""
+    """True once all ranks have learned, from an exchange of this engine, of a signal to end."""
 
     @property
     def in_ema(self) -> bool:
-        """Whether the parameters are averages now, or the anchor."""
+        """True while the parameters are averages, or the anchor."""
         return self.objects.in_ema
 
     @in_ema.setter
@@ -74,33 +74,32 @@ class EngineState:
 
     @property
     def replicas(self) -> int:
-        """How many replicas of the model make a step together."""
+        """Number of replicas of the model that step together."""
         return self.spec.replicas
 
     @property
     def states(self) -> States:
-        """Parameters, gradients and optimizer state as they are laid out now."""
+        """Parameters, gradients and optimizer state in their current layout."""
         return self.objects.states
 
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
-        """Which backward of which step of which engine and replica comes next: what random
-        numbers are drawn for."""
+        """The coordinates of the next backward, for seeds: engine, step, replica, backward."""
         return self.number, self.steps, self.world.data_rank, self.accumulation.backwards
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether the engine can be saved now."""
+        """True if the engine can be saved now."""
         return self.accumulation.backwards == 0 and not self.in_ema
 
     def continue_at(self, steps: int) -> None:
-        """Count on from `steps`, which a checkpoint has made."""
+        """Set the number of steps from a checkpoint."""
         if steps:
             usage_checks.mark_schedulers(self.spec.optimizers)
         self.steps = steps
 
     def refuse_in_step(self, call: str) -> None:
-        """Raise UsageError unless `call` comes between two steps."""
+        """Raise UsageError unless `call` is made between two steps."""
         if self.accumulation.backwards:
             raise UsageError(
                 f"{call} between engine.backward and engine.step: call it after the step."
@@ -110,13 +109,13 @@ class EngineState:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Context manager: the parameters hold the anchor inside it, if groups of ranks have made
-        updates of their own. Collective over each group."""
+        """Swap in the anchor inside the block, if islands have different weights. Collective."""
         hooks = self.states.hooks
         if hooks is None or not hooks.have_own_weights:
             yield
             return
         with torch.no_grad():
+            # Entered by hand: autograd is off for the swap only, and not inside the block.
             context = hooks.common_weights()
             context.__enter__()
         self.in_ema = True
@@ -129,8 +128,7 @@ class EngineState:
             self.parameters_changed()
 
     def squared_norm(self) -> float:
-        """Return the squared norm of the gradient sums as they are now, over all layers. Collective
-        over the ranks that make this step."""
+        """Return the squared norm of the current gradient sums over all layers. Collective."""
         spec = self.spec
         squared = squared_norm(
             self.aggregation, self.states.gradients, spec.stage_group, spec.shard_group.copies
@@ -142,12 +140,12 @@ class EngineState:
         return float(group.read(group.gather_rows(row)).sum())
 
     def returns_of(self, checkpoints: HookedCheckpoints) -> Returns | None:
-        """Return what brings groups of ranks back by `checkpoints`, None if none can end alone."""
+        """Return the object that brings islands back from `checkpoints`; None if none can leave."""
         hooks = self.spec.hooks
         return None if hooks is None else hooks.returns(self, checkpoints)
 
     def parameters_changed(self) -> None:
-        """Parameters have other values now: with `--pipeline` other stages may have copies."""
+        """Invalidate copies of parameters on other pipeline stages after a change of values."""
         if self.spec.pipeline is not None:
             self.spec.pipeline.tied_weights.invalidate()
 
@@ -159,16 +157,19 @@ def spec_of(
     optimizers: optim.Optimizer | Sequence[optim.Optimizer],
     tensor_plan: TensorPlan | None,
 ) -> EngineSpec:
-    """What an engine is made from. Raises ModelError for what is no model or no optimizer, and
-    ConfigError for settings that cannot be had together."""
+    """Collect the inputs of an engine.
+
+    Raises ModelError for an object that is no model or no optimizer, and ConfigError for settings
+    that cannot be combined.
+    """
     shards = exact_mode.shards_of(settings, world.collectives)
-    several = _several(models, nn.Module)
-    given = _several(optimizers, optim.Optimizer)
-    for optimizer in given:
+    model_tuple = _as_tuple(models, nn.Module)
+    optimizer_tuple = _as_tuple(optimizers, optim.Optimizer)
+    for optimizer in optimizer_tuple:
         usage_checks.check_optimizer(optimizer)
     return EngineSpec(
-        several,
-        given,
+        model_tuple,
+        optimizer_tuple,
         settings.placement,
         settings,
         world.collectives,
@@ -177,7 +178,7 @@ def spec_of(
         world.gather_order,
         shards,
         tensor_parallel.begin(world, settings, tensor_plan),
-        pipeline_parallel.begin(world, settings, several),
+        pipeline_parallel.begin(world, settings, model_tuple),
         world.stage,
         world.step_group,
         world.peers,
@@ -191,9 +192,10 @@ def build_state(
     scaler: GradScaler | None,
     tensor_plan: TensorPlan | None,
 ) -> EngineState:
-    """Take over the user's objects, and lay out their states. Collective."""
+    """Take over the user's objects, and build the states. Collective."""
     _refuse_second_engine(spec)
     accumulation = LossAccumulation()
+    # The accumulation alone, so that the engine itself can be freed.
     world.unstepped.watch(accumulation)
     scale = LossScale(scaler, active=precision.PRESETS[spec.settings.precision].scaled)
     aggregation = (
@@ -201,9 +203,11 @@ def build_state(
         if spec.micro_shards is None
         else exact_mode.ExactAggregation(spec.micro_shards)
     )
-    # Seeds are the same on all ranks whose gradients are summed.
+    # The unit of weights must be the same on all ranks whose gradients are summed.
     estimated_by = spec.data_group if spec.staleness is None else spec.world_group
+    # SyncBatchNorm sends gradients of one rank's loss to other ranks, inside the graph.
     crosses = spec.settings.sync_batch_norm and spec.data_group.size > 1
+    # The exact mode fixes the order of sums even on one worker.
     alone = world.size == 1 and spec.micro_shards is None
     weighting = GradientWeighting(scale, estimated_by, aggregation, crosses=crosses, alone=alone)
     objects = UserObjects(world, spec, accumulation, weighting, tensor_plan)
@@ -221,27 +225,27 @@ def build_state(
 
 
 def _refuse_second_engine(spec: EngineSpec) -> None:
-    """Raise UsageError for a parameter that another engine trains: they would undo each other's
-    work."""
-    taken = {t.parameter for other in living for t in other.states.parameters.named}
+    """Raise UsageError for a parameter that another engine trains."""
+    trained = {t.parameter for other in living for t in other.states.parameters.named}
     for named in spec.located():
-        if named.parameter in taken:
+        if named.parameter in trained:
             raise UsageError(
-                f"{named.name} is already trained by another engine. Give each parameter to "
-                "one engine, or end that one first: engine.close()."
+                f"{named.name} is already trained by another engine. Pass each parameter to one "
+                "engine, or close the other one first: engine.close()."
             )
 
 
-def _several(given: Any, kind: type[Any]) -> tuple[Any, ...]:
-    one = isinstance(given, kind) or not isinstance(given, Iterable)
-    several = (given,) if one else tuple(given)
-    wrong = [item for item in several if not isinstance(item, kind)]
-    if wrong or not several:
+def _as_tuple(argument: Any, kind: type[Any]) -> tuple[Any, ...]:
+    """Return one object or a sequence as a tuple; raise ModelError for other types."""
+    is_one = isinstance(argument, kind) or not isinstance(argument, Iterable)
+    items = (argument,) if is_one else tuple(argument)
+    wrong = [item for item in items if not isinstance(item, kind)]
+    if wrong or not items:
         shown = type(wrong[0]).__name__ if wrong else "nothing"
         raise ModelError(
             f"sw.Engine(model, optimizer) takes {_KINDS[kind]}, or several, not {shown}."
         )
-    return several
+    return items
 
 
 _KINDS = {nn.Module: "a torch.nn.Module first", optim.Optimizer: "a torch optimizer second"}

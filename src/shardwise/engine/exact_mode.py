@@ -1,4 +1,4 @@
-"""The exact mode gives the same bits on any number of workers: what it refuses, and how it adds."""
+"""The exact mode, which gives the same bits on any number of workers: its checks and its sums."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ from shardwise.world.randomness import seed_from
 
 _WITHOUT = {
     "micro_batch_size": "the micro-shards are the micro-batches",
-    "sync_batch_norm": "statistics over all workers would be of as many micro-shards as there are "
-    "workers; without it each micro-shard has its own, alike on any number of workers",
+    "sync_batch_norm": "statistics over all workers would depend on their number; without it each "
+    "micro-shard has its own statistics",
 }
 
 
 def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
-    """The micro-shards of a step; None where the exact mode is off.
+    """Return the micro-shards of a step; None if the exact mode is off.
 
-    Raises ConfigError for settings that cannot be had with it, and for a number of workers that
-    cannot give the bits of the others.
+    Raises ConfigError for settings it cannot be combined with, and for a number of workers that
+    cannot give the same bits.
     """
     if settings.exact is None:
         return None
     for name, why in _WITHOUT.items():
         if getattr(settings, name):
             raise ConfigError(
-                f"--exact {settings.exact} and {flag(name)} cannot be had together: {why}. "
-                "Leave one of them out."
+                f"--exact {settings.exact} cannot be combined with {flag(name)}: {why}. "
+                "Remove one of the two."
             )
     if settings.shard_within == "host":
         raise ConfigError(
-            f"--exact {settings.exact} sums over all workers in one tree, which --shard-within "
-            "host would cut at the hosts. Write --shard-within all."
+            f"--exact {settings.exact} sums over all workers in one tree, but --shard-within host "
+            "would cut the tree at the hosts. Write --shard-within all."
         )
+    # A host sums its ranks first, so the ranks of a host must be a subtree of the whole tree.
     if not group.knows_tree:
         raise ConfigError(
-            f"--exact {settings.exact} sums in a tree of which these hosts' ranks are no nodes: "
-            "start a power of two of ranks on each, numbered host by host, or write "
-            "--transport gloo."
+            f"--exact {settings.exact} sums in a binary tree, and the ranks of each host must be "
+            "one subtree: start a power of two of ranks on each host, numbered host by host, or "
+            "write --transport gloo."
         )
     return MicroShards(settings.exact, group.size, group.rank)
 
 
 class ExactAggregation(Aggregation):
-    """Adds up in the exact mode: one backward for each micro-shard is reported by itself, and sums
-    are rounded once."""
+    """Adds up in the exact mode: each micro-shard is reported separately, and sums round once."""
 
     def __init__(self, shards: MicroShards) -> None:
         super().__init__(shards.rank)
         self._shards = shards
 
     def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:
-        """By micro-shard, whichever rank runs it."""
+        """Return the seed of the next micro-shard, which is the same on any rank."""
         number = self._shards.number(backwards)
         return seed_from(seed, "micro-shard", engine, step, number)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
-        """The first micro-shard is rank 0's, for any number of ranks."""
+        """Estimate from the first micro-shard, which is rank 0's for any number of ranks."""
         return weights[0] * self._shards.count, self._shards.count
 
     def check(self, backwards: int) -> None:
@@ -76,12 +76,13 @@ class ExactAggregation(Aggregation):
                 "then engine.step() once."
             )
 
-    def reported(self, values: Sequence[Number]) -> list[Number]:
+    def report(self, values: Sequence[Number]) -> list[Number]:
+        # One number per micro-shard, so that `total` can round once over all of them.
         return list(values)
 
     def total(self, rows: Sequence[Sequence[float]]) -> float:
         values = [value for row in rows for value in row]
-        # fsum, exact in any order, raises where infinities meet; addition gives the NaN they make.
+        # fsum is exact in any order. It raises for infinities of both signs; sum gives their NaN.
         return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
     def total_of_squares(self, rows: Sequence[Sequence[float]]) -> float:
@@ -89,11 +90,12 @@ class ExactAggregation(Aggregation):
 
     def refuse_late(self, names: Sequence[str], group: Collectives) -> None:
         several = itertools.chain.from_iterable(group.gather_objects(list(names)))
+        # Every rank raises the same message, although maybe only one has late gradients.
         first, *more = dict.fromkeys(several) or ["a parameter"]
         raise UsageError(
             f"--exact {self._shards.count}: the gradient of {first}"
-            f"{f' and {len(more)} more' if more else ''} was not expected, because it did not come "
-            "in earlier steps, or it came twice (reentrant checkpointing). So a sum began without "
-            "all of its gradients, and results would depend on the number of workers. "
-            "--no-overlap lets sums begin when backward has ended."
+            f"{f' and {len(more)} more' if more else ''} was not expected: it did not arrive in "
+            "earlier steps, or it arrived twice (reentrant checkpointing). A sum started without "
+            "all of its gradients, so results would depend on the number of workers. Write "
+            "--no-overlap: sums then start when backward has ended."
         )

@@ -1,4 +1,4 @@
-"""Exchanges what ranks know of a step, in one small collective, so that all update alike."""
+"""The one small collective of a step, after which all ranks make the same update."""
 
 from __future__ import annotations
 
@@ -31,23 +31,27 @@ def exchange(
     written: bool,
     counts: bool = True,
 ) -> StepTotals:
-    """Report what this rank has seen in the step, and return the totals of all ranks. Collective.
+    """Report this rank's statistics of the step, and return the totals of all ranks. Collective.
 
-    Every part of the summed gradient is on `copies` ranks. `options` is a checksum of what must be
-    alike, `calls` are those that all ranks make alike; `unsaved` says whether a save in the
-    background has failed here, `asked` is the signal that asked this rank to end, or 0, `written`
-    whether user code has written into parameters. Raises UsageError, on all ranks alike, for
-    gradients that came too late where `aggregation` refuses them. Of the ranks of a replica one
-    `counts`: all have the same batches.
+    It also averages the buffers that forward changes, weighted by rows, and reduces gradients that
+    arrived after their bucket had started on any rank.
 
-    On the way, buffers that forward changes become their mean over the ranks, by rows, and
-    gradients that came too late for their bucket on any rank are reduced by all.
+    copies    number of ranks that have the same part of the summed gradient
+    options   a checksum of the optimizer options, which must be the same on all ranks
+    calls     the calls that all ranks must make
+    unsaved   a background save has failed on this rank
+    asked     the signal that asks this rank to end, or 0
+    written   user code has written into parameters
+    counts    True on one rank of a replica, whose ranks all have the same batches
+
+    Raises UsageError on all ranks for late gradients if `aggregation` refuses them.
     """
+    # The same length, because the vector of each rank must have the same layout.
     nothing = [0.0] * accumulation.backwards
     no_mix = math.inf, -math.inf
     mine = StepReport(
-        weights=aggregation.reported(accumulation.weights if counts else nothing),
-        losses=aggregation.reported(accumulation.losses if counts else nothing),
+        weights=aggregation.report(accumulation.weights if counts else nothing),
+        losses=aggregation.report(accumulation.losses if counts else nothing),
         squared_norm=gradients.squared().double() / copies,
         backwards=accumulation.weighted_backwards if counts else 0,
         shares=accumulation.shares if counts else 0.0,
@@ -65,16 +69,18 @@ def exchange(
         asked=asked,
         written=written,
         divisor=accumulation.divisor if accumulation.is_said else -1.0,
-        alone=accumulation.needs_to_be_alone,
+        alone=accumulation.needs_sole_loss,
         buffer_rows=buffers.shares(counts=counts),
     )
+    # Buffers are appended to the report: one collective instead of two.
     report = mine.row(group.small_device)
-    # Looked at on the CPU: one copy from a GPU, and no more waiting for it.
+    # Evaluated on the CPU: one copy from the GPU, and only one synchronisation per step.
     sent = torch.cat([report, buffers.weighted(counts=counts)])
     rows = group.read(group.gather_rows(sent))
     everyone = mine.join(rows[:, : report.numel()].tolist(), aggregation)
     if everyone.news or everyone.copies_differ:
-        # Only now ranks find out what to average: they send it once more, which is rare.
+        # Some rank saw a buffer change that the others did not average. Agree on the list, and
+        # send the buffers again. This happens in the first steps only.
         buffers.agree(differ=everyone.copies_differ)
         values = group.read(group.gather_rows(buffers.weighted(counts=counts)))
     else:
@@ -82,10 +88,12 @@ def exchange(
     buffers.average(values, rows[:, report.numel() - len(mine.buffer_rows) : report.numel()])
     buffers.stepped()
     squared = everyone.squared_norm
+    # All ranks know of any rank's late gradients now, so all of them start the same reduction.
     if any(everyone.late):
         aggregation.refuse_late(gradients.unforeseen_names(), group)
         gradients.reduce_late([number for number, late in enumerate(everyone.late) if late])
         squared = squared_norm(aggregation, gradients, group, copies)
+    # The squares may have overflowed fp32 although the gradients are finite.
     elif not math.isfinite(squared):
         squared = _squared_in_fp64(aggregation, gradients, group, copies)
     return replace(everyone, squared_norm=squared)
@@ -94,8 +102,8 @@ def exchange(
 def squared_norm(
     aggregation: Aggregation, gradients: Gradients, group: Collectives, copies: int
 ) -> float:
-    """The squared norm of the sums as they are now; `copies` is as for `exchange`. Collective."""
-    # In fp64 on all: a rank without any part of the norm has a zero of its own.
+    """Return the squared norm of the summed gradients; `copies` as for `exchange`. Collective."""
+    # In fp64 on all ranks: a rank without any part of the gradients has a zero of another dtype.
     row = (gradients.squared().double() / copies).reshape(-1).to(group.small_device)
     squared = aggregation.total_of_squares(group.read(group.gather_rows(row)).tolist())
     if math.isfinite(squared):
@@ -106,15 +114,16 @@ def squared_norm(
 def _squared_in_fp64(
     aggregation: Aggregation, gradients: Gradients, group: Collectives, copies: int
 ) -> float:
+    """Return the squared norm in fp64, after fp32 has overflowed or met a NaN. Collective."""
     row = (gradients.squared_in_fp64().double() / copies).reshape(-1)
     report = group.gather_rows(row.to(group.small_device))
     return aggregation.total_of_squares(report.tolist())
 
 
 def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
-    """`totals` of the ranks of each stage, for all: `group` has one of each stage. Collective.
+    """Combine the `totals` of each pipeline stage; `group` has one rank of each. Collective.
 
-    Weights and losses are those of every stage, which have the same batches.
+    Weights and losses are the same on every stage, which all have the same batches.
     """
     flags = [float(totals.several), float(totals.unsaved), float(totals.asked), totals.written]
     flags += [float(totals.rows_differ), totals.calls, float(totals.is_mixed)]
@@ -124,6 +133,7 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
     return replace(
         totals,
         squared_norm=float(rows[:, 0].sum()),
+        # NaN means that ranks differ, as in StepReport.join.
         options=options[0] if len(set(options)) == 1 else math.nan,
         calls=calls[0] if len(set(calls)) == 1 else math.nan,
         rows_differ=bool(rows[:, 6].any()),

@@ -1,8 +1,8 @@
 """Refuses hooks on parameters that are not linear, if backward gives them a part of the gradient.
 
-A hook of `parameter.register_hook` runs on every worker, on the gradient of that worker's rows.
-The engine adds up what the hooks return. That is the result of one process if the hook is linear
-(a mask, a factor), and another one if it is not: the sum of clamped parts is not the clamped sum.
+A hook of `parameter.register_hook` runs on every worker, on the gradient of that worker's rows, and
+the engine adds up the results. For a linear hook (a mask, a factor) the sum is the same as in a
+single process. For another hook it is not: the sum of clamped parts is not the clamped sum.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 def watch(named: Iterable[NamedParameter]) -> None:
-    """Let the next backward try each hook of these parameters that changes the gradient.
+    """Make the next backward test each hook of these parameters that changes the gradient.
 
-    Raises UsageError there, from the hook's place, for one that is not linear.
+    That backward raises UsageError for a hook that is not linear.
     """
     with unguarded():
         for each in named:
@@ -36,56 +36,57 @@ def watch(named: Iterable[NamedParameter]) -> None:
 
 
 class _Trial:
-    """Stands in for a hook until it is given a gradient that is finite and not 0, and tries it
-    then."""
+    """Replaces a hook until it gets a gradient that is finite and not 0, and then tests it."""
 
     def __init__(self, name: str, hook: Hook, hooks: MutableMapping[int, Hook], key: int) -> None:
         self._name, self._hook = name, hook
         self._hooks, self._key = hooks, key
 
     def __call__(self, grad: Tensor) -> Tensor | None:
-        given = self._hook(grad)
-        # One that only reads is not called a second time: it may write a log.
-        if given is None or given is grad or not grad.numel():
+        result = self._hook(grad)
+        # A hook that only reads is not called a second time: it may write a log.
+        if result is None or result is grad or not grad.numel():
             self._hooks[self._key] = self._hook
-            return given
-        largest, made = torch.stack([grad.abs().max(), given.abs().max()]).double().tolist()
-        if not (largest > 0 and math.isfinite(largest + made)):
-            return given  # nothing to compare by: the next backward tries it
+            return result
+        # One synchronisation with the device for both numbers.
+        largest_in, largest_out = (
+            torch.stack([grad.abs().max(), result.abs().max()]).double().tolist()
+        )
+        if not (largest_in > 0 and math.isfinite(largest_in + largest_out)):
+            return result  # nothing to compare: the next backward tests the hook
         self._hooks[self._key] = self._hook
-        factor = _factor(max(largest, made), grad.dtype)
+        factor = _trial_factor(max(largest_in, largest_out), grad.dtype)
+        # The hook may draw random numbers, and this additional call must not change what follows.
         with preserved():
-            again: Any = self._hook(grad * factor)
-        right = given.double() * factor
-        limits = torch.finfo(given.dtype)
-        # Numbers that are too small for all bits of a mantissa are rounded to multiples of this.
+            scaled: Any = self._hook(grad * factor)
+        expected = result.double() * factor
+        limits = torch.finfo(result.dtype)
+        # Subnormal numbers are rounded to multiples of smallest_normal * eps.
         rounding = 2 * limits.smallest_normal * limits.eps * max(abs(factor), 1.0)
-        if isinstance(again, Tensor) and torch.allclose(
-            again.double(), right, rtol=1e-2, atol=1e-3 * made * abs(factor) + rounding
+        if isinstance(scaled, Tensor) and torch.allclose(
+            scaled.double(), expected, rtol=1e-2, atol=1e-3 * largest_out * abs(factor) + rounding
         ):
-            return given
+            return result
+        code = getattr(getattr(self._hook, "__func__", self._hook), "__code__", None)
+        where = repr(self._hook)
+        if code is not None:
+            where = f"{from_here(code.co_filename)}:{code.co_firstlineno}"
         raise UsageError(
-            f"A hook on {self._name} ({_place(self._hook)}) is not linear, and backward gives it "
-            "the gradient of a part of the batch: what it makes of the parts does not add up to "
-            "what it makes of the whole. Change the whole gradient instead, between "
-            "engine.backward and engine.step: with engine.full_gradients(): p.grad.clamp_(...). "
-            "To clip by the norm: engine.step(max_norm=...)."
+            f"A hook on {self._name} ({where}) is not linear, and backward gives it the gradient "
+            "of a part of the batch: its results for the parts do not add up to its result for the "
+            "whole batch. Change the whole gradient instead, between engine.backward and "
+            "engine.step: with engine.full_gradients(): p.grad.clamp_(...). To clip by the norm: "
+            "engine.step(max_norm=...)."
         )
 
 
-def _factor(largest: float, dtype: torch.dtype) -> float:
-    """The factor of the trial of a gradient, where neither that nor what the hook makes of it has a
-    number above `largest`.
+def _trial_factor(largest: float, dtype: torch.dtype) -> float:
+    """Return the factor that scales a gradient to test a hook.
 
-    It is negative, so that abs() is found out, and large, so that clamping is, but within the range
-    of `dtype`. Where that leaves no room for a large one it is small, which finds out clamping that
-    has had an effect.
+    `largest` is the largest number in the gradient and in the hook's result. The factor is
+    negative, which exposes abs(), and large, which exposes clamping, within the range of `dtype`.
+    If `largest` leaves no room for a large factor, it is small, which exposes clamping that has
+    had an effect.
     """
     room = math.log2(torch.finfo(dtype).max / 8) - math.log2(largest)
     return -(2.0 ** (min(math.floor(room), 20) if room >= 2 else -4))
-
-
-def _place(hook: Any) -> str:
-    """Name `hook` by its file and line, as far as it has them."""
-    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-    return repr(hook) if code is None else f"{from_here(code.co_filename)}:{code.co_firstlineno}"

@@ -1,4 +1,4 @@
-"""Gives all ranks rank 0's initial values, and memory to what was built without."""
+"""Gives all ranks rank 0's initial values, and materialises tensors on the meta device."""
 
 from __future__ import annotations
 
@@ -19,48 +19,53 @@ def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
         return
     with torch.no_grad():
         for tensor in tensors:
+            # A clone: the tensor may be expanded or shared, and a broadcast writes into its
+            # argument.
             value = tensor.detach().contiguous().clone().view(-1).view(torch.uint8)
             if value.numel():
-                # Some buffers are on the CPU where NCCL moves only what is on a GPU.
+                # As bytes, which every transport can send. NCCL sends only tensors on a GPU, but
+                # some buffers are on the CPU.
                 value = value.to(group.small_device if value.device.type == "cpu" else value.device)
                 group.broadcast(value).wait()
                 write(tensor, value.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
 
 def fill_unrecorded(models: Sequence[nn.Module], say: Callable[[str], None]) -> None:
-    """Fill what was built on the meta device outside of `on_meta`, by `reset_parameters`.
+    """Fill tensors that were built on the meta device outside of `on_meta`, by `reset_parameters`.
 
-    Buffers too, which `on_meta` leaves real. Raises ModelError for a module that has no
-    `reset_parameters`, or whose own leaves some of them unset.
+    Including buffers. Raises ModelError for a module without `reset_parameters`, or whose
+    `reset_parameters` leaves some of them unset.
     """
     names = []
     for model in models:
         for path, module in model.named_modules():
-            if any(map(_is_unrecorded, [*module._parameters.values(), *module._buffers.values()])):
+            tensors = [*module._parameters.values(), *module._buffers.values()]
+            # `on_meta` records how to compute each value; these tensors have no such record.
+            if any(t is not None and t.is_meta and not meta.is_deferred(t) for t in tensors):
                 names += [f"{path}.{name}" for name in meta.materialise_by_reset(module)]
     if names:
         say(
-            f"shardwise: {len(names)} tensor(s) of the model had no memory and no record "
-            f"({names[0]} ...): they start from reset_parameters, not from the values of a plain "
-            "build. Build the model inside with sw.on_meta() for those."
+            f"shardwise: {len(names)} tensor(s) of the model were built on the meta device "
+            f"({names[0]} ...): reset_parameters initialises them, so they differ from a normal "
+            "build. For the same values, build the model inside: with sw.on_meta()."
         )
 
 
-def _is_unrecorded(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta and not meta.is_deferred(tensor)
-
-
 def make_all_real(located: Iterable[NamedParameter], device: torch.device) -> None:
-    """Give every parameter that was built inside `on_meta` its values, on `device`."""
+    """Compute the values of all parameters that were built inside `on_meta`, on `device`."""
     for named in located:
+        # Others were built with memory, and keep their values.
         if named.parameter.is_meta:
             value = meta.materialise(named.parameter, named.alias)
             meta.make_real(named.parameter, value.to(device))
 
 
 def value_of(named: NamedParameter, group: Collectives, peers: Collectives) -> Tensor:
-    """A parameter's starting value: that of rank 0 of the first of the `peers` if it has
-    no memory yet. Collective then."""
+    """Return the initial value of a parameter.
+
+    If it is on the meta device, rank 0 of the first of the `peers` (islands) computes it, and all
+    ranks get it. Collective in that case.
+    """
     parameter = named.parameter
     if not parameter.is_meta:
         return parameter.detach()
@@ -68,8 +73,9 @@ def value_of(named: NamedParameter, group: Collectives, peers: Collectives) -> T
         value = meta.materialise(parameter, named.alias).contiguous().to(named.device)
     else:
         value = torch.empty(named.shape, dtype=parameter.dtype, device=named.device)
-    among = [peers, group] if group.rank == 0 else [group]
-    for each in among:
+    # First between the islands' first ranks, then inside each island.
+    route = [peers, group] if group.rank == 0 else [group]
+    for each in route:
         if each.size > 1 and value.numel():
             each.broadcast(value.view(-1).view(torch.uint8)).wait()
     return value

@@ -1,4 +1,4 @@
-"""Accumulates the weights and losses of a rank's backwards between one step and the next."""
+"""The weights and losses of a rank's backwards between two steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from shardwise.errors import UsageError
 from shardwise.world.current_batch import Batch
 
 _PLACES = 1 << 20
-"""More than a batch has micro-batches."""
+"""More than the number of micro-batches of any batch."""
 
 
 @dataclass(frozen=True)
 class LossTerm:
-    """How one loss counts in its step.
+    """The share of one loss in its step.
 
-    `batch` is the one it comes from and `weight` how much it counts; `given` says whether the user
-    gave the weight. `of` is the number of the earlier backward of the step that has counted its
-    items, or None. `terms` is what its graph says, `parts` the same of each micro-batch with its
-    weight, where the loss is a mean over several.
+    batch    the batch it was computed from
+    weight   how much it counts
+    given    True if the user passed the weight
+    of       number of the earlier backward of this step that counted the same items, or None
+    terms    what its graph shows
+    parts    terms and weight of each micro-batch, if the loss is a mean over several
     """
 
     batch: Batch | None
@@ -37,8 +39,8 @@ class LossTerm:
     parts: Sequence[tuple[LossTerms, Number]] = ()
 
     @property
-    def repeated(self) -> bool:
-        """Whether an earlier backward of the step has counted its items."""
+    def is_repeated(self) -> bool:
+        """True if an earlier backward of the step has counted its items."""
         return self.of is not None
 
 
@@ -46,8 +48,8 @@ class LossTerm:
 class LossAccumulation:
     """This rank's backwards since the last step (gradient accumulation; no `no_sync` is needed).
 
-    By backward: `weights` are the items that it counts, `shown` what users see of them, `losses`
-    its loss x factor, `indices` its samples. Numbers stay on the device where that is a GPU.
+    For each backward, `weights` has its number of items, `shown` that number as users see it,
+    `losses` its loss x factor, and `indices` its samples. Numbers on a GPU stay there.
     """
 
     weights: list[Number] = field(default_factory=list)
@@ -55,46 +57,46 @@ class LossAccumulation:
     losses: list[Number] = field(default_factory=list)
     indices: list[tuple[int, ...]] = field(default_factory=list)
     shares: float = 0.0
-    """The seeds of these backwards, added up; see gradient_weighting."""
+    """Sum of the seeds of these backwards; see gradient_weighting."""
     divisor: float = 0.0
-    """What the added losses are divided by; 0 where they are means: by the items."""
+    """Divisor of the added losses; 0 for means, which are divided by their items."""
     is_said: bool = False
-    """Whether the user has said, or a graph shows, by what the losses are divided."""
+    """True if the user has said, or a graph shows, whether losses are means or sums."""
     stepping: bool = False
-    """Whether the step has begun; it stays so where the step fails."""
-    checks_given: bool = True
-    """Whether weights that the user gives are compared with what graphs say."""
+    """True once the step has begun, and also if it failed."""
+    checks_weights: bool = True
+    """Whether weights from the user are compared with what graphs show."""
     _terms: list[LossTerm] = field(default_factory=list)
     _mixes: dict[int, Number] = field(default_factory=dict)
-    """By the backward that has counted the items, a number that all ranks have in common where its
-    weight is right for all losses of the items."""
-    needs_to_be_alone: bool = False
-    """Whether a loss is both sums and means, so that no weight is right beside other backwards."""
+    """For each backward that counted items: a number that is the same on all ranks if its weight
+    fits all losses of these items."""
+    needs_sole_loss: bool = False
+    """True if a loss has sums and means, so that no weight is right together with other losses."""
 
     def clear(self) -> None:
-        """Begin anew: the step was made, or its gradients are forgotten."""
+        """Reset for the next step."""
         self.weights, self.shown, self.losses, self.indices = [], [], [], []
         self._terms, self._mixes = [], {}
         self.shares, self.divisor, self.stepping = 0.0, 0.0, False
-        self.is_said = self.needs_to_be_alone = False
+        self.is_said = self.needs_sole_loss = False
 
     @property
     def backwards(self) -> int:
-        """How many backwards there were since the last step."""
+        """Number of backwards since the last step."""
         return len(self.weights)
 
     @property
     def weighted_backwards(self) -> int:
-        """Backwards whose weight is not known to be 0."""
+        """Number of backwards whose weight is not known to be 0."""
         return sum(isinstance(weight, Tensor) or weight != 0 for weight in self.weights)
 
-    def divisor_read(self, terms: LossTerms) -> float:
-        """What losses of the step are divided by, where only the `terms` of one say so."""
+    def divisor_from(self, terms: LossTerms) -> float:
+        """Return the divisor of a loss by its `terms` alone: 1 for a sum, 0 for a mean."""
         return float(terms.is_sum) if self._is_open else self.divisor
 
     @property
     def _is_open(self) -> bool:
-        """Whether the losses so far fit beside means as well as sums: they weigh nothing."""
+        """True if the next loss may be a mean or a sum: those so far weigh nothing."""
         return not self.is_said and not self.weighted_backwards
 
     def term(
@@ -107,19 +109,20 @@ class LossAccumulation:
         same_items: bool | None = None,
         terms: LossTerms = UNKNOWN,
     ) -> LossTerm:
-        """How a loss of `batch` will count; its `weight` was `given` by the user or not.
+        """Return how a loss of `batch` counts. `given`: the user passed its `weight`.
 
-        Losses of the same items add up, those of other items are averaged by their numbers. Unless
-        `same_items` says which it is, losses of one batch are of the same items, as in plain
-        PyTorch, where the batch tells their number.
+        Losses of the same items are added; losses of different items are averaged by their numbers.
+        By default, losses of one batch are of the same items, as in plain PyTorch, if the weight is
+        the size of the batch. `same_items` overrides this.
 
-        Raises UsageError where that is ambiguous, and for losses with another `divisor`.
+        Raises UsageError if that is ambiguous, and for losses with another `divisor`.
         """
+        # A loss with weight 0 fits sums as well as means: a worker without items need not know.
         if not given or _is_counted(weight.items):
             self._check_reduction(divisor)
         of = self._counted_by(batch, weight, given, same_items)
         if of is not None and not given and not divisor:
-            # The items were counted with this weight, and are not counted again.
+            # The items were counted with the first loss's weight, and are not counted again.
             weight = replace(weight, factor=self._terms[of].weight.factor)
         return LossTerm(batch, weight, given, of, terms)
 
@@ -132,49 +135,60 @@ class LossAccumulation:
         *,
         compares: bool = True,
     ) -> None:
-        """Count one backward of `loss`, which is that `share` of the loss of one process. Its terms
-        are to fit its weight, where it `compares`."""
+        """Count one backward of `loss`, which is this `share` of the loss of a single process.
+
+        If `compares`, record whether its terms fit its weight.
+        """
         number = self.backwards
-        self.shares += 0.0 if term.repeated else share
+        self.shares += 0.0 if term.is_repeated else share
+        # A weight of 0 says nothing about the kind of loss, as above.
         is_said = (
             _is_counted(term.weight.items) if term.given else bool(term.terms.terms or term.parts)
         )
         if self._is_open or is_said or not compares:
             self.divisor = divisor
         self.indices.append(() if term.batch is None else term.batch.indices)
-        self.weights.append(0.0 if term.repeated else term.weight.items)
-        self.shown.append(0.0 if term.repeated else term.weight.shown)
+        # A repeated term adds its gradient, but its items are already counted.
+        self.weights.append(0.0 if term.is_repeated else term.weight.items)
+        self.shown.append(0.0 if term.is_repeated else term.weight.shown)
         self.losses.append(_weighted(loss, term.weight.factor))
         self._terms.append(term)
         self.is_said |= not compares or is_said
-        if not compares or (term.given and not self.checks_given):
+        if not compares or (term.given and not self.checks_weights):
             return
         cut = sum(_is_counted(weight) for _, weight in term.parts) > 1
         if cut and not term.given and not divisor and any(t.has_sum for t, _ in term.parts):
-            # The weights of micro-batches make a mean of them. Numbers that differ let all ranks
-            # refuse the step, of which one rank alone may have the loss.
+            # The micro-batches were averaged, which is wrong for sums. Two different numbers make
+            # all ranks raise at the exchange, although maybe only this one has the loss.
             self._mixes.update({-1: 0.0, -2: 1.0})
         for place, (terms, weight) in enumerate(term.parts or [(term.terms, term.weight.factor)]):
             if not isinstance(weight, Tensor) and weight == 0:
                 continue
-            self.needs_to_be_alone |= not term.given and terms.mixes_sums(summed=divisor > 0)
+            self.needs_sole_loss |= not term.given and terms.mixes_sums(summed=divisor > 0)
             if divisor > 0:
                 continue
             if terms == UNKNOWN:
-                continue  # such as on the stages of a pipeline that have no loss
+                continue  # for example on pipeline stages without the loss
+            # The first loss of the items: the ratio of its terms to its weight must be equal on all
+            # ranks.
             if term.of is None:
                 self._mixes[number * _PLACES + place] = terms.mix(weight)
             elif terms.terms:
                 first = self._terms[term.of]
-                # Its place among the losses of its batch: ranks may have other numbers of batches.
+                # Number the losses of each batch, because ranks may have different numbers of
+                # batches: the n-th loss of every batch must have the same ratio.
                 ordinal = sum(each.of == term.of for each in self._terms)
                 key = term.of * _PLACES + min(place, max(len(first.parts) - 1, 0))
                 self._mixes[key] = self._mixes.get(key, 0.0) + (ordinal + 1) * terms.mix(weight)
 
     def mix_range(self) -> tuple[Number, Number]:
-        """The lowest and the highest of the numbers that are the same on all ranks where weights
-        are right for all losses; without any, infinity and its negative."""
+        """Return the lowest and highest of this rank's numbers in `_mixes`.
+
+        They are equal on all ranks if the weights fit all losses. Without any: infinity and minus
+        infinity.
+        """
         mixes = list(self._mixes.values())
+        # Numbers on a GPU are compared there, because reading them would wait for it.
         far = [mix for mix in mixes if isinstance(mix, Tensor) and mix.device.type != "cpu"]
         if not far:
             numbers = [float(mix) for mix in mixes if math.isfinite(mix)]
@@ -190,7 +204,7 @@ class LossAccumulation:
         )
 
     def describe(self) -> list[str]:
-        """In words what each loss of the step is, and its weight. Waits for a GPU that has it."""
+        """Describe each loss of the step and its weight. Waits for a GPU that has the weight."""
         return [
             f"{terms.describe()}, weighed by {float(weight):,.10g}"
             for term in self._terms
@@ -199,76 +213,77 @@ class LossAccumulation:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The operations of those losses of the step that are weighed by numbers of their own."""
-        mains = [t.terms.main for t in self._terms if not (t.given or t.repeated)]
+        """Sources of the losses of this step whose weight was read from their graph."""
+        # A user who passes a weight has already decided how losses are weighted.
+        mains = [t.terms.main for t in self._terms if not (t.given or t.is_repeated)]
         return tuple(dict.fromkeys(main.source for main in mains if main is not None))
 
     @property
-    def read_first(self) -> LossTerms | None:
-        """What the graph of the step's first loss says, where that is its weight."""
+    def first_terms(self) -> LossTerms | None:
+        """Terms of the step's first loss, if its weight was read from its graph; else None."""
         first = self._terms[0] if self._terms else None
         return None if first is None or first.given or self.divisor else first.terms
 
     @property
-    def are_given(self) -> bool:
-        """Whether the user has given the weight of each loss of the step."""
+    def has_given_weights(self) -> bool:
+        """True if the user has passed the weight of each loss of the step."""
         return all(term.given for term in self._terms)
 
     def _check_reduction(self, divisor: float) -> None:
-        """Raise UsageError where earlier losses of the step were reduced in another way."""
+        """Raise UsageError if earlier losses of the step have another divisor."""
         if not self._is_open and divisor != self.divisor:
             raise UsageError(
-                'One step has losses that are sums (reduction="sum" or "ddp") and losses that are '
-                "means, or both kinds of sums, which are divided by different numbers: add them to "
-                "one loss before engine.backward, or write all in one way."
+                "Losses of one step have a different `reduction` (sums with means, or both kinds "
+                'of sums, "sum" and "ddp"), and are divided by different numbers: add them to one '
+                "loss before engine.backward, or use the same reduction for all."
             )
 
     def _counted_by(
         self, batch: Batch | None, weight: LossWeight, given: bool, same_items: bool | None
     ) -> int | None:
-        """The number of the earlier backward of this step that has counted the items of a loss.
+        """Return the number of the earlier backward of this step that counted the items of a loss.
 
-        Raises UsageError where a weight was `given` for one of two losses of a batch, since they
-        may as well be of parts of it, and for means over other numbers of the same items.
+        Raises UsageError if a weight was `given` for one of two losses of a batch, because each may
+        be a mean over a part of it, and for means over different numbers of the same items.
         """
         if same_items is False or (not isinstance(weight.items, Tensor) and weight.items == 0):
             return None
-        counting = [n for n, term in enumerate(self._terms) if not term.repeated]
+        counting = [n for n, term in enumerate(self._terms) if not term.is_repeated]
         earlier = [n for n in counting if batch is not None and self._terms[n].batch is batch]
         if same_items is None:
             if earlier and (given or self._terms[earlier[-1]].given):
                 raise UsageError(
-                    "A second engine.backward of one batch with weight=: say whether this loss is "
-                    "of the same items as the one before, so that the two add up "
-                    "(same_items=True), or of other items of the batch, so that they are averaged "
-                    "by weight (same_items=False). Adding the losses before one engine.backward "
-                    "needs neither."
+                    "A second engine.backward of one batch with weight=: write same_items=True if "
+                    "this loss is a mean over the same items as the previous one (the two are "
+                    "added), or same_items=False if over other items of the batch (they are "
+                    "averaged by weight). If you add the losses before a single engine.backward, "
+                    "neither is needed."
                 )
             return earlier[-1] if earlier else None
         if not self._terms:
             raise UsageError(
                 "same_items=True is for a further loss of items that an earlier engine.backward "
-                "of this step has counted, and this is the first one: leave it out here."
+                "of this step has counted, but this is the first one of the step: remove it here."
             )
         before = (earlier or counting)[-1]
         items = self._terms[before].weight.items
         if given and not self.divisor and float(weight.items) != float(items):
             raise UsageError(
                 f"same_items=True, but this loss is a mean over {float(weight.items):g} items and "
-                f"the one before over {float(items):g}. Means over other numbers cannot be added "
-                "beside each other: divide both by totals over all workers (world.sum) yourself, "
+                f"the previous one over {float(items):g}. Means over different numbers of items "
+                "cannot be added: divide both by totals over all workers (world.sum) yourself, "
                 'and write engine.backward(loss, reduction="sum").'
             )
         return before
 
 
 def _is_counted(items: Number) -> bool:
-    """Whether `items` are not known to be 0: a number on a GPU is not looked at."""
+    """Return whether `items` are not known to be 0. A number on a GPU is not read."""
     return isinstance(items, Tensor) or items != 0
 
 
 def _weighted(loss: Tensor, weight: Number) -> Number:
-    """`loss` x `weight` (a factor); zero where that is, whatever the loss."""
+    """Return `loss` x `weight`; 0 for weight 0, even if the loss is NaN."""
     if not isinstance(weight, Tensor) and weight == 0:
         return 0.0
     value = loss.detach().double()

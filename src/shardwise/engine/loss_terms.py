@@ -1,4 +1,4 @@
-"""Reads from the autograd graph of a loss what the loss is a mean over.
+"""Reads the terms of a loss from its autograd graph: means over how many items, and sums.
 
 The walk starts at the loss and follows operations that are linear in a scalar: additions,
 scalings, casts and views. Each path ends at the operation that reduced a tensor to a scalar, and
@@ -29,7 +29,7 @@ from torch.autograd.function import BackwardCFunction
 
 from shardwise.engine.step_statistics import Number
 from shardwise.model.activation_offload import Kept
-from shardwise.model.unit_hooks import unpack_of_others
+from shardwise.model.unit_hooks import find_outer_unpack
 
 Kind = Literal["mean", "sum", "unread"]
 
@@ -38,9 +38,9 @@ Kind = Literal["mean", "sum", "unread"]
 class Term:
     """A part of a loss that depends on the batch.
 
-    `items` is how many items a "mean" is over. For a "sum" it is 1. For a term that is "unread" it
-    is a number that is the same for each row on all ranks if they have the same share of labels.
-    `source` names the operation. `has_rows` says whether its first dimension is that of the batch.
+    `items` is the number of items of a "mean". For a "sum" it is 1. For an "unread" term it is an
+    estimate, which is the same per row on all ranks if they have the same share of labels. `source`
+    names the operation. `has_rows` is True if its first dimension is the rows of the batch.
     """
 
     kind: Kind
@@ -53,9 +53,10 @@ class Term:
 class LossTerms:
     """The terms of a loss.
 
-    `curved` names operations that are not linear and were applied to a mean or a sum of the batch:
-    such a loss depends on how the batch is cut. `guessed` are numbers that a sum was divided by,
-    and that are not known to count anything. `is_zero`: the loss was multiplied by 0.
+    curved    names of non-linear operations on a mean or a sum of the batch; such a loss depends on
+              how the batch is cut
+    guessed   numbers that a sum was divided by and that are not known to be a count
+    is_zero   True if the loss was multiplied by 0
     """
 
     terms: Sequence[Term] = ()
@@ -63,11 +64,11 @@ class LossTerms:
     guessed: Sequence[float] = ()
     is_zero: bool = False
     has_penalty: bool = False
-    """Whether a term depends on parameters alone."""
+    """True if a term depends on parameters alone."""
 
     @property
     def is_sum(self) -> bool:
-        """Whether the loss is a sum over the batch, and nothing else."""
+        """True if the loss is a sum over the batch, and nothing else."""
         return bool(self.terms) and not self.curved and all(t.kind == "sum" for t in self.terms)
 
     @property
@@ -76,21 +77,22 @@ class LossTerms:
 
     @property
     def main(self) -> Term | None:
-        """The term whose items the loss is weighed by; None without a mean."""
+        """The term whose items are the weight of the loss; None without a mean."""
         means = [term for term in self.terms if term.kind == "mean"]
         counted = [term for term in means if not term.has_rows]
         return next(iter(counted or means), None)
 
     def mixes_sums(self, *, summed: bool) -> bool:
-        """Whether means, sums and penalties are added, so that no factor is right for all of
-        them; `summed` losses of several workers are added."""
+        """Return whether means, sums and penalties are added, so that no single factor fits all.
+
+        `summed`: losses of several workers are added.
+        """
         if summed:
             return self.has_penalty or any(term.kind != "sum" for term in self.terms)
         return self.has_sum
 
     def mix(self, weight: Number) -> Number:
-        """Return a number that all ranks and micro-batches have in common where `weight` is right
-        for every term."""
+        """Return a number that is equal on all ranks and micro-batches if `weight` is right."""
         terms = [term for term in self.terms if term.kind != "sum"]
         if len(terms) == 1 and terms[0].items is weight:
             return 1.0
@@ -99,12 +101,12 @@ class LossTerms:
         return total / weight if terms else -1.0
 
     def describe(self) -> str:
-        """The terms in words. Waits for a GPU that has the counts."""
+        """Return the terms in words. Waits for a GPU that has the counts."""
         return " and ".join(map(_words, self.terms)) or "nothing that depends on the batch"
 
 
 UNKNOWN = LossTerms()
-"""Of a loss that is not looked at."""
+"""The terms of a loss that was not read."""
 
 
 def _known(number: Any) -> float:
@@ -112,8 +114,8 @@ def _known(number: Any) -> float:
 
     A Python number is saved as a tensor that `item` passes to a TorchDispatchMode as a number.
     """
-    found: Any = number.tolist() if isinstance(number, Tensor) else number
-    return float(found)
+    value: Any = number.tolist() if isinstance(number, Tensor) else number
+    return float(value)
 
 
 def _words(term: Term) -> str:
@@ -128,14 +130,14 @@ def _words(term: Term) -> str:
 def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
     """Read the terms of `loss`, a scalar of a batch of `rows` rows.
 
-    All ranks together have `total` rows. A tensor that a hook keeps for autograd is not read: it
-    may be on a disk, or come from a forward that torch.utils.checkpoint would run again for it.
+    All ranks together have `total` rows. A tensor that a saved-tensor hook keeps is not read: it
+    may be on a disk, or torch.utils.checkpoint would run a forward again to produce it.
     """
     walk = _Walk(rows, total)
     if loss.grad_fn is not None:
         walk.visit(loss.grad_fn, 0, _Scale())
-    # Equal terms are one: a sum over the rows in Python has as many terms as there are rows.
-    # Tensors are told apart by identity, since comparing them would wait for a GPU.
+    # Merge equal terms: a sum over rows in Python has one term per row. Tensors are compared by
+    # identity, because comparing their values would wait for a GPU.
     terms = {(t.kind, t.items, t.source): t for t in reversed(walk.terms)}
     is_zero = walk.is_zero and not terms
     curved = tuple(dict.fromkeys(walk.curved))
@@ -144,7 +146,7 @@ def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
 
 @dataclass(frozen=True)
 class _Scale:
-    """The scaling of a scalar on its way to the loss.
+    """The scaling of a scalar between its term and the loss.
 
     `factor` is the product of the known numbers that it was multiplied by. `count` is the number
     that it was divided by, or None; NaN if a hook keeps it.
@@ -153,14 +155,14 @@ class _Scale:
     factor: float = 1.0
     count: Number | None = None
     siblings: int = 0
-    """How many scalars were added before the division by `count`; 0 if none."""
+    """Number of scalars that were added before the division by `count`; 0 if none."""
     is_multiplied: bool = False
     is_bent: bool = False
-    """Whether an operation between it and the loss is not linear."""
+    """True if an operation between it and the loss is not linear."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for equal scales; a count on a GPU is told apart by identity, without a wait."""
+        """A key that is equal for equal scales. A count on a GPU is compared by identity."""
         count = id(self.count) if isinstance(self.count, Tensor) else self.count
         return self.factor, count, self.siblings, self.is_multiplied, self.is_bent
 
@@ -196,11 +198,11 @@ _LINEAR = frozenset(
         "Cat",
     ]
 )
-"""Operations through which a scalar passes as it is, or added to others."""
+"""Operations that pass a scalar on unchanged, or added to others."""
 
 _SUMS = ("Sum", "Nansum", "Dot", "Vdot")
 _PRODUCTS = ("Mm", "Bmm", "Mv")
-"""Products that give a scalar are sums."""
+"""Products that give a scalar. They are sums."""
 
 _LOSSES = {
     "NllLoss": "cross_entropy",
@@ -214,10 +216,10 @@ _LOSSES = {
     "MultiMarginLoss": "multi_margin_loss",
     "MultilabelMarginLoss": "multilabel_margin_loss",
 }
-"""Losses of torch's that are one operation, by their name in the graph."""
+"""torch's losses that are one operation, by their name in the graph."""
 
 _BY_ROWS = ("MultiMarginLoss", "MultilabelMarginLoss")
-"""Those that are means over rows, and not over elements."""
+"""Losses that are means over rows, not over elements."""
 
 _MEAN, _SUM = 1, 2
 """torch's numbers for reduction="mean" and "sum"."""
@@ -238,18 +240,18 @@ _WITH_DATA = frozenset(
         "GridSampler3D",
     ]
 )
-"""Operations that take data which is no edge of the graph."""
+"""Operations with data inputs that are not edges of the graph."""
 
 _ELEMENTWISE = ("Mul", "Div", "Add", "Sub", "Rsub", "Where", "MaskedFill", "Pow", "Maximum")
 
 _OF_WEIGHTS = ("_GatherParameterBackward", "_TakeParameterShardBackward")
-"""Operations of this package that give whole parameters, or parts of them."""
+"""Operations of this package that return whole parameters, or parts of them."""
 
 DEEPEST = 16
-"""Operations between a penalty and its parameters, at most."""
+"""Largest number of operations between a penalty and its parameters."""
 
 SMALL = 0.05
-"""A factor of this size or less may be a division by a number of items."""
+"""A factor this small may be a division by a number of items."""
 
 
 @dataclass
@@ -266,8 +268,8 @@ class _Walk:
 
     def visit(self, node: Any, output: int, scale: _Scale) -> None:
         """Find the terms under `output` of `node`, a scalar that was scaled by `scale`."""
-        # A stack and no recursion: a loss may be a Python sum of thousands of terms. The same place
-        # in the same scale gives the same terms: without `seen`, a recurrence such as
+        # A stack, not recursion: a loss may be a Python sum of thousands of terms. The same place
+        # with the same scale gives the same terms. Without `seen`, a recurrence such as
         # s = s + f(s) would be walked once for each of its exponentially many paths.
         opened, seen = [(node, output, scale)], set[Any]()
         while opened:
@@ -281,7 +283,7 @@ class _Walk:
             elif _is_times_zero(node):
                 opened.extend(self._scaled(node, name, scale))
             elif _of_parameters(node):
-                # Parameters times 0 are what a worker without items gives, and no penalty.
+                # A worker without items often returns parameters times 0. That is no penalty.
                 self.is_zero |= scale.factor == 0
                 self.has_penalty |= scale.factor != 0
             elif name in ("Mul", "Div"):
@@ -292,19 +294,23 @@ class _Walk:
                 self._loss(node, name, scale)
             elif name in ("Select", "Unbind", "Split", "Slice", "Index", "Gather"):
                 self._sum(1, 1, name, scale)
-            elif _is_opaque(node) or (edge := self._curved_over(node)) is None:
-                self._unread(node)
             else:
-                self.curved.append(name.lower())
-                opened.append((*edge, _BENT))
+                # A non-linear operation. If it takes a scalar of the batch, continue below that.
+                of_batch = [edge for edge in _edges(node) if not _of_parameters(edge[0])]
+                if _is_opaque(node) or not of_batch or _numel(*of_batch[0]) != 1:
+                    self._unread(node)
+                else:
+                    self.curved.append(name.lower())
+                    opened.append((*of_batch[0], _BENT))
 
     # -- scalars of scalars -----------------------------------------------------------------
 
     def _scaled(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
-        """The scalar that `node` multiplies or divides, with its scale."""
+        """Yield the scalar that `node` multiplies or divides, with its scale."""
         edges: Sequence[Any] = (*node.next_functions, (None, 0))
         first, second = edges[0], edges[1]
         both = first[0] is not None and second[0] is not None
+        # Both inputs have a gradient. Only a factor that is data-independent keeps the loss linear.
         if both and _of_parameters(first[0]):  # a learned factor
             yield (*second, scale)
         elif both:
@@ -330,27 +336,26 @@ class _Walk:
         number = math.nan if number is None else number
         if isinstance(number, Tensor) and number.device.type == "cpu":
             number = _known(number)
+        # Two divisions, such as by tokens and by rows, are one by their product.
         count = number if scale.count is None else scale.count * number
+        # (a + b) / 2 averages two means, and 2 is their number, not a number of items.
         added = _added(child) if _kind(child) in ("Add", "Sum") else []
         return replace(scale, count=count, siblings=len(added))
-
-    def _curved_over(self, node: Any) -> tuple[Any, int] | None:
-        """The scalar of the batch that `node`, which is not linear, takes; None for what takes
-        none."""
-        edges = [edge for edge in _edges(node) if not _of_parameters(edge[0])]
-        return edges[0] if edges and _numel(*edges[0]) == 1 else None
 
     # -- scalars of tensors -----------------------------------------------------------------
 
     def _reduced(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
-        """A mean or a sum over a tensor. Yields scalars that were stacked, which are terms."""
+        """Add the term of a mean or sum over a tensor, or yield the scalars it stacks, to visit."""
         child, output = _edges(node)[0]
         sizes = _sizes(child, output)
         numel = math.prod(sizes)
+        # torch.stack(losses).mean() over the losses of all rows is a mean over rows, not over
+        # terms.
         stacked = _stacked(child)
         if stacked and not (name == "Mean" and self.rows == len(stacked)):
             yield from ((inner, number, scale) for inner, number in stacked)
             return
+        # The inputs of a product may have the rows in any dimension, such as (1, rows) @ (rows, 1).
         has_rows = self.rows in (sizes if name in _PRODUCTS else sizes[:1])
         inner = _kind(child)
         if inner in ("Mean", "Sum") and (across := _rows_reduced(child)):
@@ -370,7 +375,7 @@ class _Walk:
             self._sum(numel if counted is None else counted, numel, name, scale, has_rows=has_rows)
 
     def _loss(self, node: Any, name: str, scale: _Scale) -> None:
-        """A loss of torch's that is one operation."""
+        """Add the term of one of torch's losses."""
         source = _LOSSES[name]
         sizes = _sizes(*_edges(node)[0])
         numel = math.prod(sizes)
@@ -390,22 +395,24 @@ class _Walk:
 
     def _mean(self, items: Number, source: str, scale: _Scale, *, has_rows: bool = False) -> None:
         if scale.siblings and scale.siblings == self.rows == scale.count:
-            # The loss of one row, of the losses of all rows that were averaged by hand.
+            # The script has averaged the losses of single rows: this is the loss of one row.
             items, has_rows = float(self.rows), True
         self.terms.append(Term("mean", items, source, has_rows))
 
     def _sum(
         self, counted: Number, numel: int, source: str, scale: _Scale, *, has_rows: bool = False
     ) -> None:
-        """Add a sum of `numel` elements. `counted` of them are not masked. It is a mean if it was
-        divided by their number."""
+        """Add the term of a sum of `numel` elements; `counted` of them are not masked.
+
+        It is a mean if it was divided by their number.
+        """
         source, count, factor = source.lower(), scale.count, abs(scale.factor)
         if isinstance(count, float) and math.isnan(count):
             self.terms.append(Term("unread", float(numel), source))
             return
         known = {self.rows, numel} | ({scale.siblings} if numel == 1 else set())
         if isinstance(count, Tensor) or (count is not None and isinstance(counted, Tensor)):
-            # If all is masked, the divisor is no count, but often the 1 of clamp(min=1).
+            # If everything is masked, the divisor is often the 1 of clamp(min=1), not the count 0.
             device = count.device if isinstance(count, Tensor) else counted.device  # type: ignore[union-attr]
             count = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
             some = torch.as_tensor(counted, device=device) != 0
@@ -413,13 +420,15 @@ class _Walk:
         elif count is not None:
             is_known = count in known or math.isclose(count, counted, rel_tol=1e-5)
             divided = float(count) if counted else 0.0
+            # Counts such as rows or rows x tokens divide the number of elements. A constant seldom
+            # does.
             is_multiple = divided and numel % count == 0 and count % (self.rows or 1) == 0
             if divided and not is_known and (not is_multiple or count == self.total):
                 self.guessed.append(float(count))
             self.terms.append(Term("mean", divided, source, count == self.rows))
         elif factor == 0:
             self.is_zero = True
-        elif scale.is_multiplied and (items := _inverse(factor)) and items in known:
+        elif scale.is_multiplied and (items := _whole_inverse(factor)) and items in known:
             if factor > SMALL:
                 self.guessed.append(float(items))
             self.terms.append(Term("mean", float(items), source, items == self.rows))
@@ -428,8 +437,7 @@ class _Walk:
             self.terms.append(Term(kind, 1.0 if kind == "sum" else float(numel), source))
 
     def _counted(self, node: Any) -> Any:
-        """How many elements of what `node` made count, by the mask that left out the others; None
-        without one that is known."""
+        """Return how many elements of the output of `node` are not masked; None if unknown."""
         while node is not None:
             name = _kind(node)
             if name in ("NllLoss", "NllLoss2D"):
@@ -440,6 +448,7 @@ class _Walk:
                 mask = _saved(node, "mask")
                 return None if mask is None else _number((~mask).sum())
             edges = _edges(node)
+            # The branch with an edge is the one with a gradient: the mask selects its elements.
             first = node.next_functions[0][0] is not None if node.next_functions else False
             if name == "Where" and len(edges) == 1:
                 mask = _saved(node, "condition")
@@ -447,27 +456,27 @@ class _Walk:
             if name == "Mul" and len(edges) == 1:
                 mask = _saved(node, "other" if first else "self")
                 if isinstance(mask, Tensor) and mask.numel() > 1:
-                    # Without signs: only a mask of zeros counts nothing. Advantages may sum to 0.
+                    # Absolute values, because factors with signs (advantages) may sum to 0.
                     return _number(mask.double().abs().sum() * (_numel(node, 0) // mask.numel()))
             passes = name in ("Mul", "Neg", "View", "UnsafeView", "ReshapeAlias", "ToCopy")
             node = edges[0][0] if passes and len(edges) == 1 else None
         return None
 
     def _unread(self, node: Any) -> None:
-        """A term that nothing is known of: count what went into it of the batch."""
+        """Add an unknown term. Its items are estimated from the sizes of its inputs."""
         sizes = [_sizes(*edge) for edge in _edges(node) if not _of_parameters(edge[0])]
         items: Number = float(self._largest(sizes))
         if _is_opaque(node):
             saved = [kept for raw in node._raw_saved_tensors if (kept := _kept(raw)) is not None]
             labels = [t for t in saved if t.dtype == torch.int64 and self._largest([t.shape])]
             items += float(self._largest([t.shape for t in labels]))
-            # Labels that are negative are usually left out of a mean.
+            # Negative labels are usually excluded from a mean.
             for each in labels:
                 items = items - _number((each < 0).sum())
         self.terms.append(Term("unread", items, node.name().removesuffix("Backward")))
 
     def _largest(self, shapes: Iterable[Sequence[int]]) -> int:
-        """The elements of the largest tensor that has as many for each row of the batch.
+        """Return the number of elements of the largest of `shapes` that may have the batch's rows.
 
         Tables and positions have the same size for any number of rows, and are mostly smaller.
         """
@@ -476,16 +485,16 @@ class _Walk:
 
 
 def _kind(node: Any) -> str:
-    return _short(node.name())
+    return _operation(node.name())
 
 
-@cache
-def _short(name: str) -> str:
-    """`MulBackward0` is "Mul"."""
+@cache  # a graph has many nodes with few names, and is read in each step
+def _operation(name: str) -> str:
+    """Return "Mul" for `MulBackward0`."""
     return re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
 
 
-def _inverse(factor: float) -> int | None:
+def _whole_inverse(factor: float) -> int | None:
     """Return 1 / `factor` if it is a whole number, else None."""
     if not math.isfinite(factor) or not math.isfinite(1 / factor):
         return None
@@ -498,14 +507,14 @@ def _edges(node: Any) -> list[tuple[Any, int]]:
 
 
 def _sizes(node: Any, output: int) -> tuple[int, ...]:
-    """The shape of an output of `node`."""
+    """Return the shape of an output of `node`."""
     if hasattr(node, "variable"):
         return tuple(node.variable.shape)
     return tuple(node._input_metadata[output].shape)
 
 
 def _is_times_zero(node: Any) -> bool:
-    """Whether `node` multiplies by the number 0, which is not on a GPU."""
+    """Return whether `node` multiplies by the number 0. A number on a GPU is not read."""
     if _kind(node) != "Mul" or len(_edges(node)) != 1:
         return False
     number = _saved(node, "other" if node.next_functions[0][0] is not None else "self")
@@ -523,14 +532,14 @@ def _saved(node: Any, name: str) -> Any:
 def _kept(raw: Any) -> Tensor | None:
     """Return a tensor that autograd has saved; None if it has none, or if a hook keeps it."""
     kept: Any = raw.data
-    if isinstance(kept, Kept):  # by hooks of ours, which let it pass
+    if isinstance(kept, Kept):  # our own hooks kept the tensor as it is
         return kept.tensor
-    is_hooked = unpack_of_others(raw.unpack_hook) is not None
+    is_hooked = find_outer_unpack(raw.unpack_hook) is not None
     return kept if isinstance(kept, Tensor) and not is_hooked else None
 
 
 def _is_zeros(node: Any) -> bool:
-    """Whether the tensor that `node` gives was multiplied by the number 0."""
+    """Return whether the output of `node` was multiplied by the number 0."""
     while node is not None and not _is_times_zero(node):
         edges = _edges(node)
         passes = _kind(node) in ("Mul", "Neg", "View", "UnsafeView", "ReshapeAlias", "ToCopy")
@@ -543,18 +552,18 @@ def _numel(node: Any, output: int) -> int:
 
 
 def _number(value: Tensor) -> Any:
-    """Return a Python number if `value` is on the CPU, else the tensor: reading it would wait."""
-    # In fp64: the total weight of 16-bit logits has 16 bits too, and overflows in a sum.
+    """Return a Python number if `value` is on the CPU, else a tensor: reading it would wait."""
+    # In fp64, because the total weight of 16-bit logits has 16 bits too, and would overflow.
     return value.item() if value.device.type == "cpu" else value.detach().double()
 
 
 def _signed(index: int) -> int:
-    """autograd gives a negative `ignore_index` as 64 bits without a sign."""
+    """Restore the sign of a number that autograd saved as an unsigned 64-bit integer."""
     return index - 2**64 if index >= 2**63 else index
 
 
 def _is_opaque(node: Any) -> bool:
-    """Whether `node` is a function of Python's, such as a compiled one."""
+    """Return whether `node` is an autograd.Function in Python, such as a compiled one."""
     return isinstance(node, BackwardCFunction)
 
 
@@ -567,8 +576,8 @@ def _stacked(node: Any) -> list[tuple[Any, int]]:
 
 
 def _added(node: Any) -> list[Any]:
-    """The scalars that `node` adds up, in additions or as a sum over a stack of them."""
-    opened, found = [node], []
+    """Return the scalars that `node` adds, by additions or as a sum over a stack of scalars."""
+    opened, scalars = [node], []
     while opened:
         one = opened.pop()
         if _kind(one) == "Add":
@@ -576,12 +585,12 @@ def _added(node: Any) -> list[Any]:
         elif _kind(one) == "Sum" and (stacked := _stacked(_edges(one)[0][0])):
             opened.extend(child for child, _ in stacked)
         else:
-            found.append(one)
-    return found
+            scalars.append(one)
+    return scalars
 
 
 def _rows_reduced(node: Any) -> int:
-    """The size of the first dimension of a tensor that `node` has reduced over it alone; else 0."""
+    """Return the size of the first dimension if `node` has reduced over it alone, else 0."""
     dims: Any = getattr(node, "_saved_dim", None)
     sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
     if not isinstance(dims, tuple) or len(dims) != 1 or len(sizes) < 2:
@@ -629,7 +638,7 @@ _BY_ELEMENT = frozenset(
         "Tanh",
     ]
 )
-"""Operations through which a statistic of the batch is looked for."""
+"""Operations below which to look for a statistic of the batch."""
 
 
 def _statistic_under(node: Any) -> str:
@@ -649,6 +658,7 @@ def _statistic_under(node: Any) -> str:
             return f"{name.lower()} over rows"
         edges = _edges(one)
         if name in ("Var", "Std", "VarMean", "StdMean"):
+            # `_saved_dim` is None for a statistic over all dimensions, which includes the rows.
             ndim = len(_sizes(*edges[0]))
             if any(_signed(dim) % ndim == 0 for dim in one._saved_dim or (0,)):
                 return f"{name.lower()} over rows"

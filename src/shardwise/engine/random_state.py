@@ -1,8 +1,8 @@
 """Seeds the random generators of a rank by engine, step and rank.
 
-Making an engine moves no generator. When training begins, and at the end of each step, this rank's
-generators are seeded for what is drawn next: by engine, step, rank, and micro-shard in the exact
-mode.
+Creating an engine does not change any generator. When training begins, and at the end of each
+step, the generators of this rank get a seed for the next step: a hash of engine, step and rank, or
+of the micro-shard in the exact mode.
 """
 
 from __future__ import annotations
@@ -15,35 +15,37 @@ from shardwise.world import randomness
 class RandomState:
     """The generators of this rank while an engine trains.
 
-    They stay where they are until the first batch, or forward of one of the engine's models, to
-    train on.
+    They are unchanged until the first training batch, or the first forward with gradients of one of
+    the engine's models.
     """
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self._is_apart = False  # whether this rank draws for itself by now
+        self._is_apart = False  # True once this rank draws its own numbers
         self._forget_common_draws()
         draws = state.world.draws
         draws.wait(self._begin)
         self._hooks: list[Hooked] = [
             attach(model.register_forward_pre_hook, draws.before_forward)
             for model in state.spec.models
+            # Hooks on a compiled module would become part of its graph.
             if model._compiled_call_impl is None
         ]
 
     def _begin(self) -> None:
-        """Training begins: from now on this rank draws for itself."""
+        """Seed this rank's own generators, because training begins."""
+        # A method, not a closure: `CommonRandomStream` holds it weakly.
         self.stop_waiting()
         if not self._is_apart:
             self.reseed()
 
     def stop_waiting(self) -> None:
-        """Take the hooks off the models; twice is harmless."""
+        """Remove the hooks from the models. Can be called again."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def _forget_common_draws(self) -> None:
-        """Begin anew what the ranks of a replica draw in common."""
+        """Reset the random streams that the ranks of a replica share."""
         spec = self._state.spec
         if spec.tensor is not None:
             spec.tensor.replica.reset()
@@ -52,12 +54,15 @@ class RandomState:
             spec.pipeline.seed_forward(randomness.seed_from(seed, "line", *self._state.coordinates))
 
     def reseed(self) -> None:
-        """Seed the generators by what is drawn next, so that it is a pure function of that;
-        unless they are the script's own (`--no-reseed`)."""
+        """Seed the generators for the next backward or step, unless `--no-reseed` is set.
+
+        The seed is a pure function of the position in training, so a resume draws the same.
+        """
         state = self._state
         self._is_apart = True
         state.world.draws.part()
         self._forget_common_draws()
+        # In the exact mode each micro-shard has a seed, so it must be known which one is next.
         backwards = state.accumulation.backwards
         seed = state.aggregation.seed(state.world.seed, state.number, state.steps, backwards)
         if seed is not None and state.world.settings.reseed:

@@ -1,8 +1,7 @@
-"""Records what each step of an engine computes, for `shardwise verify` (--record-tensors).
+"""Records the results of each step of an engine, for `shardwise verify` (--record-tensors).
 
-Nothing of this is made without the flag. With it every step is followed by one walk over all that
-this rank holds, by the same list that checkpoints are written from, so that what is recorded does
-not depend on the placement.
+Without the flag it costs nothing. With it, each step is followed by a walk over all tensors of
+this rank, in the form of a checkpoint, so the records do not depend on the placement.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.spec_view import SpecView
-from shardwise.checkpoint.tensor_spans import ReportedState, TensorSpan, state_name
+from shardwise.checkpoint.tensor_spans import ReportedState, StoredTensors, state_name
 from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import EngineState
-from shardwise.model.module_records import ForwardInputs, Named, tensors_beside
+from shardwise.model.module_records import ForwardInputs, Named, other_tensors
 from shardwise.states.step_totals import StepStats
 from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 
 class Recording:
-    """Writes down the steps of an engine into `folder`.
+    """Writes records of an engine's steps into `folder`.
 
-    Making it and `stepped` are collective, as the list of what ranks hold is.
+    Creating it and `stepped` are collective, because listing the tensors is.
     """
 
     def __init__(self, state: EngineState, folder: Path) -> None:
@@ -40,7 +39,7 @@ class Recording:
         self._write({})
 
     def stepped(self, stats: StepStats, weight: float) -> None:
-        """A step is made: write what it left; `weight` does not depend on the number of workers."""
+        """Record a completed step. `weight` must not depend on the number of workers."""
         self._rows += 1
         self._write(
             {
@@ -57,6 +56,7 @@ class Recording:
         reported = tensors.trained.reported()
         counts = self._world.counts
         fed, samples = self._inputs.taken()
+        # Of the ranks of a replica, which have the same batches, one records inputs and samples.
         figures = figures | {
             "lr": [float(g["lr"]) for o in spec.optimizers for g in o.param_groups if "lr" in g],
             "numbers": _numbers(tensors, reported),
@@ -69,23 +69,24 @@ class Recording:
             self._log.write(self._state.number, self._rows, figures, _parts(tensors, reported))
 
     def close(self) -> None:
-        """Record no longer."""
+        """Stop recording."""
         self._inputs.close()
 
 
 def _parts(tensors: EngineTensors, reported: ReportedState) -> Iterator[Part]:
-    """All that this rank has, of tensors and of parts of tensors."""
+    """Yield all tensors and parts of tensors that this rank has."""
     odd = tensors.out_of_order(reported)
     for span in tensors.trained:
         yield from _of_holding(span, odd)
     buffers = tensors.inventory.buffers
     for span in tensors.beside():
+        # Buffers are recorded by `other_tensors`, under their names in the model.
         kept = {e.tensor for e in span.extents} - buffers.keys()
         yield from _of_holding(span, odd, kept)
     for span in tensors.reordered(reported):
         yield from _of_holding(span, set())
     spec = tensors.spec
-    yield from tensors_beside(_named(spec), spec.stage_group.rank, spec.runs)
+    yield from other_tensors(_named(spec), spec.stage_group.rank, spec.runs)
 
 
 def _named(spec: SpecView) -> Named:
@@ -93,7 +94,7 @@ def _named(spec: SpecView) -> Named:
 
 
 def _of_holding(
-    span: TensorSpan, odd: set[tuple[str, str]], kept: set[str] | None = None
+    span: StoredTensors, odd: set[tuple[str, str]], kept: set[str] | None = None
 ) -> Iterator[Part]:
     extents = [
         e
@@ -102,6 +103,7 @@ def _of_holding(
     ]
     if not extents:
         return
+    # Loaded per span, so that a state on a disk is never in memory as a whole.
     flat = span.storage.loaded()
     for extent in extents:
         part = flat[extent.start : extent.end]
@@ -109,7 +111,7 @@ def _of_holding(
 
 
 def _numbers(tensors: EngineTensors, reported: ReportedState) -> dict[str, float]:
-    """What optimizers keep that is one number for each parameter, such as a count of steps."""
+    """Return optimizer state that is one number per parameter, such as a count of steps."""
     named = tensors.states.parameters.named
     return {
         state_name(named[number].name, key): float(value)
@@ -120,7 +122,7 @@ def _numbers(tensors: EngineTensors, reported: ReportedState) -> dict[str, float
 
 
 def _parameters(spec: EngineSpec) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """By optimizer the names and shapes of what it has, in its own order."""
+    """Return names and shapes of each optimizer's parameters, in its own order."""
     known = {named.parameter: named for named in spec.located()}
     return [
         [
@@ -133,6 +135,6 @@ def _parameters(spec: EngineSpec) -> list[list[tuple[str, tuple[int, ...]]]]:
 
 
 def recording_of(state: EngineState) -> Recording | None:
-    """What writes down each step, where `shardwise verify` asks for it. Collective then."""
+    """Return the recording for `shardwise verify`; None without --record-tensors. Collective."""
     folder = state.world.settings.record_tensors
     return None if folder is None else Recording(state, Path(folder))

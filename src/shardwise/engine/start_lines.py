@@ -1,4 +1,4 @@
-"""Prints the lines at the start of a run: what is on, and what depends on the number of workers."""
+"""The lines at the start of a run: its settings, and what depends on the number of workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.loss_terms import LossTerms
 from shardwise.layout.placement import DEVICE, Placement, Tier
-from shardwise.layout.sum_tree import MicroShards, node_sizes
+from shardwise.layout.sum_tree import node_sizes
 from shardwise.messages.printable import in_bytes, in_short, many
 from shardwise.model import units
 from shardwise.model.activations import Activations
@@ -22,13 +22,16 @@ from shardwise.model.sync_batch_norm import is_out_of_reach
 from shardwise.world.world import World
 
 _NAMES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
-"""What the states are called, by name of the placement's table."""
+"""The states in words, by their names in the placement."""
 
 
 def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
-    """Two lines: the workers, transport, row and precision; the model, the bytes of its states,
-    and which of them rest on another tier. A third where layers are split, or the exact mode is
-    on. A trial is told of in any case."""
+    """Print the lines of a new engine.
+
+    The first has workers, transport, row and precision; the second has the model, the bytes of its
+    states, and tiers. Further lines follow for split layers, the exact mode, islands, and
+    optimizers that a trial has examined. A trial run is announced even if lines are off.
+    """
     if world.settings.trial:
         world.print("shardwise: trial: nothing is resumed, saved or exported")
     if spec.settings.quiet:
@@ -41,20 +44,27 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
         for words in tensor_parallel.describe_unsplit(spec.tensor):
             world.print(f"  whole, not split: {words}")
     if spec.pipeline is not None:
-        world.print(_stages_line(spec))
+        cut = spec.pipeline.partition
+        stages = f"{many(cut.stages, 'stage')} ({spec.settings.schedule})"
+        world.print(f"  {stages}: {pipeline_parallel.describe_stages(cut)}")
     if spec.micro_shards is not None:
-        world.print(_exact_line(spec.micro_shards))
+        count = spec.micro_shards.count
+        sizes = ", ".join(str(size) for size in node_sizes(count))
+        world.print(
+            f"  exact: {many(count, 'micro-shard')} per step, summed in one tree, one thread per "
+            f"worker: the same bits on {sizes} workers"
+        )
     if states.hooks is not None:
         world.print(f"  {states.hooks.describe()}")
-    for name, others in sorted(_tried(states).items()):
+    for name, others in sorted(_optimizers_by_trial(states).items()):
         world.print(
-            f"  {name}: its state is cut within tensors, since a trial found each element updated "
-            f"by itself{others}; whole tensors, if it looks at those later: --zero 0"
+            f"  {name}: its state is cut within tensors, because in a trial it updated each "
+            f"element independently{others}; if later steps look at whole tensors: --zero 0"
         )
 
 
 def announce_activations(world: World, spec: EngineSpec, activations: Activations) -> None:
-    """A line on what is recomputed and where activations rest, when it is not the usual."""
+    """Print how activations are recomputed or stored, unless it is the default."""
     line = activations.describe()
     if line and not spec.settings.quiet:
         world.print(f"  activations: {line}")
@@ -63,13 +73,15 @@ def announce_activations(world: World, spec: EngineSpec, activations: Activation
 def announce_batch(
     world: World, spec: EngineSpec, parts: int | None, *, averaged: bool = False
 ) -> None:
-    """The last lines, at the first backward: the batch, whether losses are `averaged` over the
-    workers, in how many `parts` it goes through the stages (None: whole, from one to the next), and
-    what promise 1 does not cover."""
+    """Print the lines of the first backward: the batch, and what depends on the number of workers.
+
+    `averaged`: losses are averaged over the workers. `parts` is the number of micro-batches that go
+    through the pipeline; None if the batch goes through it as one, stage after stage.
+    """
     if spec.pipeline is None and parts is None and spec.settings.microbatches is not None:
         world.say_once(
-            f"--microbatches {spec.settings.microbatches} does nothing, since engine.backward "
-            "takes a batch as it is: write engine.forward_backward, or leave it out"
+            f"--microbatches {spec.settings.microbatches} has no effect, because engine.backward "
+            "does not cut a batch: write engine.forward_backward, or remove it"
         )
     if spec.settings.quiet:
         return
@@ -77,8 +89,13 @@ def announce_batch(
     if spec.pipeline is not None and parts is not None:
         world.print(f"  it goes through the stages in {many(parts, 'part')}")
     elif spec.pipeline is not None and spec.pipeline.partition.stages == spec.pipeline.group.size:
-        world.print(_in_turn_line(spec))
+        unused = "" if spec.settings.microbatches is None else ", and --microbatches has no effect"
+        world.print(
+            f"  engine.backward runs stage after stage, one worker at a time{unused}: "
+            "engine.forward_backward keeps all workers busy"
+        )
     streams = world.current_batch.training_streams()
+    # Both ways to cut a batch: by forward_backward, and by the Loader.
     parts = max([parts or 1, *(stream.plan.micro_batches for stream in streams)])
     outside = outside_promise(spec, parts) if spec.micro_shards is None else []
     if outside:
@@ -86,13 +103,15 @@ def announce_batch(
 
 
 def announce_loss(world: World, spec: EngineSpec, terms: LossTerms, *, is_said: bool) -> None:
-    """Lines on the first loss: how it is weighed where its graph does not say so for certain, and
-    what makes it depend on the number of workers. `is_said`: the user has said how to weigh it."""
+    """Print how the first loss is weighted if that is uncertain, and what depends on workers.
+
+    `is_said`: the user has passed a weight or a reduction.
+    """
     if spec.settings.quiet:
         return
     if terms.curved and spec.micro_shards is None:
         world.print(
-            "  not the same on every number of workers: the loss is no mean and no sum over the "
+            "  not the same on every number of workers: the loss is not a mean or a sum over the "
             f"batch, but a function of them ({', '.join(terms.curved)})"
         )
     if is_said:
@@ -100,57 +119,60 @@ def announce_loss(world: World, spec: EngineSpec, terms: LossTerms, *, is_said: 
     unread = [term.source for term in terms.terms if term.kind == "unread"]
     if unread:
         world.print(
-            f"  the graph of this loss does not show what it is a mean over ({', '.join(unread)}): "
-            "it is weighed by rows. For another number write engine.backward(loss, weight=n)"
+            "  the graph of this loss does not show how many items it is a mean over "
+            f"({', '.join(unread)}): it is weighted by rows. For another number write "
+            "engine.backward(loss, weight=n)"
         )
     if terms.is_sum:
         sources = ", ".join(dict.fromkeys(term.source for term in terms.terms))
         world.print(
-            f"  losses are sums over the batch (from {sources}): those of all workers and "
+            f"  losses are sums over the batch (from {sources}): the losses of all workers and "
             "backwards are added"
         )
     for number in terms.guessed:
         world.print(
-            f"  this loss is a sum divided by {number:g}, which is taken for the number of its "
+            f"  this loss is a sum divided by {number:g}, which is assumed to be the number of its "
             'items: if it is a constant, write reduction="sum"'
         )
 
 
 def announce_kinds(world: World, spec: EngineSpec, kinds: Sequence[str]) -> None:
-    """A line, once, on a step whose losses of several batches are means over items of several
-    `kinds`."""
+    """Print once that losses of one step are means over items of several `kinds`."""
     if not spec.settings.quiet:
         world.say_once(
             f"losses of one step are means over items of several kinds ({', '.join(kinds)}). Each "
-            "counts by the number of its items. To weigh them by rows, write for each of them "
-            "engine.backward(loss, weight=rows)."
+            "is weighted by the number of its items. To weight them by rows, write "
+            "engine.backward(loss, weight=rows) for each of them."
         )
 
 
 def announce_weight(world: World, spec: EngineSpec, terms: LossTerms, items: float) -> None:
-    """A line, after the first step, on the items of a loss that is a mean over others than rows."""
+    """Print, after the first step, the items of a loss that is not a mean over rows."""
     main = terms.main
     if main is not None and not main.has_rows and not spec.settings.quiet:
-        what = "labels" if main.source == "cross_entropy" else "items"
-        world.print(f"  weight: {items:,.10g} {what} per step, from {main.source}")
+        noun = "labels" if main.source == "cross_entropy" else "items"
+        world.print(f"  weight: {items:,.10g} {noun} per step, from {main.source}")
 
 
-def _tried(states: States) -> dict[str, str]:
-    """The optimizers whose tensors are cut because of a trial, and what is said of their groups
-    that stay whole. Where some do, the name has the groups that are cut."""
-    found: dict[str, str] = {}
+def _optimizers_by_trial(states: States) -> dict[str, str]:
+    """Return the optimizers whose tensors are cut because of a trial, with a text on whole groups.
+
+    If some of its groups stay whole, the name of an optimizer includes the groups that are cut.
+    """
+    notes: dict[str, str] = {}
     for optimizer in dict.fromkeys(group.optimizer for group in states.optimizer.groups):
+        # The groups here are one per bucket, so `index` may occur several times.
         mine = [group for group in states.optimizer.groups if group.optimizer is optimizer]
         cut = sorted({g.index for g in mine if not g.whole and not g.kind.known})
         whole = sorted({g.index for g in mine if g.whole})
         name = type(optimizer).__name__
         if cut and whole:
-            found[f"{name}, parameter {_groups(cut)}"] = (
+            notes[f"{name}, parameter {_groups(cut)}"] = (
                 f" (tensors of {_groups(whole)} stay whole)"
             )
         elif cut:
-            found[name] = ""
-    return found
+            notes[name] = ""
+    return notes
 
 
 def _groups(numbers: list[int]) -> str:
@@ -165,12 +187,12 @@ def _run_line(world: World, spec: EngineSpec) -> str:
     row = f"{spec.placement.name} ({sharded_states(spec.placement)})"
     seed = f"seed {world.seed} ({world.seed_source})"
     if not world.settings.reseed:
-        seed = "generators as the script seeds them"
+        seed = "generators seeded by the script"
     return f"shardwise: {workers}, {transport}{row}, {precision_in_words(spec)}, {seed}"
 
 
 def precision_in_words(spec: EngineSpec) -> str:
-    """The preset; where that leaves a model in the dtypes that it has, those of what is trained."""
+    """Return the precision preset; for fp32, which casts nothing, the dtypes that are trained."""
     if spec.settings.precision != "fp32":
         return spec.settings.precision
     dtypes = dict.fromkeys(t.dtype for t in spec.located() if t.parameter.requires_grad)
@@ -183,24 +205,11 @@ _DTYPES = {
     torch.bfloat16: "bf16 with fp32 masters",
     torch.float16: "fp16 with fp32 masters",
 }
-"""What is said of parameters that are trained as they are."""
-
-
-def _stages_line(spec: EngineSpec) -> str:
-    assert spec.pipeline is not None
-    cut = spec.pipeline.partition
-    stages = many(cut.stages, "stage")
-    return f"  {stages} ({spec.settings.schedule}): {pipeline_parallel.describe_stages(cut)}"
-
-
-def _exact_line(shards: MicroShards) -> str:
-    sizes = ", ".join(str(size) for size in node_sizes(shards.count))
-    cut = f"{many(shards.count, 'micro-shard')} per step, summed in one tree"
-    return f"  exact: {cut}, one thread per worker: the same bits on {sizes} workers"
+"""Dtypes of trained parameters in words."""
 
 
 def sharded_states(placement: Placement) -> str:
-    """What a placement shards, in words."""
+    """Return the states that a placement shards, in words."""
     sharded = [name for state, name in _NAMES.items() if placement.is_sharded(state)]
     return (", ".join(sharded) + " sharded") if sharded else "all replicated"
 
@@ -208,52 +217,55 @@ def sharded_states(placement: Placement) -> str:
 def _model_line(spec: EngineSpec, states: States) -> str:
     trained = states.parameters.named
     if spec.pipeline is not None:
+        # The states have the layers of this stage only, but the line is about the whole model.
         trained = [t for t in spec.located() if t.parameter.requires_grad]
     count = sum(named.whole_shape.numel() for named in trained)
     line = f"  model: {in_short(count)} parameters in {many(_unit_count(spec, states), 'unit')}"
     line += f", state {in_bytes(states.expected_bytes())} per worker"
     if spec.placement.level and spec.data_group.size > 1:
         replicated = _replicated_bytes(spec, states)
-        # Of a tiny model the padding of intervals is more than what sharding saves.
+        # For a tiny model, the padding of intervals can exceed what sharding saves.
         padded = "padding included; " if states.expected_bytes() > replicated else ""
         line += f" ({padded}replicated: {in_bytes(replicated)})"
     elsewhere = _elsewhere(spec, states)
-    return f"{line}, of it {elsewhere}" if elsewhere else line
+    return f"{line}, of which {elsewhere}" if elsewhere else line
 
 
 def _unit_count(spec: EngineSpec, states: States) -> int:
-    """How many units there are, the rest of each model among them where it has parameters."""
+    """Return the number of units, including the rest of each model if it has parameters."""
     if states.shown is not None:
         return sum(bool(unit.buckets) for unit in states.shown.residency.units)
     count = 0
     for model in spec.models:
-        found = units.find_units(model, spec.settings.units)
-        inside = {parameter for _, unit in found for parameter in unit.parameters()}
-        count += len(found) + any(parameter not in inside for parameter in model.parameters())
+        blocks = units.find_units(model, spec.settings.units)
+        inside = {parameter for _, unit in blocks for parameter in unit.parameters()}
+        count += len(blocks) + any(parameter not in inside for parameter in model.parameters())
     return count
 
 
 def _elsewhere(spec: EngineSpec, states: States) -> str:
-    """Which states rest on another tier than the device, in words; empty when none does."""
-    resting: dict[Tier, list[str]] = {}
+    """Return the states that are on another tier than the device, in words; "" if none are."""
+    offloaded: dict[Tier, list[str]] = {}
     for state, nbytes in states.bytes_by_state().items():
         tier = spec.placement.tier(state)
         if tier != DEVICE:
-            resting.setdefault(tier, []).append(f"{_NAMES[state]} {in_bytes(nbytes)}")
-    here = "where these workers compute, so that nothing moves"
+            offloaded.setdefault(tier, []).append(f"{_NAMES[state]} {in_bytes(nbytes)}")
+    here = "the device of these workers, so nothing moves"
     return "; ".join(
         f"on {tier}{f' ({here})' if tier.kind == spec.device.type else ''}: {', '.join(parts)}"
-        for tier, parts in resting.items()
+        for tier, parts in offloaded.items()
     )
 
 
 def _replicated_bytes(spec: EngineSpec, states: States) -> int:
-    """Bytes of the same states if every rank held them whole, without padding."""
+    """Return the bytes of the same states if every rank held them whole, without padding."""
     total = 0
     anchor = 0 if states.hooks is None else states.hooks.copies
     for index, bucket in enumerate(states.parameters.buckets):
         dtype, _ = states.parameters.kind(index)
         is_narrow = dtype in NARROW
+        # Parameter and gradient in the parameter's dtype; moments, master, average and anchor in
+        # fp32.
         moments = len(states.optimizer.groups[index].kind.tensor_keys)
         kept = moments + is_narrow + (spec.settings.ema_decay is not None) + anchor
         each = 2 * dtype.itemsize + kept * (4 if is_narrow else dtype.itemsize)
@@ -263,17 +275,9 @@ def _replicated_bytes(spec: EngineSpec, states: States) -> int:
     return total
 
 
-def _in_turn_line(spec: EngineSpec) -> str:
-    unused = "" if spec.settings.microbatches is None else ", and --microbatches does nothing"
-    return (
-        f"  engine.backward goes from stage to stage, one worker at a time{unused}: "
-        "engine.forward_backward keeps all busy"
-    )
-
-
 def _batch_line(world: World, *, averaged: bool) -> str:
     if averaged:
-        return "  batch: as the script gives it to each worker, whose losses are averaged"
+        return "  batch: each worker's own, from the script; losses are averaged over workers"
     streams = world.current_batch.training_streams()
     plan = streams[-1].plan if streams else None
     if plan is None or plan.batch_size is None:
@@ -283,8 +287,8 @@ def _batch_line(world: World, *, averaged: bool) -> str:
     parts = [replicas, many(plan.micro_batches, "micro-batch", "es")]
     up_to = "" if each * world.data_size * plan.micro_batches == plan.batch_size else "up to "
     line = f"  batch: {plan.batch_size} = {' x '.join(parts)} x {up_to}{each}"
-    if streams[-1].passing:  # nobody knows yet how many come before engine.step()
-        line += f" of each {streams[-1].name}; those before one engine.step() add up"
+    if streams[-1].passing:  # the number of batches before engine.step() is not known yet
+        line += f" of each {streams[-1].name}; those before one engine.step() are added"
     if plan.steps_per_epoch is not None:
         line += f", {plan.steps_per_epoch:,} steps per epoch"
     if (islands := world.groups_apart) > 1:
@@ -294,52 +298,49 @@ def _batch_line(world: World, *, averaged: bool) -> str:
 
 
 def _unknown_batch(world: World) -> str:
-    line = "  batch: as the script gives it to each worker"
+    line = "  batch: each worker's own, from the script"
     if world.size == 1 or world.current_batch.streams:
         return line
     return (
         f"{line}; no sw.Loader is in use, and a plain DataLoader gives every worker the whole "
-        "dataset. sw.Loader(...) or world.share(batch) gives each its share."
+        "dataset. To give each worker its share, use sw.Loader(...) or world.share(batch)."
     )
 
 
 def outside_promise(spec: EngineSpec, micro_batches: int = 1) -> list[str]:
-    """What a model does that makes results depend on the number of workers, or on how many
-    `micro_batches` a step is cut into."""
-    found: dict[str, int] = {}
+    """Return why results depend on the number of workers, or of `micro_batches` in a step."""
+    counts: dict[str, int] = {}
     for module in (m for model in spec.models for m in model.modules()):
         reason = _reason(module, spec.settings.sync_batch_norm, micro_batches)
         if reason is not None:
-            found[reason] = found.get(reason, 0) + 1
-    return [f"{reason} ({many(count, 'module')})" for reason, count in found.items()]
+            counts[reason] = counts.get(reason, 0) + 1
+    return [f"{reason} ({many(count, 'module')})" for reason, count in counts.items()]
 
 
 def _reason(module: nn.Module, synchronised: bool, micro_batches: int) -> str | None:
-    if module.training and _drops(module):
+    if module.training and _has_dropout(module):
         return "dropout in forward"
     is_normal = isinstance(module, nn.modules.batchnorm._BatchNorm)
     if is_normal and not synchronised:
-        parts = " and no micro-batches bring" if micro_batches > 1 else " brings"
-        return f"BatchNorm with per-worker statistics, --sync-batch-norm{parts} it in"
+        remedy = " without micro-batches" if micro_batches > 1 else ""
+        return f"BatchNorm with per-worker statistics, unless --sync-batch-norm{remedy} is set"
     if is_normal and not is_out_of_reach(module) and micro_batches > 1:
         return (
-            f"BatchNorm, which sees {micro_batches} micro-batches one by one, each over all "
-            "workers: the whole batch without micro-batches"
+            f"BatchNorm, whose statistics are over each of {micro_batches} micro-batches of all "
+            "workers: without micro-batches they are over the whole batch"
         )
     if is_out_of_reach(module) and synchronised:
         kind = type(module).__name__
-        return f"{kind}, which normalises by itself, out of reach of --sync-batch-norm"
+        return f"{kind}, whose normalisation --sync-batch-norm cannot synchronise"
     if getattr(module, "scale_grad_by_freq", False):
-        return "scale_grad_by_freq, which counts in each worker's share"
+        return "scale_grad_by_freq, which counts within each worker's share"
     return None
 
 
-def _drops(module: nn.Module) -> bool:
-    """Whether a forward of `module` in training drops values by chance.
-
-    A number `p` is a chance if the module is called after one, or its forward calls something that
-    is: elsewhere it may be the exponent of a norm.
-    """
+def _has_dropout(module: nn.Module) -> bool:
+    """Return whether a forward of `module` in training drops values at random."""
+    # An attribute `p` is a probability only if the module, or a function that its forward calls,
+    # has a name like one of _DRAWING. Otherwise it may be the exponent of a norm.
     code = getattr(type(module).forward, "__code__", None)
     names = [type(module).__name__.lower(), *getattr(code, "co_names", ())]
     draws = any(word in name for name in names for word in _DRAWING)
@@ -348,4 +349,4 @@ def _drops(module: nn.Module) -> bool:
 
 
 _DRAWING = ("drop", "bernoulli", "rand", "stochastic")
-"""Parts of names of what draws."""
+"""Parts of the names of modules and functions that draw random numbers."""

@@ -1,4 +1,4 @@
-"""Gives the user whole parameters, their averages, and plain optimizer state, between steps."""
+"""Whole parameters, their averages, and plain optimizer state, for the user between steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.errors import UsageError
 
 
 class StateAccess:
-    """The blocks in which an engine's parameters are whole, averaged, or gathered unevenly."""
+    """The context managers and methods that give users whole tensors."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
@@ -34,9 +34,9 @@ class StateAccess:
             )
         if write and state.in_ema:
             raise UsageError(
-                "full_parameters(write=True) inside engine.ema() or anchor(), where parameters are "
-                "averages, or the last common weights, for the time of the block: write before "
-                "or after."
+                "full_parameters(write=True) inside engine.ema() or anchor(): the block has "
+                "replaced the parameters by averages, or the last common weights, and would undo "
+                "the writes. Write before or after it."
             )
         with whole_tensors.full_parameters(state.spec, state.states, module, write=write):
             yield
@@ -48,7 +48,7 @@ class StateAccess:
         if state.spec.pipeline is not None:
             raise UsageError(
                 "engine.uneven() with --pipeline: no worker has all layers, so none can run a "
-                "forward alone. Inside with engine.full_parameters() each can."
+                "forward alone. To run one, write: with engine.full_parameters()."
             )
         shown = state.states.shown
         with nullcontext() if shown is None else shown.residency.uneven():
@@ -59,10 +59,14 @@ class StateAccess:
                 state.in_uneven = False
 
     def _while_some_sit_out(self) -> AbstractContextManager[None]:
-        """Around a batch of an evaluation of which some ranks have no sample: they serve the
-        gathers of the others."""
+        """Return the context for an evaluation batch that some ranks skip.
+
+        Those ranks serve the gathers of the others.
+        """
         state = self._state
         shown = state.states.shown
+        # `current_batch` holds this method weakly, but the engine may be closed and still
+        # referenced.
         closed = state.objects not in living
         if closed or state.in_uneven or shown is None or not shown.residency.is_collective:
             return nullcontext()
@@ -74,11 +78,12 @@ class StateAccess:
         state = self._state
         if state.states.averages is None:
             raise UsageError(
-                "engine.ema() without a moving average: give --ema-decay 0.999 or ema_decay=0.999."
+                "engine.ema() without a moving average: set --ema-decay 0.999 or ema_decay=0.999."
             )
         self._check_enters("ema")
         state.objects.look_for_changes()
         with torch.no_grad():
+            # Entered by hand: autograd is off for the swap only, and not inside the block.
             context = state.states.averages.swapped_in()
             context.__enter__()
         state.in_ema = True
@@ -96,7 +101,7 @@ class StateAccess:
         state = self._state
         hooks = state.states.hooks
         if hooks is None or not hooks.have_own_weights or state.in_ema:
-            yield  # what all have in common is what the parameters hold
+            yield  # the parameters are the common weights
             return
         self._check_enters("anchor")
         state.objects.look_for_changes()
@@ -104,8 +109,7 @@ class StateAccess:
             yield
 
     def _check_enters(self, block: str) -> None:
-        """Raise UsageError where parameters cannot change places with others: inside a step, and
-        while they are whole."""
+        """Raise UsageError if parameters cannot be swapped: inside a step, or while whole."""
         state = self._state
         if state.accumulation.backwards:
             raise UsageError(
@@ -114,8 +118,8 @@ class StateAccess:
             )
         if state.states.shown is not None and state.states.shown.residency.in_block:
             raise UsageError(
-                f"engine.{block}() inside engine.full_parameters(), where parameters are whole "
-                f"already and would stay what they are: enter {block}() first, and "
+                f"engine.{block}() inside engine.full_parameters(): parameters are already "
+                f"gathered, and would keep their values. Enter {block}() first, and "
                 "full_parameters() inside it."
             )
 
@@ -133,7 +137,7 @@ class StateAccess:
             return whole_tensors.model_state_dict(self._state.spec, self._state.states, model)
 
     def _common(self) -> AbstractContextManager[None]:
-        """Context manager: parameters are the anchor, if there is one."""
+        """Swap in the anchor, if there is one."""
         return nullcontext() if self._state.in_ema else self.anchor()
 
     def optimizer_state_dict(
@@ -143,7 +147,7 @@ class StateAccess:
         state = self._state
         state.objects.check_passes()
         optimizer = plain_state_dict.only(state.spec, optimizer)
-        # Training continues from the common weights, and so from the masters of those.
+        # A resume continues from the common weights, so it needs their masters.
         has_masters = state.states.optimizer.has_masters
         with self._common() if has_masters else nullcontext():
             return state.objects.plain_state(optimizer, for_resume=for_resume)
@@ -156,12 +160,14 @@ class StateAccess:
         self._state.refuse_in_step("engine.load_optimizer_state_dict")
         if spec.tensor is not None or spec.pipeline is not None:
             raise UsageError(
-                "engine.load_optimizer_state_dict with --tensor or --pipeline, where the state is "
-                "in parts: load it into the optimizer before sw.Engine(...)."
+                "engine.load_optimizer_state_dict with --tensor or --pipeline, which split the "
+                "optimizer state: load it into the optimizer before sw.Engine(...)."
             )
         run = spec.world_group
 
         def of_rank_0() -> Mapping[str, Any] | None:
+            # Every rank may pass it, or only rank 0. Sending it takes a pickle of the whole state,
+            # so first ask whether that is needed.
             if all(run.gather_plain(plain is not None)):
                 return plain
             first: Mapping[str, Any] | None = run.gather_objects(plain if run.leads else None)[0]

@@ -1,13 +1,13 @@
-"""Makes a step: reduces gradients, exchanges totals, clips, updates, publishes, clears.
+"""Runs a step: reduces gradients, exchanges totals, clips, updates, publishes, clears.
 
-reduce      wait for the sums that are still being made
-exchange    one small collective: weights, losses, norm, what was used
-(delay)     with `--behind`: replace them by the sums of an earlier step
-(between)   whole gradients for the user: read, changed
+reduce      wait for the pending sums
+exchange    one small collective: weights, losses, norm, which parameters had a gradient
+(delay)     with `--behind`: replace the sums by the sums of an earlier step
+(between)   whole gradients for the user, to read or change
 decide      skip the step, stop the run, or compute the factor that clips and averages
-update      each bucket (states/optimizer), then its all-gather where one is needed
-clear       the gradients; seed what is drawn next
-(average)   with several groups that step apart: average their parameters if that is due
+update      each bucket (states/optimizer), then its all-gather if parameters are replicated
+clear       free the gradients, and seed the generators for the next step
+(average)   with islands: average their parameters if that is due
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from shardwise.timeline import recorder, span
 
 
 class StepRunner:
-    """Makes the steps of an engine; `timing` measures layers, `recording` writes down
-    what each step computed, where that is asked for."""
+    """Runs the steps of an engine. `timing` measures layers, `recording` records each step."""
 
     def __init__(
         self,
@@ -63,26 +62,29 @@ class StepRunner:
         self._options = consistency.OptionChecksum(state.spec.optimizers)
         self._skips = diagnosis.Skips(scaled=state.scale.active)
 
-    # -- what the engine calls --------------------------------------------------------------
+    # -- called by the engine ---------------------------------------------------------------
 
     def step(self, max_norm: float | None, closure: Callable[[], Any] | None) -> StepStats:
         """See Engine.step."""
         states = self._objects.states
         if closure is None:
             self._check_begun("engine.step()")
+        # From here on, a failure is the step's own, and not reported as backwards without a step.
         self._accumulation.stepping = self._accumulation.backwards > 0
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
         if closure is not None:
             scaled = self._state.scale.active
             closures.check(self._spec, states, self._accumulation, scaled=scaled)
-            if closures.asks_often(states):
+            if closures.may_call_repeatedly(states):
                 return self._step_often(closure, max_norm)
             with torch.enable_grad():
                 closure()
+        # All ranks have the same optimizers, so a missing closure raises on all of them, before any
+        # collective.
         closures.check_given(self._objects.states, given=closure is not None)
-        # From the exchange on all ranks have the same totals, so that they decide alike: to skip,
-        # to raise, or to update, whose gathers take all of them.
+        # All ranks have the same totals after the exchange, so all of them decide to skip, raise
+        # or update. The all-gathers of an update need every rank.
         totals = self._reduced("engine.step()")
         stats = self._decide(totals)
         if not stats.skipped:
@@ -108,6 +110,7 @@ class StepRunner:
             spec.shard_group,
             spec.gradient_group,
             totals.used,
+            # With a total weight of 0 the step is skipped, so the factor does not matter.
             self._scale_of(totals) or 1.0,
             scattered=spec.placement.is_sharded("optimizer"),
         )
@@ -115,6 +118,7 @@ class StepRunner:
         with self._backward.abandoning():
             yield
             used = whole.take()
+        # The block has ended, so any use of `param.grad` raises again until the step.
         states.gradients.guard()
         squared = self._state.squared_norm()
         self._state.totals = replace(totals, used=used, squared_norm=squared)
@@ -124,13 +128,13 @@ class StepRunner:
         if self._accumulation.backwards:
             self._backward.abandon()
             if self._spec.micro_shards is not None:
-                # What is drawn depends on the micro-shard, and the first is next.
+                # Each micro-shard has its own seed, and the step starts again with the first one.
                 self._randoms.reseed()
 
     # -- checks -----------------------------------------------------------------------------
 
     def _check_begun(self, call: str) -> None:
-        """Raise UsageError where there is nothing that `call` could sum up, or no place for it."""
+        """Raise UsageError if there was no backward, or inside of world.alike()."""
         self._world.draws.check_outside(call)
         if not self._accumulation.backwards:
             raise UsageError(
@@ -138,28 +142,30 @@ class StepRunner:
             )
 
     def _refuse_parts(self, call: str) -> None:
-        """Raise UsageError for a `call` that takes whole models where ranks have parts."""
-        for name, apart in (("tensor", self._spec.tensor), ("pipeline", self._spec.pipeline)):
-            if apart is not None:
+        """Raise UsageError for a `call` that needs whole gradients, if the model is split."""
+        for name, splits in (("tensor", self._spec.tensor), ("pipeline", self._spec.pipeline)):
+            if splits is not None:
                 size = getattr(self._world.settings, name)
                 raise UsageError(
-                    f"{call} with --{name} {size}: no worker has the whole of a gradient. "
-                    f"engine.reduce() returns the norm of all; for more, start without --{name}."
+                    f"{call} with --{name} {size}: no worker has the whole gradient. "
+                    f"engine.reduce() returns its norm; for more, start without --{name}."
                 )
 
     def _check_consistent(self, totals: StepTotals) -> None:
-        """Raise, on all ranks, where their options, losses or parameters differ; the step is
-        forgotten then."""
+        """Discard the step and raise, on all ranks, if their options, losses or writes differ."""
         try:
+            # These are results of the exchange, the same on all ranks. So all of them raise, and
+            # none waits for the others in the next collective.
             if not totals.alike:
                 raise self._options.difference(self._spec.step_group)
             if math.isnan(totals.divisor):
                 raise UsageError(
-                    'Losses of this step are sums on some ranks (reduction="sum" or "ddp") and '
-                    "means, or the other kind of sums, on others: write them in one way."
+                    'Ranks disagree on `reduction`: pass the same value ("mean", "sum" or "ddp") '
+                    "on every rank. If you pass none, the losses of this step are sums on some "
+                    "ranks and means on others."
                 )
             if totals.is_mixed:
-                self._tell_mixed()
+                self._report_mixed()
             usage_checks.check_calls(
                 self._world,
                 calls_differ=math.isnan(totals.calls),
@@ -174,29 +180,32 @@ class StepRunner:
         finally:
             self._world.calls.clear()
 
-    def _tell_mixed(self) -> None:
-        """Raise UsageError where no weight is right for all losses of the step; say it once where
-        the user gave the weights. Collective."""
+    def _report_mixed(self) -> None:
+        """Raise UsageError because no weight fits all losses of the step. Collective.
+
+        If the user gave all weights, warn once instead: the script may weight items on purpose.
+        """
         accumulation = self._accumulation
-        told = self._world.step_group.gather_plain(
-            (accumulation.describe(), accumulation.are_given)
+        gathered = self._world.step_group.gather_plain(
+            (accumulation.describe(), accumulation.has_given_weights)
         )
-        losses = [found for found, _ in told]
-        if not all(given for _, given in told):
+        losses = [descriptions for descriptions, _ in gathered]
+        if not all(has_given_weights for _, has_given_weights in gathered):
             raise usage_checks.mixed_losses(losses)
-        accumulation.checks_given = False
+        accumulation.checks_weights = False
         self._world.say_once(usage_checks.other_weights(losses))
 
     # -- reduce and exchange ----------------------------------------------------------------
 
     def _reduced(self, call: str) -> StepTotals:
-        """What all ranks know of this step, its sums made."""
+        """Reduce the gradients of this step if needed, and return its totals over all ranks."""
         state, states = self._state, self._objects.states
         self._check_begun(call)
         state.aggregation.check(self._accumulation.backwards)
         states.parameters.check()
         self._objects.take_in_writes()
         self._backward.check_gradients()
+        # Otherwise engine.reduce() or full_gradients() has already reduced this step.
         if state.totals is None:
             if self._hooks is not None:
                 with self._backward.abandoning():
@@ -208,7 +217,7 @@ class StepRunner:
             self._check_consistent(totals)
             if self._hooks is not None:
                 if self._hooks.replaces_sums:
-                    # Now, since nobody knows later which samples the sums of this step were of.
+                    # Check now: when these sums are used, their samples are no longer known.
                     self._check_finite(totals)
                 with self._backward.abandoning():
                     totals = self._hooks.after_exchange(state, totals)
@@ -216,7 +225,7 @@ class StepRunner:
         return state.totals
 
     def _exchange(self) -> StepTotals:
-        """Report this rank's part of the step, and return the totals, which all ranks have."""
+        """Report this rank's part of the step, and return the totals of all ranks."""
         try:
             totals = exchange(
                 self._accumulation,
@@ -230,6 +239,7 @@ class StepRunner:
                 unsaved=self._saver.has_failed,
                 asked=self._world.preemption.asked,
                 written=self._objects.has_written,
+                # Tensor-parallel ranks have the same batch, which counts once.
                 counts=self._spec.tensor_rank == 0,
             )
             line = self._spec.pipeline
@@ -241,20 +251,23 @@ class StepRunner:
     # -- decide -----------------------------------------------------------------------------
 
     def _scale_of(self, totals: StepTotals) -> float:
-        """What makes the summed gradients their mean; 0 where nothing weighs anything."""
+        """Return the factor from summed gradients to their mean; 0 if the total weight is 0."""
         return 1.0 / self._state.weighting.divisor(totals.denominator) if totals.weight else 0.0
 
     def _factor(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> float:
-        """What the update multiplies the summed gradients by: they are averaged, and clipped by
-        their global norm as torch.nn.utils.clip_grad_norm_ does."""
+        """Return the factor of the summed gradients in the update: it averages and clips them.
+
+        Clips by the global norm, as torch.nn.utils.clip_grad_norm_ does.
+        """
         return self._scale_of(totals) * clip_coefficient(stats.grad_norm, max_norm)
 
     def _decide(self, totals: StepTotals) -> StepStats:
-        """The step's figures, and whether it updates anything."""
+        """Return the statistics of the step, with the decision whether to skip it."""
         state = self._state
         if totals.weight == 0:
             return StepStats(loss=math.nan, grad_norm=0.0, weight=0.0, skipped=True)
         self._check_finite(totals)
+        # The divisor includes the loss scale, so this is the norm of the unscaled mean.
         norm = math.sqrt(totals.squared_norm) / state.weighting.divisor(totals.denominator)
         finite = math.isfinite(norm)
         if words := self._skips.words(finite=finite):
@@ -267,11 +280,13 @@ class StepRunner:
         )
 
     def _check_finite(self, totals: StepTotals) -> None:
-        """Raise NonFiniteError, on all ranks, for a gradient that is not finite where the run is to
-        stop then. Collective then."""
+        """Raise NonFiniteError on all ranks for a gradient that is not finite.
+
+        Not if a loss scale or `--nonfinite skip` skips the step instead. Collective if it raises.
+        """
         state, settings = self._state, self._spec.settings
-        goes_on = state.scale.active or settings.nonfinite != "stop"
-        if goes_on or not totals.weight or math.isfinite(totals.squared_norm):
+        skips = state.scale.active or settings.nonfinite != "stop"
+        if skips or not totals.weight or math.isfinite(totals.squared_norm):
             return
         error = diagnosis.nonfinite_error(
             state.steps, state.states, self._accumulation, self._spec.step_group
@@ -289,17 +304,16 @@ class StepRunner:
             raise
 
     def _update(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> None:
-        """Update bucket by bucket; each is gathered while the next is updated."""
+        """Update one bucket after the other; each is gathered while the next one is updated."""
         factor = self._factor(totals, stats, max_norm)
         states = self._objects.states
         publishes = self._spec.placement.is_sharded("optimizer")
         gathers: list[Handle] = []
-        # An optimizer of the user's may raise in its step.
+        # The user's optimizer may raise in its step.
         with self._backward.abandoning(), span("update"), torch.no_grad():
             states.parameters.begin_update()
             for inner in states.optimizer.inners:
                 inner.step(totals.used, factor)
-                # The all-gather of this bucket runs while the next one is updated.
                 if publishes:
                     gathers += [states.parameters.publish(number) for number in inner.buckets]
             states.optimizer.write_back_options()
@@ -308,23 +322,27 @@ class StepRunner:
         with span("publish"):
             for handle in gathers:
                 handle.wait()
-            # User code may write parameters as soon as the step has returned, so nobody may still
-            # be reading them.
+            # User code may write parameters as soon as the step returns, so wait until no other
+            # rank still reads them.
             for handle in gathers:
                 handle.reusable()
             states.parameters.settle()
 
     def _step_often(self, closure: Callable[[], Any], max_norm: float | None) -> StepStats:
-        """A step of an optimizer that calls the closure by itself."""
+        """Run a step of an optimizer that calls the closure itself (L-BFGS)."""
         objects = self._objects
+        # `closures.check` has made sure that there is exactly one.
         (inner,) = objects.states.optimizer.inners
         seen: list[tuple[StepTotals, StepStats]] = []
 
         def evaluate() -> float:
             self.zero_grad()
-            objects.states.parameters.remember()  # what has changed is the update's doing
+            # The optimizer has moved parameters; these changes are no writes of user code.
+            objects.states.parameters.remember()
             with torch.enable_grad():
                 closure()
+            # The optimizer calls the closure equally often on all ranks, because they all get the
+            # same loss and gradient. So the collectives inside match.
             totals = self._reduced("engine.step(closure=...)")
             stats = self._decide(totals)
             seen.append((totals, stats))
@@ -341,13 +359,15 @@ class StepRunner:
                 objects.states.averages.update()
         objects.states.parameters.settle()
         usage_checks.call_after_step(self._spec.optimizers)
+        # Clear by the latest totals. Report the first evaluation: the loss before the update.
         return self._finish(seen[-1][0], seen[0][1])
 
     # -- clear ------------------------------------------------------------------------------
 
     def _finish(self, totals: StepTotals, stats: StepStats) -> StepStats:
-        """Leave the step behind; returns its figures."""
-        if self._state.steps == 0 and (terms := self._accumulation.read_first) is not None:
+        """Complete the step: clear, count, record. Return its statistics."""
+        # Before `_clear`, which drops the terms.
+        if self._state.steps == 0 and (terms := self._accumulation.first_terms) is not None:
             start_lines.announce_weight(self._world, self._spec, terms, stats.weight)
         self._clear(totals)
         self._count()
@@ -355,29 +375,33 @@ class StepRunner:
             totals, stats = self._hooks.after_update(self._state, totals, stats)
             self._state.parameters_changed()
         if totals.asked:
-            # All ranks know by the exchange that a signal asks them to end.
+            # All ranks have learned from the exchange that a signal asks the run to end.
             self._world.preemption.agreed = totals.asked
             self._state.asked_to_end = True
             self._saver.mark_boundary()
-        # Only now: the step is made on all ranks, and all know of the failure by the exchange.
+        # Not before the step is complete on all ranks. All have learned of the failed save from
+        # the exchange, so all of them raise here.
         if totals.unsaved:
-            self._saver.wait()  # raises on all ranks alike
+            self._saver.wait()
         if self._timing is not None:
             self._timing.stepped()
         if self._recording is not None:
-            # Sums are not divided by their weight, which may count the workers.
+            # Losses that are sums are not divided: their weight may count workers, not items.
             self._recording.stepped(stats, 1.0 if totals.divisor else stats.weight)
         self._world.step_log.stepped(self._state.number, self._state.steps, stats)
         return stats
 
     def _clear(self, totals: StepTotals) -> None:
-        """Leave this step behind: what is accumulated from here on is of the next."""
+        """Reset the gradients, weights and losses of this step."""
         state, gradients = self._state, self._objects.states.gradients
+        # A step without weight shows nothing about overflow, or about the weight of the next step.
         if totals.weight:
             overflow = not math.isfinite(totals.squared_norm)
             state.scale.update(overflow=overflow, scale=totals.scale)
             state.weighting.follow_step(totals)
         gradients.clear()
+        # 16-bit sums over several backwards lose bits. `several` is the same on all ranks, so all
+        # of them change the dtype of their collectives at the same step.
         if totals.several and self._spec.settings.reduce_dtype == "fp32":
             gradients.widen()
         self._accumulation.clear()
@@ -386,15 +410,16 @@ class StepRunner:
         state.parameters_changed()
 
     def _count(self) -> None:
-        """Let all who follow the run know that a step was made."""
+        """Advance the step counters, and report the step to progress, watchdog and timeline."""
         state, world = self._state, self._world
         usage_checks.mark_schedulers(self._spec.optimizers)
         state.steps += 1
-        world.stepped_last = state.number
+        world.last_stepped_engine = state.number
         world.steps_made += 1
         world.progress.stepped(state.number, state.steps)
         world.collectives.status_server.step = state.steps
         self._randoms.reseed()
+        # After the reseed: from here on this rank's own draws no longer move the common stream.
         world.draws.mark_boundary()
         if (recording := recorder.active) is not None:
             recording.stepped(state.number, state.steps)

@@ -1,4 +1,4 @@
-"""Aggregates the statistics that ranks report of their backwards into the totals of a step."""
+"""The statistics that ranks report of their backwards, and their totals for a step."""
 
 from __future__ import annotations
 
@@ -21,65 +21,76 @@ Number = float | Tensor
 
 
 class Aggregation:
-    """Adds up what ranks report; each rank adds up its own backwards, of any number, before.
+    """Adds up the reports of ranks. Each rank first adds up its own backwards.
 
-    `row` lengths are in numbers; `rows` have one row of each rank.
+    `rows` have one row of numbers for each rank.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:
-        """The seed of what is drawn after `backwards` of `step`; None to go on as it is."""
+        """Return the seed after a number of `backwards` of `step`; None to keep the generators."""
         return None if backwards else seed_from(seed, "step", engine, step, self._rank)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
-        """Estimate the weight of a whole step and the number of its backwards, from the weight of
-        the first one on each rank."""
+        """Estimate the total weight and the number of backwards of a step.
+
+        `weights` has the weight of the first backward on each rank.
+        """
         return sum(weights), sum(weight > 0 for weight in weights)
 
     def check(self, backwards: int) -> None:
-        """Raise UsageError where a step cannot have that many."""
+        """Raise UsageError if a step cannot have that many backwards."""
 
-    def reported(self, values: Sequence[Number]) -> list[Number]:
-        """What a rank reports of `values`, one of each backward."""
+    def report(self, values: Sequence[Number]) -> list[Number]:
+        """Return the numbers that a rank reports for `values`, one per backward."""
         return [sum(values)]
 
     def total(self, rows: Sequence[Sequence[float]]) -> float:
-        """The sum of what all ranks reported."""
+        """Return the sum of all ranks' reports."""
         return sum(row[0] for row in rows)
 
     def total_of_squares(self, rows: Sequence[Sequence[float]]) -> float:
-        """The same of sums of squares."""
+        """Return the sum of all ranks' sums of squares."""
         return self.total(rows)
 
     def refuse_late(self, names: Sequence[str], group: Collectives) -> None:
-        """Gradients came after their bucket's sum had begun, on this rank because of those of
-        `names`. All of `group` call it."""
+        """Raise UsageError if late gradients are not allowed; `names` lists the ones of this rank.
+
+        All ranks of `group` call it.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a rank reports to all others at a step, as one fp64 vector.
+    """The report of one rank to all others at a step, sent as one fp64 vector.
 
     | weights | losses x factor | squared norm |
     backwards | shares | options | calls | rows | shown | mix | copies |
     used, packed | late, packed |
     news | several | unsaved | asked | written | divisor | alone | buffer rows |
 
-    How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
-    those of weight 0. `shares` are the seeds of the backwards, added up. `options` is a checksum of
-    the optimizers' options, `calls` one of the calls that all make alike since the last step;
-    joined they are NaN where ranks differ. `rows` is a number of the first rows of the batches that
-    were shared. `shown` is what users see of the weights, and `mix` the range of a number that is
-    the same everywhere if weights are right for all terms of all losses. `copies` is a checksum of
-    the buffers and frozen parameters that ranks do not average. `used` is by parameter: it had a
-    gradient. `late` is by bucket: a gradient came after the bucket had started. `news`: a buffer
-    was seen to change for the first time. `several`: there was more than one backward. `unsaved`: a
-    save in the background has failed. `asked`: the signal that asked this rank to end, or 0; of all
-    ranks the highest. `written`: user code has written into parameters. `divisor`: what the added
-    losses are divided by, 0 for means, and -1 where nothing says so. `alone`: a loss is right only
-    without any others in the step. `buffer_rows` are the rows by which buffers are averaged.
+    The length of the first three depends on the aggregation.
+
+    backwards    number of backwards whose weight is not 0
+    shares       sum of the seeds of the backwards
+    options      checksum of the optimizers' options; joined, NaN if ranks differ
+    calls        checksum of the calls since the last step that all ranks must make; joined likewise
+    rows         digest of the first rows of shared batches
+    shown        the weights as users see them
+    mix          range of numbers that are equal on all ranks if the weights fit all loss terms
+    copies       checksum of the buffers and frozen parameters that ranks do not average
+    used         by parameter: it had a gradient
+    late         by bucket: a gradient arrived after the bucket had started
+    news         a buffer changed for the first time
+    several      there was more than one backward
+    unsaved      a background save has failed
+    asked        the signal that asks this rank to end, or 0; joined, the highest
+    written      user code has written into parameters
+    divisor      divisor of the added losses; 0 for means, -1 if unknown
+    alone        a loss is correct only without other losses in the step
+    buffer_rows  the rows by which buffers are averaged
     """
 
     weights: list[Number]
@@ -105,7 +116,8 @@ class StepReport:
     buffer_rows: list[float]
 
     def row(self, device: torch.device) -> Tensor:
-        """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
+        """Return the vector on `device`."""
+        # Bits are packed into fp64 numbers, because a large model has thousands of parameters.
         flags = self.news, self.several, self.unsaved, self.asked, self.written
         numbers = [*pack(self.used), *pack(self.late), *map(float, flags)]
         numbers += [self.divisor, float(self.alone), *self.buffer_rows]
@@ -114,7 +126,7 @@ class StepReport:
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
     def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
-        """The sums, and the flags that any rank set; `table` has one row of each rank."""
+        """Return the totals: sums, and flags that any rank has set. `table` has a row per rank."""
         lengths = (
             len(self.weights),
             len(self.losses),
@@ -125,14 +137,18 @@ class StepReport:
             7,
             len(self.buffer_rows),
         )
+        # The same order as in `row`.
         ends = list(accumulate(lengths))
         weights, losses, squares, known, used, late, flags, _ = (
             [row[end - length : end] for row in table]
             for length, end in zip(lengths, ends, strict=True)
         )
         backwards = int(sum(row[0] for row in known))
+        # Ranks whose losses say nothing about the divisor (-1) go along with the others.
         divisors = [row[5] for row in flags if row[5] >= 0]
         alone = any(row[6] for row in flags)
+        # A rank without numbers reports an empty range: from infinity to minus infinity.
+        lowest, highest = min(row[6] for row in known), max(row[7] for row in known)
         return StepTotals(
             weight=aggregation.total(weights),
             shown=sum(row[5] for row in known),
@@ -143,7 +159,8 @@ class StepReport:
             options=_common([row[2] for row in known]),
             calls=_common([row[3] for row in known]),
             rows_differ=not nearly_alike([row[4] for row in known]),
-            is_mixed=_differ([row[6:8] for row in known]) or (alone and backwards > 1),
+            is_mixed=(lowest < highest and not nearly_alike([lowest, highest]))
+            or (alone and backwards > 1),
             copies_differ=len({row[8] for row in known}) > 1,
             used=any_of(used, len(self.used)),
             late=any_of(late, len(self.late)),
@@ -157,20 +174,15 @@ class StepReport:
 
 
 def _common(numbers: list[float]) -> float:
-    """The number that all ranks have; NaN where they differ."""
+    """Return the number that all ranks have; NaN if they differ."""
     return numbers[0] if len(set(numbers)) == 1 else math.nan
 
 
-def _differ(ranges: list[list[float]]) -> bool:
-    """Whether `ranges`, one of each rank, are of several numbers; one that is empty, from infinity
-    to its negative, is of none."""
-    lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
-    return lowest < highest and not nearly_alike([lowest, highest])
-
-
 def _row(numbers: list[Number], device: torch.device) -> Tensor:
-    """One fp64 vector on `device`, by one copy of what is elsewhere, for which the host does not
-    wait where it goes to an accelerator."""
+    """Join numbers into one fp64 vector on `device`, with one copy from the host.
+
+    Numbers on an accelerator stay there, and the host does not wait for them.
+    """
     near: list[float] = []
     for number in numbers:
         if not isinstance(number, Tensor):
@@ -181,6 +193,7 @@ def _row(numbers: list[Number], device: torch.device) -> Tensor:
     far = [n.double().reshape(-1) for n in numbers if isinstance(n, Tensor) and _is_far(n)]
     if not far:
         return sent
+    # Interleave runs of numbers from the two vectors, in the original order.
     sources, ends, parts = {True: torch.cat(far).to(device), False: sent}, [0, 0], []
     for is_far, run in groupby(numbers, key=_is_far):
         first = ends[is_far]
@@ -190,5 +203,5 @@ def _row(numbers: list[Number], device: torch.device) -> Tensor:
 
 
 def _is_far(number: Number) -> bool:
-    """Whether the host would have to wait for it."""
+    """Return whether the host would have to wait for the number."""
     return isinstance(number, Tensor) and number.device.type != "cpu"

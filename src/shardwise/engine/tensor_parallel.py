@@ -1,4 +1,4 @@
-"""Applies tensor parallelism to the engine's models, and checks what it excludes."""
+"""Applies tensor parallelism to the engine's models, and checks settings that exclude it."""
 
 from __future__ import annotations
 
@@ -17,81 +17,83 @@ from shardwise.world.world import World
 
 
 def begin(world: World, settings: Settings, plan: TensorPlan | None) -> TensorParallelModels | None:
-    """An empty tensor-parallel state; None where every rank has the whole model.
+    """Return an empty tensor-parallel state; None if every rank has the whole model.
 
     Raises ConfigError for settings that exclude it.
     """
-    if world.tensor_size == 1:  # a plan splits nothing then, so that one script serves both
+    if world.tensor_size == 1:  # a plan is then ignored, so the same script runs with and without
         return None
     if settings.compile:
         raise ConfigError(
-            f"--tensor {world.tensor_size} and --compile cannot be had together: what ranks "
-            "send each other inside a layer cannot be compiled. Leave one of them out."
+            f"--tensor {world.tensor_size} cannot be combined with --compile: the collectives "
+            "inside a split layer cannot be compiled. Remove one of the two."
         )
     sequence_parallel = settings.sequence_parallel or plans.uses_sequence_parallel(plan or {})
     return TensorParallelModels(world.tensor, world.device, sequence_parallel=sequence_parallel)
 
 
-def find_and_split(recipe: EngineSpec, made: TensorParallelModels, plan: TensorPlan | None) -> None:
-    """Find what to split, and reduce this rank's models to its parts. Collective.
+def find_and_split(
+    spec: EngineSpec, split_models: TensorParallelModels, plan: TensorPlan | None
+) -> None:
+    """Find the layers to split, and reduce this rank's models to its parts. Collective.
 
-    Raises ModelError, on all ranks alike, where nothing is found, and ModelMismatch where ranks
-    find different splits.
+    Raises on all ranks: ModelError if there is nothing to split, and ModelMismatch if ranks find
+    different splits.
     """
-    parts = made.group.size
-    groups, made.left_whole = _agreed(recipe, parts, plan or {})
+    parts = split_models.group.size
+    groups, split_models.reasons_unsplit = _agree_on_splits(spec, parts, plan or {})
     if not groups:
-        left = "".join(f" Whole stays {words}." for words in describe_unsplit(made))
+        left = "".join(f" Not split: {words}." for words in describe_unsplit(split_models))
         raise ModelError(
-            f"--tensor {parts} found nothing to split in {type(recipe.models[0]).__name__}.{left} "
-            'Say what with sw.Engine(..., tensor_plan={"blocks.*.up": "colwise", "blocks.*.down": '
-            '"rowwise"}), or start without --tensor.'
+            f"--tensor {parts} found nothing to split in {type(spec.models[0]).__name__}.{left} "
+            'Name layers with sw.Engine(..., tensor_plan={"blocks.*.up": "colwise", '
+            '"blocks.*.down": "rowwise"}), or start without --tensor.'
         )
-    made.cut(groups, recipe.models, recipe.optimizers)
+    split_models.cut(groups, spec.models, spec.optimizers)
 
 
-def _agreed(
-    recipe: EngineSpec, parts: int, plan: TensorPlan
+def _agree_on_splits(
+    spec: EngineSpec, parts: int, plan: TensorPlan
 ) -> tuple[list[SplitGroup], dict[str, str]]:
-    """The splits that all ranks find, and why tried modules stay whole.
-
-    Rank 0 alone runs the trials: a busy rank that came to another result would be alone in its
-    collectives.
-    """
-    run = recipe.world_group
+    """Return the splits that all ranks find, and why tried modules stay whole. Collective."""
+    run = spec.world_group
     trials = known_modules.SplitTrials()
-    found = _found(recipe, parts, plan, trials) if run.rank == 0 else []
+    # Only rank 0 runs the trials. A trial that ends otherwise on a busy rank would leave it alone
+    # in the collectives of a split layer.
+    splits = _find_splits(spec, parts, plan, trials) if run.rank == 0 else []
     results = run.gather_objects(trials.results)[0]
+    # The other ranks take over rank 0's results, and find the same splits without a trial.
     if run.rank:
         trials = known_modules.SplitTrials(results)
-        found = _found(recipe, parts, plan, trials)
-    mine = [str(found)] if isinstance(found, ModelError) else _details(found)
-    found_by_rank = run.gather_objects(mine)
-    for rank, other in enumerate(found_by_rank):
-        for here, there in zip_longest(found_by_rank[0], other, fillvalue="nothing more"):
+        splits = _find_splits(spec, parts, plan, trials)
+    # Compare errors like splits: an error on one rank alone must become an error on all.
+    mine = [str(splits)] if isinstance(splits, ModelError) else _details(splits)
+    details_by_rank = run.gather_objects(mine)
+    for rank, other in enumerate(details_by_rank):
+        for here, there in zip_longest(details_by_rank[0], other, fillvalue="nothing more"):
             if here != there:
                 raise ModelMismatch(
-                    f"--tensor {parts}: ranks split different things. The first difference: rank 0 "
-                    f"has {here}, rank {rank} has {there}. Give all ranks one tensor_plan and one "
-                    "model."
+                    f"--tensor {parts}: ranks split different layers. The first difference: rank 0 "
+                    f"has {here}, rank {rank} has {there}. Use the same tensor_plan and the same "
+                    "model on all ranks."
                 )
-    if isinstance(found, ModelError):
-        raise found
-    return found, trials.left_whole()
+    if isinstance(splits, ModelError):
+        raise splits
+    return splits, trials.reasons_unsplit()
 
 
-def _found(
-    recipe: EngineSpec, parts: int, plan: TensorPlan, trials: known_modules.SplitTrials
+def _find_splits(
+    spec: EngineSpec, parts: int, plan: TensorPlan, trials: known_modules.SplitTrials
 ) -> list[SplitGroup] | ModelError:
-    """The splits that this rank finds, or its error, which all ranks raise together."""
+    """Return the splits that this rank finds, or its error, which all ranks raise together."""
     try:
-        planned = plans.match_modules(recipe.models, recipe.prefixes, plan)
-        groups = plans.planned_groups(planned, parts)
-        taken = plans.claimed_modules(planned) | {
+        planned = plans.match_modules(spec.models, spec.prefixes, plan)
+        groups = plans.split_by_plan(planned, parts)
+        claimed = plans.modules_in_plan(planned) | {
             cut.module for group in groups for cut in group.splits
         }
-        groups += known_modules.find(recipe.models, recipe.prefixes, parts, taken, trials)
-        known_modules.disable_fused_inference(recipe.models, recipe.prefixes, parts, groups)
+        groups += known_modules.find(spec.models, spec.prefixes, parts, claimed, trials)
+        known_modules.disable_fused_inference(spec.models, spec.prefixes, parts, groups)
         return groups
     except ModelError as error:
         return error
@@ -106,23 +108,23 @@ def _details(groups: list[SplitGroup]) -> list[str]:
     ]
 
 
-def describe_split(made: TensorParallelModels) -> str:
-    """What is split, equal names counted: "attention blocks.*.attend (2)"."""
-    found_by_rank = _counted(
+def describe_split(split_models: TensorParallelModels) -> str:
+    """Return the split layers, with equal names counted: "attention blocks.*.attend (2)"."""
+    names = _counted(
         " ".join(part for part in (group.kind, _starred(group.name)) if part)
-        for group in made.groups
+        for group in split_models.groups
     )
-    if made.replica.sequence_parallel:
-        found_by_rank.append("what is between them by tokens")
-    return ", ".join(found_by_rank)
+    if split_models.replica.sequence_parallel:
+        names.append("activations between them by tokens")
+    return ", ".join(names)
 
 
-def describe_unsplit(made: TensorParallelModels) -> list[str]:
-    """What stays whole, and why: "0.block (2), its layers did not run when it was tried"."""
-    by_why: dict[str, list[str]] = {}
-    for name, why in made.left_whole.items():
-        by_why.setdefault(why, []).append(_starred(name) or "the model")
-    return [f"{', '.join(_counted(names))}: {why}" for why, names in by_why.items()]
+def describe_unsplit(split_models: TensorParallelModels) -> list[str]:
+    """Return layers that stay whole, and why: "0.block (2): its layers did not run in a trial"."""
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in split_models.reasons_unsplit.items():
+        names_by_reason.setdefault(reason, []).append(_starred(name) or "the model")
+    return [f"{', '.join(_counted(names))}: {reason}" for reason, names in names_by_reason.items()]
 
 
 def _starred(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Assigns each parameter to the unit that it is gathered with, where parameters are sharded.
+"""Assigns each parameter to the unit that it is gathered with, if parameters are sharded.
 
-Each model is its units, the smallest blocks that all ranks execute, and its rest, which is a unit
-of its own. A parameter that two units share belongs to the rest. What no module of the models
-holds (a temperature in the loss) is a unit that is whole all the time.
+A model consists of its units, the smallest blocks that all ranks execute, and the rest, which is
+one more unit. A parameter that two units share belongs to the rest. Parameters outside of all
+models (a temperature in the loss) form a unit that is always whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import nn
 
@@ -26,7 +25,7 @@ from shardwise.states.parameters.unshard import Unit
 
 @dataclass
 class Section:
-    """A unit before anything is laid out; `module` is None for what no model holds."""
+    """A unit before it is laid out. `module` is None for parameters outside of all models."""
 
     name: str
     family: int
@@ -36,7 +35,7 @@ class Section:
 
 @dataclass
 class Sections:
-    """The units of all models, and where each parameter is."""
+    """The units of all models, and the unit of each parameter."""
 
     models: Sequence[nn.Module]
     sections: list[Section] = field(default_factory=list)
@@ -44,7 +43,7 @@ class Sections:
 
     @property
     def modules(self) -> dict[nn.Module, int]:
-        """By module, the unit that it is."""
+        """Number of the unit by its module."""
         return {s.module: n for n, s in enumerate(self.sections) if s.module is not None}
 
 
@@ -54,94 +53,106 @@ def divide(
     located: Sequence[NamedParameter],
     patterns: Sequence[str] | None,
 ) -> Sections:
-    """Divide `models` into units, which `patterns` name where they are given."""
-    found = Sections(models)
+    """Divide `models` into units, by `patterns` of module names or automatically."""
+    sections = Sections(models)
     for family, (model, prefix) in enumerate(zip(models, prefixes, strict=True)):
+        # First in the list, so that a model that is itself a unit keeps only the rest.
         rest = f"the rest of {prefix or type(model).__name__}"
-        found.sections.append(Section(rest, family, model, True))
+        sections.sections.append(Section(rest, family, model, True))
         for name, module in find_units(model, patterns):
+            # Two models may share a module: it is a unit of the first one.
             full = ".".join(part for part in (prefix, name) if part)
-            if module not in found.modules:
-                found.sections.append(Section(full, family, module, False))
-    around = _innermost(found)
+            if module not in sections.modules:
+                sections.sections.append(Section(full, family, module, False))
+    around = _innermost(sections)
     for named in located:
         homes = {number for module, _ in named.places for number in around[module]}
-        found.unit_of[named.parameter] = _home(found, homes)
-    return found
+        sections.unit_of[named.parameter] = _home(sections, homes)
+    return sections
 
 
-def _innermost(found: Sections) -> dict[nn.Module, set[int]]:
-    """By module, the unit that it lies in; several where it is a part of several."""
+def _innermost(sections: Sections) -> dict[nn.Module, set[int]]:
+    """Return the innermost unit around each module; several if it is a part of several."""
     around: dict[nn.Module, set[int]] = defaultdict(set)
-    modules = found.modules
+    modules = sections.modules
 
     def walk(module: nn.Module, number: int) -> None:
         number = modules.get(module, number)
+        # A module that occurs twice has several units around it. Visit it once for each of them.
         if number not in around[module]:
             around[module].add(number)
             for child in module.children():
                 walk(child, number)
 
-    for model in found.models:
+    for model in sections.models:
         walk(model, modules[model])
     return around
 
 
-def _home(found: Sections, homes: set[int]) -> int:
-    """The one of `homes`, or the rest of the first model among them; `always` for none."""
+def _home(sections: Sections, homes: set[int]) -> int:
+    """Return the unit of a parameter that modules of the units `homes` hold.
+
+    With several units it is the rest of the first of their models; with none, the unit that is
+    always whole, which is created on demand.
+    """
     if len(homes) == 1:
         return homes.pop()
     if homes:
-        family = min(found.sections[home].family for home in homes)
-        return next(n for n, s in enumerate(found.sections) if s.is_rest and s.family == family)
-    if found.sections[-1].module is not None:
-        found.sections.append(Section("outside of the models", -1, None, False))
-    return len(found.sections) - 1
+        family = min(sections.sections[home].family for home in homes)
+        return next(n for n, s in enumerate(sections.sections) if s.is_rest and s.family == family)
+    if sections.sections[-1].module is not None:
+        sections.sections.append(Section("outside of the models", -1, None, False))
+    return len(sections.sections) - 1
 
 
 def make_residency(
-    found: Sections, parameters: ShardedParameters, group: Collectives, order: GatherOrder
+    sections: Sections, parameters: ShardedParameters, group: Collectives, order: GatherOrder
 ) -> Residency:
-    """Units over the buckets of `parameters`; `group` is for their gathers, which take turns in
-    `order`. Collective."""
+    """Create the units over the buckets of `parameters`. Collective.
+
+    Their gathers use `group`, in the common `order` of all ranks.
+    """
     units = [
         Unit(
             section.name,
             [
                 s
                 for s in parameters.sharded_buckets
-                if found.unit_of[s.named[0].parameter] == number
+                if sections.unit_of[s.named[0].parameter] == number
             ],
             lasting=section.is_rest,
             always=section.module is None,
         )
-        for number, section in enumerate(found.sections)
+        for number, section in enumerate(sections.sections)
     ]
-    return Residency(parameters, units, group, order, partial(_filled_units_in, found, units))
+
+    def sharded_units_in(module: nn.Module) -> list[int]:
+        return [n for n in units_in(sections, module) if units[n].buckets and not units[n].always]
+
+    return Residency(parameters, units, group, order, sharded_units_in)
 
 
-def _filled_units_in(found: Sections, units: Sequence[Unit], module: nn.Module) -> list[int]:
-    """The numbers of the units that hold sharded parameters of `module`, in order."""
-    return [n for n in units_in(found, module) if units[n].buckets and not units[n].always]
-
-
-def open_doors(found: Sections, residency: Residency, doors: unit_hooks.UnitHooks) -> None:
-    """Let the models' forwards gather the units that they need."""
-    doors.manager = residency
-    doors.attach(
+def attach_unit_hooks(
+    sections: Sections, residency: Residency, hooks: unit_hooks.UnitHooks
+) -> None:
+    """Attach hooks to the models, whose forwards then gather the units that they need."""
+    hooks.manager = residency
+    hooks.attach(
         [
             (module, number)
-            for model in found.models
-            for module, number in unit_hooks.hooked_modules(model, found.unit_of, found.modules)
+            for model in sections.models
+            for module, number in unit_hooks.hooked_modules(
+                model, sections.unit_of, sections.modules
+            )
             if residency.units[number].buckets
         ]
     )
 
 
-def refuse_copies(found: Sections) -> list[module_hooks.Hooked]:
-    """Hooks that refuse to save what is sharded, or to load into it."""
+def refuse_copies(sections: Sections) -> list[module_hooks.Hooked]:
+    """Attach hooks that refuse state_dict and load_state_dict of sharded modules."""
     handles = []
-    for model in found.models:
+    for model in sections.models:
         for module in model.modules():
             handles += [
                 module_hooks.attach(
@@ -154,8 +165,8 @@ def refuse_copies(found: Sections) -> list[module_hooks.Hooked]:
     return handles
 
 
-def units_in(found: Sections, module: nn.Module | None) -> list[int]:
-    """The numbers of the units that hold parameters of `module` (None: all), in order."""
+def units_in(sections: Sections, module: nn.Module | None) -> list[int]:
+    """Return the numbers of the units with parameters of `module` (None: all), in order."""
     if module is None:
-        return list(range(len(found.sections)))
-    return sorted({found.unit_of[p] for p in module.parameters() if p in found.unit_of})
+        return list(range(len(sections.sections)))
+    return sorted({sections.unit_of[p] for p in module.parameters() if p in sections.unit_of})

@@ -1,4 +1,4 @@
-"""Refuses lines of a plain training loop that would be silently wrong, with the line to write."""
+"""Errors for lines of a plain loop that would be silently wrong, with the line to write instead."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ from shardwise.model.optimizer_access import StateOfEngine, own_methods
 from shardwise.states.optimizer.optimizer_kind import is_known
 from shardwise.states.optimizer.optimizer_options import post_hooks, pre_hooks
 from shardwise.states.parameters.parameters_at_rest import is_sharded, sharded_copy
-from shardwise.world.common_calls import SHARE, apart_in_calls, apart_in_shares, nearly_alike
+from shardwise.world.common_calls import (
+    SHARE,
+    describe_share_difference,
+    find_call_difference,
+    nearly_alike,
+)
 from shardwise.world.world import World
 
 
 def stray_backward(name: str) -> UsageError:
-    """The error for a `loss.backward()` that reached parameter `name` without the engine."""
+    """Return the error for a `loss.backward()` that reached parameter `name` without the engine."""
     return UsageError(
         f"loss.backward() reached {name} without the engine, so its gradient would never be "
         "averaged over the workers. Write engine.backward(loss) instead; with Accelerate or Fabric "
@@ -33,34 +38,34 @@ def stray_backward(name: str) -> UsageError:
 
 
 def cleared_gradients() -> UsageError:
-    """The error for gradients that were cleared before the step that they were made for."""
+    """Return the error for gradients that were cleared between backward and step."""
     return UsageError(
         "Gradients were cleared between engine.backward and engine.step, by zero_grad() or "
-        "param.grad = None, which would not clear what is already on its way. "
-        "engine.step() clears by itself: leave zero_grad out, or call it before backward. To "
-        "forget this step's gradients: engine.zero_grad()."
+        "param.grad = None. That does not clear the gradients that are already being reduced. "
+        "engine.step() clears all of them: remove zero_grad(), or call it before backward. To "
+        "discard the gradients of this step, call engine.zero_grad()."
     )
 
 
 def check_unreduced(*, is_reduced: bool) -> None:
-    """Raise UsageError for a backward between the sum of a step's gradients and the step."""
+    """Raise UsageError for a backward after the gradients of the step were reduced."""
     if is_reduced:
         raise UsageError(
             "engine.backward after engine.full_gradients() or engine.reduce() and before "
-            "engine.step(): the gradients of this step are summed up. Make all backwards before, "
-            "or forget them by engine.zero_grad()."
+            "engine.step(): the gradients of this step are already summed over the workers. Run "
+            "all backwards before that, or discard the gradients with engine.zero_grad()."
         )
 
 
 def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
-    """Return `loss`, a real floating scalar that gradients can flow from; UsageError for others.
+    """Return `loss`; raise UsageError unless it is a floating-point scalar with a graph.
 
-    A loss of weight 0 needs no graph: it is replaced by a leaf, so that this rank takes part in
-    whatever the others do in their backward.
+    A loss of weight 0 needs no graph. It is replaced by a leaf, so that this rank still takes part
+    in the collectives of the other ranks' backward.
     """
     if not isinstance(loss, Tensor):
         raise UsageError(
-            f"engine.backward takes the loss as a tensor, not {type(loss).__name__}: give it as "
+            f"engine.backward takes the loss as a tensor, not {type(loss).__name__}: pass it as "
             "it was computed, without .item() or float()."
         )
     if loss.numel() != 1:
@@ -70,7 +75,7 @@ def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
         )
     if not loss.is_floating_point():
         raise UsageError(f"engine.backward takes a real floating loss, not {loss.dtype}.")
-    # Reading a weight on a GPU waits for it, but only where there is no graph.
+    # float(weight) synchronises with the GPU, so it is only read if the loss has no graph.
     if not loss.requires_grad and weight is not None and float(weight) == 0:
         return loss.detach().clone().requires_grad_()
     if not loss.requires_grad:
@@ -82,67 +87,80 @@ def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
     return loss
 
 
-def _known(world: World) -> str:
-    """What all workers know: the loss of a step is its island's."""
-    ours = "" if world.groups_apart > 1 else "engine.step().loss, "
-    return f"{ours}sw.Metrics, world.any(flag)"
+def _shared_values(world: World) -> str:
+    """Name values that are the same on all workers, for a decision they take together."""
+    # With islands, each island has its own loss.
+    loss = "" if world.groups_apart > 1 else "engine.step().loss, "
+    return f"{loss}sw.Metrics, world.any(flag)"
 
 
 def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
-    """Raise UsageError, on all ranks, where they have come to a step by different calls that all
-    make alike; say it once where only what they have shared out differs. Collective then."""
+    """Raise UsageError on all ranks if they made different calls of `draw` or `alike`.
+
+    If only the batches passed to `share` differ, warn once instead, because ranks may do that on
+    purpose. Collective if either argument is True; both are the same on all ranks.
+    """
     if not calls_differ and not rows_differ:
         return
-    told = world.step_group.gather_plain(world.calls.made())
-    made = [calls for calls, _ in told]
-    if (apart := apart_in_calls(made)) is not None:
+    gathered = world.step_group.gather_plain(world.calls.report())
+    calls_of_ranks = [calls for calls, _ in gathered]
+    if (difference := find_call_difference(calls_of_ranks)) is not None:
         raise UsageError(
-            f"Workers have come to this step by different calls: since the last one {apart[1]}. "
-            "world.draw and world.alike are called by all workers alike, or what they draw is no "
-            "longer the same. Where a worker has left a loop before the others, by a number of "
-            f"its own rows, let all decide by one that all know: {_known(world)}."
+            f"Workers made different calls before this step: since the last one {difference[1]}. "
+            "Every worker must call world.draw and world.alike equally often, or they draw "
+            "different numbers. If a worker left a loop early because of its rows, let all workers "
+            f"decide by a value that they share: {_shared_values(world)}."
         )
+    # Both warnings are printed once: afterwards this check is off, on all ranks at the same step.
     if calls_differ:
         world.calls.stop_counting_shares()
         world.say_once(
             "workers have trained on different numbers of batches since the last step: "
-            f"{apart_in_shares(made)}. Where one has left a loop before the others, let all "
-            f"decide by a number that all know: {_known(world)}."
+            f"{describe_share_difference(calls_of_ranks)}. If one of them left a loop early, let "
+            f"all workers decide by a value that they share: {_shared_values(world)}."
         )
         return
     world.calls.stop_digesting()
-    rank = _other_batch([rows for _, rows in told])
-    lines = " and ".join(dict.fromkeys(line for call, line, _ in made[0] if call == SHARE))
+    # Name the first rank whose rows differ from rank 0's. All may be within the tolerance of rank
+    # 0 while two others are not of each other; then name the one furthest from rank 0.
+    digests = [rows for _, rows in gathered]
+    apart = [n for n, each in enumerate(digests) if not nearly_alike([digests[0], each])]
+    furthest = max(range(len(digests)), key=lambda n: abs(digests[n] - digests[0]))
+    rank = apart[0] if apart else furthest
+    lines = " and ".join(
+        dict.fromkeys(line for call, line, _ in calls_of_ranks[0] if call == SHARE)
+    )
     world.say_once(
-        f"world.share ({lines}) was given another batch on worker {rank} than on worker 0, and it "
-        "gives each its rows of what should be one: some rows are trained on twice, others never. "
-        "Draw the batch alike: with world.alike(), or for batch in world.alike(loader). Where "
-        "only an augmentation is each worker's own, nothing is amiss."
+        f"world.share ({lines}) got another batch on worker {rank} than on worker 0, but each "
+        "worker takes only its own rows of it: some rows are trained on twice, others never. Draw "
+        "the same batch on all workers: with world.alike(), or for batch in world.alike(loader). "
+        "Ignore this if only the augmentation differs between workers."
     )
 
 
 def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
-    """The error for a step whose `losses`, by worker, have no common weight."""
+    """Return the error for a step whose `losses`, by worker, have no common weight."""
     return UsageError(
-        "Losses of this step cannot be weighed by one number, so the result would not be that of "
-        f"one process. {told(losses)}. A loss that is a mean over n items: engine.backward(loss, "
-        "weight=n), in engine.forward_backward weight=lambda *batch: n. Terms that are means over "
-        "different items: divide each by its items of all workers and micro-batches, and write "
-        'engine.backward(a * n_a / world.sum(n_a) + b * n_b / world.sum(n_b), reduction="sum"). '
-        'A loss that is a sum: reduction="sum". '
-        "Sums beside means or penalties: make them means, or sums."
+        "Losses of this step cannot be weighted by one number, so the result would differ from a "
+        f"single process. {describe_losses(losses)}. For a loss that is a mean over n items, write "
+        "engine.backward(loss, weight=n), or in engine.forward_backward weight=lambda *batch: n. "
+        "If its terms are means over different items, divide each by the number of its items on "
+        "all workers and micro-batches: engine.backward(a * n_a / world.sum(n_a) + b * n_b / "
+        'world.sum(n_b), reduction="sum"). For a loss that is a sum: reduction="sum". If sums are '
+        "mixed with means or penalties, make all of them means, or all of them sums."
     )
 
 
 def other_weights(losses: Sequence[Sequence[str]]) -> str:
-    """What to say where `weight=` is not what the `losses`, by worker, are means over."""
+    """Return the warning for a `weight=` that differs from what `losses`, by worker, show."""
     return (
-        "weight= is not proportional to what these losses are means over, so that the result is "
-        f"not that of one process: {told(losses)}. weight= counts as it is given."
+        "weight= is not proportional to the number of items that these losses are means over, so "
+        f"the result differs from a single process: {describe_losses(losses)}. The step uses "
+        "weight= as passed."
     )
 
 
-def told(losses: Sequence[Sequence[str]]) -> str:
+def describe_losses(losses: Sequence[Sequence[str]]) -> str:
     """Describe the losses of two workers that differ, or of one if all workers have the same."""
     other = next((n for n, each in enumerate(losses) if each != losses[0]), 0)
     chosen = [(n, losses[n]) for n in sorted({0, other})]
@@ -152,15 +170,9 @@ def told(losses: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _other_batch(rows: Sequence[float]) -> int:
-    """The first rank with other rows than rank 0; where each is near to that, the furthest."""
-    apart = [n for n, row in enumerate(rows) if not nearly_alike([rows[0], row])]
-    return apart[0] if apart else max(range(len(rows)), key=lambda n: abs(rows[n] - rows[0]))
-
-
 def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, workers: int) -> None:
-    """Raise ModelError for an embedding that renormalises its own weights in forward where other
-    ranks would not see it."""
+    """Raise ModelError for embeddings with `max_norm` if other ranks would not see their writes."""
+    # One worker with whole parameters rewrites the only copy, as in plain PyTorch.
     if workers == 1 and not placement.is_sharded("parameters"):
         return
     for model in models:
@@ -170,40 +182,43 @@ def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, worke
             if module.weight.requires_grad:
                 shown = f"{name or type(module).__name__} (max_norm={module.max_norm:g})"
                 raise ModelError(
-                    f"{shown} rewrites in forward the rows that a worker looks up, so that "
-                    f"{workers} worker(s) at {placement.name} would drift apart. Leave max_norm "
-                    "out and clip the rows after engine.step(), inside "
+                    f"{shown} rewrites the rows that a worker looks up in forward, so "
+                    f"{workers} worker(s) at {placement.name} would drift apart. Remove max_norm "
+                    "and clip the rows after engine.step(), inside "
                     "with engine.full_parameters(write=True); or start one worker at --zero 2 or "
                     "less."
                 )
 
 
 def check_block(*, averaged: bool, uneven: bool, whole: bool = False) -> None:
-    """Raise UsageError for a backward inside `engine.ema()` or `engine.uneven()`, or of a split
-    model inside `engine.full_parameters()`."""
+    """Raise UsageError for a backward inside a block that swaps parameters or allows uneven ranks.
+
+    `whole` is for a split model inside `engine.full_parameters()`.
+    """
     if whole:
         raise UsageError(
-            "engine.backward inside engine.full_parameters(), where a model that is split over "
-            "workers is whole on each of them: leave the block first."
+            "engine.backward inside engine.full_parameters(): the block gathers a split model, and "
+            "gradients of whole layers do not fit its parts. Leave the block first."
         )
     if averaged:
         raise UsageError(
-            "engine.backward inside engine.ema(): what it trains would be undone on leaving. "
+            "engine.backward inside engine.ema(): leaving the block would undo the training. "
             "Leave the block first."
         )
     if uneven:
         raise UsageError(
-            "engine.backward inside engine.uneven(), where ranks run different numbers of "
-            "forwards: leave the block first."
+            "engine.backward inside engine.uneven(): ranks run different numbers of forwards "
+            "there, and a backward needs all of them. Leave the block first."
         )
 
 
 def check_reachable(loss: Tensor, *, several: bool) -> None:
-    """After a backward that brought nothing: raise where reentrant checkpointing hid it.
+    """Raise UsageError if reentrant checkpointing hid the parameters, after an empty backward.
 
-    With several engines, backward is given which parameters it is for, and torch then does not
-    look inside segments of reentrant checkpointing.
+    With several engines, `torch.autograd.backward` gets `inputs=`, and torch then does not look
+    inside segments of reentrant checkpointing.
     """
+    # Walk the graph only after an empty backward, because a large graph takes milliseconds.
     nodes, seen = [loss.grad_fn] if several else [], set()
     while nodes:
         node = nodes.pop()
@@ -225,12 +240,11 @@ _DISTRIBUTED = {
     "parameters every H steps",
     "DistributedOptimizer": "optim.Adam(params), and --pipeline P puts layers on other hosts",
 }
-"""By wrapper of torch.distributed that communicates by itself, what to write instead."""
+"""Optimizer wrappers of torch.distributed that communicate, and the replacement to suggest."""
 
 
 def check_optimizer(optimizer: optim.Optimizer) -> None:
-    """Raise ModelError for a wrapper of torch.distributed, which would exchange a second time what
-    the engine exchanges."""
+    """Raise ModelError for a wrapper of torch.distributed that communicates, as the engine does."""
     classes = [c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.distributed.")]
     name = next((c.__name__ for c in classes if c.__name__ in _DISTRIBUTED), None)
     if name is None:
@@ -239,7 +253,7 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
     inner = inner or type(getattr(optimizer, "optim", None))
     shown = inner.__name__ if issubclass(inner, optim.Optimizer) else "AdamW"
     raise ModelError(
-        f"{name} exchanges parameters between workers by itself, which the engine does too. Write "
+        f"{name} exchanges parameters between workers, which the engine already does. Write "
         f"{_DISTRIBUTED[name].format(inner=shown)}."
     )
 
@@ -250,12 +264,14 @@ _METHOD_HOOKS = "_shardwise_method_hooks"
 
 @dataclass(frozen=True)
 class OptimizerCallbacks:
-    """What the hooks on a user's optimizer call in its engine: bound methods, held weakly.
+    """Methods of the engine that the hooks on a user's optimizer call, held weakly.
 
-    `welcome` gets each parameter group that is added to it. On one worker, `state_dict` makes its
-    state_dict, `check` refuses another before anything is changed, and `take` lets the optimizer
-    go on from that; on several these are the engine's own calls. `whole` is a block for one of its
-    methods, in which it has what the method uses.
+    `welcome`     gets each parameter group that is added
+    `state_dict`  builds the optimizer's state_dict (one worker only)
+    `check`       raises for a state_dict that does not fit, before anything changes (one worker)
+    `take`        loads a state_dict (one worker)
+    `whole`       context manager for a method of the optimizer: its state is there inside
+    `alone`       True on one worker; several workers must call the engine's methods instead
     """
 
     welcome: WeakMethod[Callable[[dict[str, Any]], None]]
@@ -267,8 +283,8 @@ class OptimizerCallbacks:
 
 
 def forbid(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> None:
-    """Let `step` of the user's optimizer raise from now on, and its state be the engine's."""
-    allow(optimizer)
+    """Make `step` of the user's optimizer raise, and hand its state to the engine."""
+    allow(optimizer)  # a second engine over the same optimizer replaces the hooks of the first
     add = optimizer.add_param_group
 
     def add_param_group(param_group: dict[str, Any]) -> None:
@@ -276,12 +292,21 @@ def forbid(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> None:
         if (greet := callbacks.welcome()) is not None:
             greet(optimizer.param_groups[-1])
 
+    # torch has no hook for add_param_group, so the method of this one object is replaced.
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+    # torch's optimizers have no methods that read state, apart from the ones with hooks.
     methods = [] if is_known(optimizer) else list(own_methods(optimizer))
     for name in methods:
         setattr(optimizer, name, _with_whole_state(optimizer, name, callbacks))
+    # `allow` deletes these attributes again, and the class's own methods show through.
     setattr(optimizer, _METHOD_HOOKS, methods)
-    state = _lent(optimizer, callbacks) if callbacks.alone else _refused(optimizer)
+    if callbacks.alone:
+        state = _serve_state_dict(optimizer, callbacks)
+    else:
+        state = [
+            optimizer.register_state_dict_pre_hook(_refuse_state_dict),
+            optimizer.register_load_state_dict_pre_hook(_refuse_load),
+        ]
     setattr(optimizer, _HOOKS, [optimizer.register_step_pre_hook(_refuse_step), *state])
 
 
@@ -299,20 +324,16 @@ def _with_whole_state(
     return call
 
 
-def _refused(optimizer: optim.Optimizer) -> list[RemovableHandle]:
-    return [
-        optimizer.register_state_dict_pre_hook(_refuse_state_dict),
-        optimizer.register_load_state_dict_pre_hook(_refuse_load),
-    ]
-
-
-def _lent(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> list[RemovableHandle]:
-    """Let `state_dict` and `load_state_dict` be what they are without an engine."""
-    given: list[dict[str, Any]] = []
+def _serve_state_dict(
+    optimizer: optim.Optimizer, callbacks: OptimizerCallbacks
+) -> list[RemovableHandle]:
+    """Make the optimizer's `state_dict` and `load_state_dict` work as without an engine."""
+    loading: list[dict[str, Any]] = []
     reaches: list[Any] = []
 
     def silence(optimizer: optim.Optimizer) -> None:
-        # torch packs what is there without a copy of all state: `complete` adds that.
+        # torch reads optimizer.state, which would copy all state out of the engine. `complete`
+        # builds it once, so access is off meanwhile.
         state: Any = optimizer.state
         if isinstance(state, StateOfEngine):
             reaches[:] = [state.reach]
@@ -327,11 +348,11 @@ def _lent(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> list[Rem
     def keep(optimizer: optim.Optimizer, state: dict[str, Any]) -> None:
         if (check := callbacks.check()) is not None:
             check(optimizer, state)
-        given[:] = [state]
+        loading[:] = [state]  # torch's post hook does not get it again
 
     def take(optimizer: optim.Optimizer) -> None:
-        if (taken := callbacks.take()) is not None:
-            taken(optimizer, given.pop())
+        if (load := callbacks.take()) is not None:
+            load(optimizer, loading.pop())
 
     return [
         optimizer.register_state_dict_pre_hook(silence),
@@ -351,53 +372,55 @@ def allow(optimizer: optim.Optimizer) -> None:
 
 
 def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Call the step pre-hooks once a step: those of each optimizer, and torch's global ones.
+    """Call the step pre-hooks of each optimizer, and torch's global ones.
 
-    Raises UsageError for a hook that wants to change the arguments of `step`: there are none.
+    Raises UsageError if a hook returns new arguments for `step`, because `engine.step` passes none.
     """
     for optimizer in optimizers:
+        # Our own pre-hook raises for a step() of the user, and must not run here.
         ours = {handle.id for handle in optimizer.__dict__.get(_HOOKS, [])}
         for number, hook in pre_hooks(optimizer):
             if number not in ours and hook(optimizer, (optimizer,), {}) is not None:
                 raise UsageError(
                     f"A step pre-hook of {type(optimizer).__name__} returned new arguments for "
-                    "step(), which engine.step() calls without any. Let it return None."
+                    "step(), which engine.step() calls without arguments. Return None from it."
                 )
 
 
 def call_after_step(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Call the step post-hooks once a step: those of each optimizer, and torch's global ones."""
+    """Call the step post-hooks of each optimizer, and torch's global ones."""
     for optimizer in optimizers:
         for hook in post_hooks(optimizer):
             hook(optimizer, (optimizer,), {})
 
 
 def mark_schedulers(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Leave the mark by which torch's schedulers know that a step came before their own."""
+    """Set the mark that tells torch's schedulers that the optimizer has stepped."""
+    # Without it they warn that `scheduler.step()` was called before `optimizer.step()`.
     for optimizer in optimizers:
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _refuse_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     raise UsageError(
-        f"{type(optimizer).__name__}.step() by hand would update from gradients that are not "
-        "averaged over the workers. Write stats = engine.step(max_norm=...) instead, or "
+        f"{type(optimizer).__name__}.step() would update from gradients that are not averaged "
+        "over the workers. Write stats = engine.step(max_norm=...) instead, or "
         "engine.step(closure=closure) (a GradScaler goes into sw.Engine(..., scaler=scaler))."
     )
 
 
 def _refuse_state_dict(optimizer: optim.Optimizer) -> None:
     raise UsageError(
-        f"The state of {type(optimizer).__name__} lies with the engine. Write "
+        f"The engine holds the state of {type(optimizer).__name__}. Write "
         "engine.optimizer_state_dict(optimizer), on all ranks."
     )
 
 
 def refuse_state(optimizer: optim.Optimizer) -> UsageError:
-    """The error for a use of `optimizer.state` on one of several workers."""
+    """Return the error for a use of `optimizer.state` on one of several workers."""
     return UsageError(
-        f"The state of {type(optimizer).__name__} is with the engine, and optimizer.state has none "
-        "of it. To read it: engine.optimizer_state_dict(optimizer), on all ranks. To change it: "
+        f"The engine holds the state of {type(optimizer).__name__}, so optimizer.state is empty. "
+        "To read it: engine.optimizer_state_dict(optimizer), on all ranks. To change it: "
         "engine.load_optimizer_state_dict(state, optimizer)."
     )
 
@@ -406,7 +429,7 @@ def _refuse_load(optimizer: optim.Optimizer, state: Any) -> None:
     raise UsageError(
         f"{type(optimizer).__name__}.load_state_dict after sw.Engine(...) would not reach the "
         "engine. Write engine.load_optimizer_state_dict(state, optimizer), on all ranks; or load "
-        "it before the engine is made."
+        "it before the engine is created."
     )
 
 
@@ -415,8 +438,11 @@ _allows_names: ContextVar[bool] = ContextVar("allows_names", default=False)
 
 @contextmanager
 def names_only() -> Iterator[None]:
-    """Inside the block `state_dict()` of a sharded module gives its names: for code that is given
-    the whole weights and looks up which of them belong to a module. The values raise at any use."""
+    """Allow `state_dict()` of sharded modules inside the block, for its names.
+
+    For code that has the whole weights and looks up which of them belong to a module. Any use of
+    the values raises.
+    """
     token = _allows_names.set(True)
     try:
         yield
@@ -425,17 +451,19 @@ def names_only() -> Iterator[None]:
 
 
 def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """A hook on modules whose parameters are sharded: their state_dict would hold NaN."""
+    """Raise for the state_dict of a sharded module, which would hold NaN. A module hook."""
     del prefix, keep_vars
     if is_sharded(module) and not _allows_names.get():
+        # Raise rather than gather: a state_dict on one rank alone would wait for the others for
+        # ever.
         raise sharded_copy(f"A parameter of {type(module).__name__}")
 
 
 def refuse_load_state_dict(module: nn.Module, state: Any, *_: Any) -> None:
-    """A hook on modules whose parameters are sharded: loading would reach nothing."""
+    """Raise for `load_state_dict` of a sharded module: it would change nothing. A module hook."""
     if is_sharded(module):
         raise UsageError(
-            f"{type(module).__name__}.load_state_dict after sharding would not reach the parts "
+            f"{type(module).__name__}.load_state_dict after sharding would not change the shards "
             "that ranks hold. Load before sw.Engine(...), or inside "
             "with engine.full_parameters(write=True)."
         )

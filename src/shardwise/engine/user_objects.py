@@ -1,4 +1,4 @@
-"""UserObjects prepares the user's models and optimizers, follows their changes, gives them back."""
+"""Prepares the user's models and optimizers, follows their changes, and gives them back."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from shardwise.states.step_hooks import Kept
 from shardwise.world.world import World
 
 living: WeakSet[UserObjects] = WeakSet()
-"""Those of all engines of this process that are not closed."""
+"""The user objects of all open engines of this process."""
 
 
 class UserObjects:
     """The models and optimizers of `spec` in an engine: `states`, `buffers`, `activations`.
 
-    States are laid out anew when parameter groups or requires_grad change between steps, of which
-    `accumulation` knows; plain state_dicts have what `weighting` divides by; `plan` is the user's
-    for tensor parallelism. Making it is collective.
+    It lays the states out again when parameter groups or requires_grad change, which is allowed
+    between steps only (`accumulation`). A plain state_dict contains the divisor of `weighting`.
+    `plan` is the user's plan for tensor parallelism. Creating it is collective.
     """
 
     def __init__(
@@ -66,33 +66,40 @@ class UserObjects:
         self._weighting = weighting
         self._fresh: dict[nn.Parameter, Tensor] = {}
         self._resting: dict[nn.Parameter, Tensor] = {}
-        """Masters that a state_dict has brought of parameters that are frozen for now."""
+        """Loaded masters of parameters that are frozen for now."""
         self._written: set[int] = set()
+        """Numbers of replicated parameters that user code has written to since the last step."""
         self._hidden: dict[optim.Optimizer, StateOfEngine] = {}
-        """By optimizer whose state is with the engine, what stands for it."""
+        """Optimizers whose state the engine holds, and the objects that replace their `state`."""
         self._shown: dict[optim.Optimizer, whole_optimizer.Marks] = {}
-        """By optimizer whose state user code reads, how it was."""
+        """Optimizers whose state user code has been given, and its marks before that."""
         self._in_method: optim.Optimizer | None = None
         self.in_ema = False
-        """Whether the parameters are averages now, or the anchor."""
+        """True while the parameters are averages, or the anchor."""
         usage_checks.check_embeddings(spec.models, spec.placement, workers=world.data_size)
-        # Before anything else is collective: ranks with different models would wait for each
-        # other in different places.
+        # Before any other collective: with different models, ranks would wait for each other in
+        # different ones.
         consistency.check_same_model(spec)
         self._distribute(plan)
         try:
             self._prepare_modules()
+            # Before the layout, which takes the dtypes of optimizer state as they are.
             precision.widen_narrow_states(spec.optimizers)
             self.buffers = self._all_buffers()
             self._release_other_stages()
+            # Not earlier: preparing the model may use parameters in ways that are forbidden to user
+            # code.
             spec.parameter_uses.watch()
             self._build_states({}, None)
-        except (ConfigError, ModelError):  # raised by all ranks alike: the model stays plain
+        except (ConfigError, ModelError):
+            # All ranks raise these together, so all of them can give the model back as it was.
             self._reassemble_models()
             raise
         self._handles = self._enter_precision()
         if spec.settings.compile and spec.settings.activations == "kept":
-            self._compile_units()
+            for model in spec.models:
+                for _, unit in units.find_units(model, spec.settings.units) or [("", model)]:
+                    unit.compile()
         self.activations = Activations(spec.models, spec.settings, world.device, rank=world.rank)
         self._forwards = ForwardEvents(spec.models, spec.settings.units)
         if spec.pipeline is not None:
@@ -101,12 +108,12 @@ class UserObjects:
         self._hook_optimizers()
 
     def _distribute(self, plan: TensorPlan | None) -> None:
-        """Give every rank the values of rank 0, of the layers and parts of layers that it has."""
+        """Give every rank rank 0's values of the layers, or parts of layers, that it has."""
         spec = self.spec
         if spec.pipeline is not None:
             pipeline_parallel.assign_layers(spec, spec.pipeline)
         self._give_memory()
-        # While tensors are whole: afterwards ranks have different parts of them.
+        # Before the split, after which ranks have different parts of each tensor.
         consistency.make_state_alike(spec)
         if spec.tensor is not None:
             tensor_parallel.find_and_split(spec, spec.tensor, plan)
@@ -114,7 +121,8 @@ class UserObjects:
             spec.pipeline.tensor_parallel = spec.tensor
 
     def _hook_optimizers(self) -> None:
-        """Refuse what the user's optimizers cannot do by themselves any more."""
+        """Redirect calls on the user's optimizers to the engine, or refuse them."""
+        # Weak, because the user's optimizers live longer than the engine.
         callbacks = usage_checks.OptimizerCallbacks(
             WeakMethod(self._prepare_added_group),
             WeakMethod(self.plain_state),
@@ -132,15 +140,16 @@ class UserObjects:
         averages: Mapping[nn.Parameter, Tensor] | None,
         anchor: Kept | None = None,
     ) -> None:
-        """Lay the three states over the models and optimizers.
+        """Lay the three states over the models and optimizers. Collective.
 
-        `masters`, `averages` and `anchor` are those of an earlier layout, by parameter.
+        `masters`, `averages` and `anchor` have the values of an earlier layout, by parameter.
         """
         known = self._fresh | plain_state_dict.thawed(self._resting) | dict(masters)
         self.states = build.build(self.spec, known, averages, anchor)
         self._fresh, self._written = {}, set()
         self._shape = self.spec.shape()
         self._hide_states()
+        # Held weakly: the hooks are on the user's models, which may outlive the engine.
         follow = WeakMethod(self.follow_changes)
         self.spec.unit_hooks.before = lambda: (call := follow()) and call()
 
@@ -150,19 +159,20 @@ class UserObjects:
         averages: Mapping[nn.Parameter, Tensor] | None,
         anchor: Kept | None = None,
     ) -> None:
-        """Lay the states out again; gradients that are collected in fp32 stay so."""
+        """Lay the states out again. Gradients that are summed in fp32 remain so. Collective."""
         wide = self.states.gradients.wide
         self._build_states(masters, averages, anchor)
         if wide:
             self.states.gradients.widen()
 
-    # -- making ready ---------------------------------------------------------------------
+    # -- preparation ----------------------------------------------------------------------
 
     def _give_memory(self) -> None:
-        """Give memory and values to what was built without; then rank 0's values to all ranks."""
+        """Materialise tensors on the meta device, and give rank 0's values to all ranks."""
         initial_values.fill_unrecorded(self.spec.models, self._world.print)
         spec, located = self.spec, self.spec.located()
         real, line = consistency.everything(spec), spec.pipeline
+        # Only the layers of this stage get memory. The other layers stay on the meta device.
         if line is not None and spec.tensor is None:
             line.ownership.replace_meta()
             here = [named for named in located if line.owns(named.parameter)]
@@ -170,6 +180,9 @@ class UserObjects:
             initial_values.make_all_real(here, spec.device)
             initial_values.make_alike(fresh, spec.stage_group)
             initial_values.make_alike(fresh, spec.peers)
+        # Tensor parallelism splits whole tensors, so they need memory first. Without it, sharded
+        # parameters stay on the meta device here, and are materialised one by one as they are
+        # sharded.
         elif spec.tensor is not None or not spec.placement.is_sharded("parameters"):
             initial_values.make_all_real(located, spec.device)
             real = consistency.everything(spec)
@@ -179,6 +192,7 @@ class UserObjects:
         """Cast parameters, keeping their values for the masters; synchronise BatchNorm."""
         models, settings = self.spec.models, self.spec.settings
         cast = precision.PRESETS[settings.precision].cast
+        # The values before the cast are kept as the initial masters.
         if cast is not None:
             self._fresh |= precision.cast_models(models, cast)
             precision.widen_states(self.spec.optimizers, cast)
@@ -186,36 +200,37 @@ class UserObjects:
             sync_batch_norm.convert(models, self._world.gather_order, self._world.current_batch)
 
     def _all_buffers(self) -> Buffers:
-        """The models' buffers, which are followed over every rebuild of the states."""
+        """Return the models' buffers. They are kept when the states are rebuilt."""
         models, group, shards = self.spec.models, self.spec.stage_group, self.spec.micro_shards
         say, compares = self._world.say_once, self._has_whole
         if shards is None:
             alone, synchronised = self._world.size == 1, self._synchronised
-            found = Buffers(models, group, synchronised, alone=alone, compares=compares, say=say)
+            buffers = Buffers(models, group, synchronised, alone=alone, compares=compares, say=say)
         else:
-            found = MicroShardBuffers(models, group, shards, compares=compares, say=say)
-        self._world.current_batch.watch(found.before_batch)
-        return found
+            buffers = MicroShardBuffers(models, group, shards, compares=compares, say=say)
+        self._world.current_batch.watch(buffers.before_batch)
+        return buffers
 
     def _has_whole(self, frozen: nn.Parameter) -> bool:
-        """Whether this rank has the whole of a frozen parameter, as the others of its group do."""
+        """Return whether all ranks of the group have this frozen parameter whole."""
         spec = self.spec
+        # A forward that writes into a sharded parameter raises anyway.
         if spec.placement.is_sharded("parameters") or frozen.is_meta:
-            return False  # a forward that writes into one of those is refused
+            return False
         return spec.is_here(frozen) and spec.shard_of(frozen) is None
 
     def _release_other_stages(self) -> None:
-        """Free the layers of other pipeline ranks, and the optimizer state of these."""
+        """Free the layers of other pipeline ranks, and their optimizer state."""
         if (line := self.spec.pipeline) is None:
             return
-        line.ownership.free_others()
+        line.ownership.free_other_parameters()
         self._fresh = {p: value for p, value in self._fresh.items() if line.owns(p)}
         for optimizer in self.spec.optimizers:
             for parameter in [p for p in optimizer.state if not line.owns(p)]:
                 del optimizer.state[parameter]
 
     def _reassemble_models(self) -> None:
-        """Give every rank the whole model and all of the optimizers' state. Collective."""
+        """Give every rank the whole model and all optimizer state. Collective."""
         spec = self.spec
         spec.parameter_uses.unwatch()
         shapes: dict[nn.Parameter, tuple[int, ...]] = {}
@@ -229,7 +244,7 @@ class UserObjects:
 
     @property
     def _synchronised(self) -> set[nn.Module]:
-        """The modules that keep their buffers in step themselves."""
+        """The modules that synchronise their buffers themselves."""
         return set(sync_batch_norm.converted(self.spec.models))
 
     def _enter_precision(self) -> list[Hooked]:
@@ -240,28 +255,24 @@ class UserObjects:
         models = self.spec.models
         return [h for m in models for h in precision.ForwardPrecision(preset, kind).attach(m)]
 
-    def _compile_units(self) -> None:
-        for model in self.spec.models:
-            for _, unit in units.find_units(model, self.spec.settings.units) or [("", model)]:
-                unit.compile()
-
-    # -- changes on the way ---------------------------------------------------------------
+    # -- changes by user code -------------------------------------------------------------
 
     def _prepare_added_group(self, group: dict[str, Any]) -> None:
-        """Prepare a parameter group that was added to the user's optimizer for its first forward.
+        """Prepare a parameter group that was added to the user's optimizer. Collective.
 
-        Raises UsageError with `--pipeline`: which worker has the new layers is not known.
+        Raises UsageError with `--pipeline`, because the stage of new layers is not known.
         """
         if self.spec.pipeline is not None:
             raise UsageError(
                 f"add_param_group after sw.Engine(...) with --pipeline "
-                f"{self.spec.pipeline.group.size}: which worker has these layers was decided when "
-                "the engine was made. Add the group before, or start without --pipeline."
+                f"{self.spec.pipeline.group.size}: the engine assigned layers to workers when it "
+                "was created. Add the group before, or start without --pipeline."
             )
         shown = self.states.shown
         resting = [] if shown is None else shown.residency.resting()
         new = [p for p in group["params"] if not any(p is known for known in resting)]
-        # Of what is split each rank of a replica has another part: its twins' values, not rank 0's.
+        # The ranks of a replica have different parts of a split parameter, so they copy the same
+        # part of the first replica, not rank 0's.
         split = [p for p in new if self.spec.shard_of(p) is not None]
         initial_values.make_alike(
             [p for p in new if self.spec.shard_of(p) is None], self.spec.world_group
@@ -272,18 +283,22 @@ class UserObjects:
         self.buffers.meet(self._synchronised)
 
     def check_passes(self) -> None:
-        """Raise for what was wrong in forwards that no step may follow any more: exchanges in
-        disorder, on all ranks alike, and writes that reach no shard."""
+        """Raise for errors in forwards that no step may report any more.
+
+        These are gathers in different orders, on all ranks, and writes that reach no shard.
+        """
         self.spec.gather_order.check()
         if self.states.shown is not None:
             self.states.shown.residency.check_passes()
 
     def look_for_changes(self) -> None:
-        """Follow what user code did since the last call: replace, write or add parameters."""
+        """Follow changes by user code: parameters that were replaced, written or added."""
         states = self.states
         states.parameters.check()
         self.take_in_writes()
+        # Writes first: a new layout would start from the masters, and lose them.
         is_awaited = states.shown is not None and states.shown.residency.is_awaited
+        # Units that a forward has gathered wait for their backward. A new layout would lose them.
         if is_awaited and not self._shape.fits(self.spec.shape()):
             raise UsageError(
                 "Parameter groups or requires_grad changed between a forward and "
@@ -292,34 +307,36 @@ class UserObjects:
         self.follow_changes()
 
     def take_in_writes(self) -> None:
-        """Take what user code has written, before an update: optimizer state into the engine's,
-        parameters into the masters."""
+        """Take over writes of user code before an update, to optimizer state and parameters."""
         self._take_back_states()
         states = self.states
+        # Sharded parameters have no replica on another rank that could differ.
         alone = states.shown is not None or self._world.size == 1
         if alone and not states.optimizer.has_masters:
             return
         if written := states.parameters.written():
             if states.optimizer.has_masters:
                 states.optimizer.refresh_masters(written)
-            if not alone:
+            if not alone:  # the step's exchange compares them with other ranks
                 self._written |= written
             states.parameters.remember()
 
     @property
     def has_written(self) -> bool:
-        """Whether user code has written into replicated parameters that other ranks have too."""
+        """True if user code has written into replicated parameters that other ranks have too."""
         return bool(self._written)
 
     def check_written(self) -> None:
-        """Raise ModelMismatch unless all ranks have written the same. Collective."""
+        """Raise ModelMismatch unless all ranks have written the same values. Collective."""
         written, self._written = self._written, set()
         consistency.check_written(self.spec, self.states.parameters.named, written)
 
     def follow_changes(self) -> None:
         """Rebuild the states if parameter groups, requires_grad or optimizer state changed.
-        Collective then."""
-        # Before a forward too: what it gathers must not be laid out again before its backward.
+
+        Collective if they did.
+        """
+        # Also called before a forward, because the layout must not change before its backward.
         self._take_back_states()
         if self._shape.fits(self.spec.shape()):
             return
@@ -330,33 +347,35 @@ class UserObjects:
             )
         consistency.check_same_model(self.spec)
         self.buffers.meet(self._synchronised)
-        self._rebuild_states(*self._taken_apart())
+        self._rebuild_states(*self._take_apart())
 
-    def _taken_apart(self) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]:
-        """What a new layout goes on with, see `build.take_apart`; what has left the optimizers
-        has its last common value. Collective."""
+    def _take_apart(self) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]:
+        """Return masters, averages and anchor for a new layout, see `build.take_apart`. Collective.
+
+        With islands, a parameter that has left the optimizers gets its last common value.
+        """
         masters, averages, anchor = build.take_apart(self.spec, self.states)
         if self.spec.hooks is not None:
             self.spec.hooks.write_common_values(anchor, self._optimized())
         return masters, averages, anchor
 
     def _optimized(self) -> set[nn.Parameter]:
-        """The parameters that an optimizer has, frozen ones too."""
+        """Return the parameters of all optimizers, including frozen ones."""
         groups = [group for o in self.spec.optimizers for group in o.param_groups]
         return {parameter for group in groups for parameter in group["params"]}
 
     def plain_state(
         self, optimizer: optim.Optimizer, *, for_resume: bool = False
     ) -> dict[str, Any]:
-        """The state_dict that `optimizer` would have in one process. Collective."""
+        """Return the state_dict that `optimizer` would have in one process. Collective."""
         self._take_back_states()
         unit = self._weighting.lasting_unit if for_resume else None
-        made = plain_state_dict.make(self.spec, self.states, optimizer, unit, self._resting)
+        plain = plain_state_dict.make(self.spec, self.states, optimizer, unit, self._resting)
         attributes = self.attributes.plain(optimizer)
-        return made | {plain_state_dict.ATTRIBUTES: attributes} if attributes else made
+        return plain | {plain_state_dict.ATTRIBUTES: attributes} if attributes else plain
 
     def check_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Raise, on all ranks alike, unless `optimizer` can go on from `state` now. Collective."""
+        """Raise on all ranks unless `optimizer` can load `state` now. Collective."""
         if self._accumulation.backwards:
             raise UsageError(
                 f"{type(optimizer).__name__}.load_state_dict between engine.backward and "
@@ -367,10 +386,11 @@ class UserObjects:
         agree(self.spec.world_group, failure, CheckpointMismatch)
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
-        # Ranks that go on otherwise than others would wait for each other in different places.
+        """Load `state`, a plain state_dict that was checked, into `optimizer`. Collective."""
+        # Rank 0's numbers on all ranks: a different unit would change results, and a different
+        # dtype of gradients the collectives.
         wide, unit = self.spec.world_group.gather_plain(plain_state_dict.numbers(state))[0]
-        masters, averages, anchor = self._taken_apart()
+        masters, averages, anchor = self._take_apart()
         self._resting |= plain_state_dict.refine(masters, optimizer, state)
         plain_state_dict.give(optimizer, state)
         if (attributes := state.get(plain_state_dict.ATTRIBUTES)) is not None:
@@ -384,12 +404,14 @@ class UserObjects:
     # -- the state of optimizers, for user code -----------------------------------------------
 
     def _hide_states(self) -> None:
-        """Let a use of the state of each optimizer that the engine has it of come here."""
+        """Replace `optimizer.state` if the engine holds the state, to notice its use."""
         stays = {group.optimizer for group in self.states.optimizer.groups if group.stays}
         for optimizer in self.spec.optimizers:
             state: Any = optimizer.state
             if optimizer not in stays and not isinstance(state, StateOfEngine):
                 optimizer.state = self._hidden[optimizer] = StateOfEngine(state)
+                # The engine serves reads of `state` from now on, and user code may still write into
+                # it.
                 self._hidden[optimizer].hide(self._shows_state(optimizer))
 
     def _shows_state(self, optimizer: optim.Optimizer) -> Callable[[], None]:
@@ -397,7 +419,7 @@ class UserObjects:
         return lambda: (call := show()) and call(optimizer)
 
     def _show_state(self, optimizer: optim.Optimizer) -> None:
-        """User code uses `optimizer.state`: let it have a copy until the engine goes on."""
+        """Fill `optimizer.state` with a copy, because user code uses it."""
         if self._world.size > 1:
             raise usage_checks.refuse_state(optimizer)
         state = self._hidden[optimizer]
@@ -407,8 +429,7 @@ class UserObjects:
         self._shown[optimizer] = whole_optimizer.marks(state)
 
     def _take_back_states(self) -> None:
-        """Take in what user code has changed in the state of its optimizers, or put in its
-        place."""
+        """Take over changes of user code in `optimizer.state`, or its replacement."""
         changed: dict[optim.Optimizer, dict[Any, Any]] = {}
         for optimizer, state in self._hidden.items():
             before = self._shown.pop(optimizer, None)
@@ -432,24 +453,18 @@ class UserObjects:
                 f"The state of {type(optimizer).__name__} changed between engine.backward and "
                 "engine.step. Change it right after engine.step()."
             )
-        masters, averages, anchor = self._taken_apart()
+        masters, averages, anchor = self._take_apart()
         for each, content in changed.items():
             self._hidden[each].resting.clear()
             self._hidden[each].resting.update(content)
         self._rebuild_states(masters, averages, anchor)
 
-    def _give_states_back(self) -> None:
-        """Let the optimizers have plain mappings as their states."""
-        for optimizer, state in self._hidden.items():
-            if optimizer.state is state:
-                optimizer.state = state.resting  # type: ignore[assignment]
-        self._hidden.clear()
-        self._shown.clear()
-
     @contextmanager
     def whole_for_method(self, optimizer: optim.Optimizer, method: str) -> Iterator[None]:
-        """Inside the block, `optimizer` has parameters and state whole once its `method` uses
-        them. Collective then, unless the state stays with it."""
+        """Give `optimizer` whole parameters and state inside the block if its `method` uses them.
+
+        Collective if it does, unless the optimizer still holds them itself.
+        """
         in_place = optimizer not in self._hidden and not self.states.optimizer.has_masters
         in_place |= any(inner.is_users_stepping for inner in self.states.optimizer.inners)
         if in_place or self._in_method is not None:
@@ -457,8 +472,9 @@ class UserObjects:
             return
         self._take_back_states()
         rebuilding = whole_optimizer.Rebuilding(
-            self._check_method, self._taken_apart, self._rebuild_states
+            self._check_method, self._take_apart, self._rebuild_states
         )
+        # A method may call other methods of the optimizer: everything is whole for these already.
         self._in_method = optimizer
         try:
             reach = self._shows_state(optimizer)
@@ -468,13 +484,13 @@ class UserObjects:
             self._in_method = None
 
     def _check_method(self, call: str) -> None:
-        """Raise UsageError where the states cannot be taken apart for `call`."""
+        """Raise UsageError if the states cannot be taken apart for `call` now."""
         shown, settings = self.states.shown, self.spec.settings
-        for name, apart in (("tensor", self.spec.tensor), ("pipeline", self.spec.pipeline)):
-            if apart is not None:
+        for name, splits in (("tensor", self.spec.tensor), ("pipeline", self.spec.pipeline)):
+            if splits is not None:
                 raise UsageError(
-                    f"{call} uses parameters or their optimizer state, and with --{name} "
-                    f"{getattr(settings, name)} a worker has parts of these. Start without "
+                    f"{call} uses parameters or their optimizer state, but with --{name} "
+                    f"{getattr(settings, name)} a worker has only parts of them. Start without "
                     f"--{name}."
                 )
         where = None
@@ -488,18 +504,21 @@ class UserObjects:
             where = "between a forward and engine.backward"
         if where is not None:
             raise UsageError(
-                f"{call} {where}: it uses parameters or their optimizer state, which the engine "
-                "has to take apart for it. Call it right after engine.step()."
+                f"{call} {where}: it uses parameters or their optimizer state, and the engine "
+                "cannot give them back there. Call it right after engine.step()."
             )
         self.look_for_changes()
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
-        """Rebuild the states with averages for those of the parameters `names` that are frozen and
-        have none, where averages are kept; returns whether there were any. Collective."""
+        """Rebuild the states with averages for frozen parameters of `names` that have none.
+
+        Returns whether there were any; False without `ema_decay`. Collective.
+        """
         if self.states.averages is None:
             return False
         resting = self._optimized()
         resting -= {named.parameter for named in self.states.parameters.named}
+        # Expanded scalars: only the shape matters, and no memory is used until the state is built.
         lacking = {
             t.parameter: torch.zeros(()).expand(t.shape)
             for t in self.spec.located()
@@ -507,28 +526,29 @@ class UserObjects:
         }
         if not any(self.spec.world_group.gather_objects(bool(lacking))):
             return False
-        masters, averages, anchor = self._taken_apart()
+        masters, averages, anchor = self._take_apart()
         self._rebuild_states(masters, (averages or {}) | lacking, anchor)
         return True
 
     def leave_in_child(self) -> None:
-        """In a forked child: leave gradients to plain autograd, and sharded parameters at rest."""
+        """Leave gradients to plain autograd in a forked child, and sharded parameters at rest."""
         self.states.gradients.detach()
         shown = self.states.shown
         if shown is not None and self.spec.shard_group.size > 1:
-            shown.residency.rest_in_child()
-            # A forward must not gather: it has the parameters of a block of the user's, or raises.
+            shown.residency.reshard_in_child()
+            # A forward must not gather. It uses parameters that the user has gathered, or raises.
             self.spec.unit_hooks.remove()
 
     def end(self) -> None:
-        """Give everything back as it was, trained, with the last common weights if groups of ranks
-        step apart. Collective.
+        """Give the trained models and optimizers back to the user. Collective.
 
-        Raises afterwards as `check_passes`, and if such groups have made different numbers of
-        steps, unless this is on the way out of another error.
+        With islands, the weights are the last common ones. Raises afterwards as `check_passes`
+        does, or if islands have made different numbers of steps, unless another exception is being
+        handled.
         """
         fails = sys.exc_info()[0] is not None
         try:
+            # After another error, ranks may be in different places, and a collective would hang.
             if not fails:
                 self._take_back_states()
                 self.check_passes()
@@ -540,9 +560,14 @@ class UserObjects:
     def _give_back(self) -> None:
         if self.spec.hooks is not None:
             self.spec.hooks.restore_common_weights()
-        self._give_states_back()
+        for optimizer, state in self._hidden.items():
+            if optimizer.state is state:
+                optimizer.state = state.resting  # type: ignore[assignment]
+        self._hidden.clear()
+        self._shown.clear()
         build.take_apart(self.spec, self.states)
         self._reassemble_models()
+        # After the models are whole again, in the reverse order of `__init__`.
         precision.narrow_states(filter(is_torchs, self.spec.optimizers))
         self.spec.leave_groups()
         self.activations.close()

@@ -1,13 +1,13 @@
-"""Gives a user's optimizer its whole state back for the time of one of its methods.
+"""Gives a user's optimizer its whole state while one of its methods runs.
 
-Methods such as `eval()` of a schedule-free optimizer read state and write parameters. An engine
-that shards state, or keeps masters, takes its states apart for such a method, as it does at its
-end, and lays them out again after it:
+Methods such as `eval()` of a schedule-free optimizer read state and write parameters. For such a
+method, an engine that shards state or keeps masters gives everything back, as it does when it is
+closed, and takes it over again afterwards:
 
-    optimizer.eval()  ─▶  group["params"] or self.state is used
-                      ─▶  parameters hold their masters, state is whole and with the optimizer
-                      ─▶  the method goes on as in one process
-                      ─▶  the states are laid out from what it has left
+    optimizer.eval()  ─▶  the method uses group["params"] or self.state
+                      ─▶  parameters hold their masters, and the optimizer has its whole state
+                      ─▶  the method continues as in a single process
+                      ─▶  the engine lays its states out from the new values
 
 A method that uses neither costs nothing.
 """
@@ -30,9 +30,9 @@ TakenApart = tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]
 
 @dataclass(frozen=True)
 class Rebuilding:
-    """How an engine gives its states back, and takes them again: collective calls.
+    """Methods of an engine that give its states back and take them over. Collective.
 
-    `check` raises UsageError with the name of the method that is called where neither can be.
+    `check` gets the name of the optimizer's method, and raises UsageError if that is not possible.
     """
 
     check: Callable[[str], None]
@@ -44,8 +44,10 @@ class Rebuilding:
 def whole(
     optimizer: optim.Optimizer, method: str, engine: Rebuilding, reach: Callable[[], None]
 ) -> Iterator[None]:
-    """Inside the block, parameters and state of `optimizer` are whole once they are used, for its
-    `method`. After it, a use of its state calls `reach` again."""
+    """Make parameters and state of `optimizer` whole inside the block once its `method` uses them.
+
+    Afterwards, a use of its state calls `reach` again.
+    """
     state: Any = optimizer.state
     kept: list[tuple[TakenApart, dict[nn.Parameter, torch.dtype]]] = []
     is_open = False
@@ -53,14 +55,20 @@ def whole(
     def open_() -> None:
         nonlocal is_open
         if is_open:
-            return  # by now the engine itself, or the method, may read all
+            return  # everything is whole already, and the engine itself reads it too
         is_open = True
         engine.check(f"{type(optimizer).__name__}.{method}()")
         apart = engine.take_apart()
-        kept.append((apart, _show_masters(apart[0])))
+        masters = apart[0]
+        # 16-bit parameters hold their fp32 masters while the method runs.
+        narrow = {p: p.dtype for p, master in masters.items() if p.dtype != master.dtype}
+        for parameter in narrow:
+            parameter.data = masters[parameter].to(parameter.device)
+        kept.append((apart, narrow))
         if isinstance(state, StateOfEngine):
             state.show(state.resting)
 
+    # In place, because schedulers hold the same list.
     optimizer.param_groups[:] = [WatchedGroup(group, open_) for group in optimizer.param_groups]
     if isinstance(state, StateOfEngine):
         state.reach = open_
@@ -69,7 +77,7 @@ def whole(
     finally:
         is_open = True
         optimizer.param_groups[:] = [
-            g.taken_back() if isinstance(g, WatchedGroup) else g for g in optimizer.param_groups
+            g.restore_group() if isinstance(g, WatchedGroup) else g for g in optimizer.param_groups
         ]
         if kept and isinstance(state, StateOfEngine):
             left = dict(optimizer.state)  # the method may have assigned another mapping
@@ -79,21 +87,13 @@ def whole(
             optimizer.state = state
             state.hide(reach)
         for (masters, averages, anchor), dtypes in kept:
-            engine.rebuild(_taken_masters(masters, dtypes), averages, anchor)
+            engine.rebuild(_take_masters(masters, dtypes), averages, anchor)
 
 
-def _show_masters(masters: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, torch.dtype]:
-    """Let parameters of 16 bits hold their masters; returns the dtypes that they had."""
-    narrow = {p: p.dtype for p, master in masters.items() if p.dtype != master.dtype}
-    for parameter in narrow:
-        parameter.data = masters[parameter].to(parameter.device)
-    return narrow
-
-
-def _taken_masters(
+def _take_masters(
     masters: Mapping[nn.Parameter, Tensor], dtypes: Mapping[nn.Parameter, torch.dtype]
 ) -> dict[nn.Parameter, Tensor]:
-    """The values that the method has left, when parameters have their own `dtypes` again."""
+    """Return the values that the method has left, and cast parameters back to their `dtypes`."""
     left = {parameter: parameter.detach() for parameter in masters}
     for parameter, dtype in dtypes.items():
         parameter.data = parameter.detach().to(dtype)
@@ -104,8 +104,7 @@ Marks = list[tuple[Any, Any, Any, int]]
 
 
 def marks(state: Mapping[Any, Any]) -> Marks:
-    """What tells whether user code has changed `state`: its entries, with the versions of
-    tensors."""
+    """Return the entries of `state` and the versions of tensors, to detect changes by user code."""
     return [
         (key, name, value, value._version if isinstance(value, Tensor) else 0)
         for key, entries in state.items()
@@ -114,7 +113,7 @@ def marks(state: Mapping[Any, Any]) -> Marks:
 
 
 def are_equal(before: Marks, now: Marks) -> bool:
-    """Whether nothing was changed between two `marks`."""
+    """Return whether nothing changed between two `marks`."""
     return len(before) == len(now) and all(
         a[0] is b[0] and a[1] == b[1] and a[2] is b[2] and a[3] == b[3]
         for a, b in zip(before, now, strict=True)

@@ -1,4 +1,4 @@
-"""Makes parameters whole for the user, to read, write or export, whatever the placement."""
+"""Whole parameters for the user, to read, write or export, under any placement."""
 
 from __future__ import annotations
 
@@ -27,27 +27,38 @@ def full_parameters(
 ) -> Iterator[None]:
     """See Engine.full_parameters."""
     if spec.is_whole:
-        _check_inner(write=write, outer=spec.takes_writes)
-        yield  # all is whole already; what is written here is the outer block's to take in
+        if write and not spec.takes_writes:
+            raise UsageError(
+                "full_parameters(write=True) inside full_parameters() of layers that are split: "
+                "give the outer block write=True."
+            )
+        yield  # everything is whole already, and the outer block stores the writes
         return
     shown = states.shown
     written: set[int] = set()
     if module is not None and (
         spec.pipeline is not None or any(spec.shard_of(p) is not None for p in module.parameters())
     ):
-        module = None  # forwards are the plain ones everywhere or nowhere
+        # A forward is either the plain one in all layers or the split one, so gather all of them.
+        module = None
+    # Writes into leaves that require gradients are allowed inside, as in plain PyTorch.
     with torch.no_grad():
         numbers = unit_assignment.units_in(shown.sections, module) if shown is not None else []
         if write and shown is not None and shown.residency.in_block:
-            _check_writable(shown.residency.is_writable(numbers))
-            yield  # what is written here is the outer block's to store
+            if not shown.residency.is_writable(numbers):
+                raise UsageError(
+                    "full_parameters(write=True) inside a full_parameters() block that is only for "
+                    "reading, or for another part of the model: give the outer block write=True "
+                    "and the same module, or leave it first."
+                )
+            yield  # the outer block stores the writes
             return
         whole: Any = nullcontext({})
         if shown is not None:
             whole = shown.residency.whole(numbers, write=write)
         with whole as buckets:
             group = _writers(spec, states)
-            with _joined(spec, module, group, write=write):
+            with _joined(spec, module, group, write=write):  # split layers become whole
                 yield
                 if not write:
                     _check_unwritten(spec, states)
@@ -55,7 +66,7 @@ def full_parameters(
                 shown.residency.check_unwritten(buckets)
             elif write:
                 states.parameters.check_places()
-                written = _made_alike(spec, states, group)
+                written = _spread_writes(spec, states, group)
                 states.parameters.meet()
                 for slab, flat in buckets.items():
                     written |= set(slab.written(flat))
@@ -66,18 +77,23 @@ def full_parameters(
 
 
 def _writers(spec: EngineSpec, states: States) -> Collectives:
-    """Return the ranks that get what the first of them writes: all, or from the first step on those
-    that make the same updates."""
+    """Return the ranks that get the values of the first of them.
+
+    All ranks, or with islands that have taken a step, the ranks of this island.
+    """
     has_own = states.hooks is not None and states.hooks.have_own_weights
     return spec.step_group if has_own else spec.world_group
 
 
-def _made_alike(spec: EngineSpec, states: States, group: Collectives) -> set[int]:
-    """Give every rank of `group` its first one's values of what is whole; which parameters were
-    written to."""
-    if spec.pipeline is not None:  # done while all of it was there
+def _spread_writes(spec: EngineSpec, states: States, group: Collectives) -> set[int]:
+    """Give all ranks of `group` the first rank's values of whole parameters. Collective.
+
+    Returns the numbers of the parameters that were written to.
+    """
+    if spec.pipeline is not None:  # `_joined` has done so while all stages were whole
         return set(range(len(states.parameters.named)))
     written: set[int] = group.gather_objects(states.parameters.written())[0]
+    # Freed parameters hold NaN, so they have nothing to send.
     resting = [] if states.shown is None else states.shown.residency.resting()
     kept = [t for t in consistency.everything(spec) if spec.shard_of(t) is None]
     initial_values.make_alike([t for t in kept if not any(t is r for r in resting)], group)
@@ -93,13 +109,16 @@ def _joined(
     write: bool,
     here: bool = True,
 ) -> Iterator[None]:
-    """Inside the block a model that a replica has in parts is whole, where wanted `here`; what the
-    first of `group` writes is for all of it."""
+    """Make a model that is split over the ranks of a replica whole inside the block.
+
+    Only if wanted `here`. With `write`, all ranks of `group` get the values of its first rank.
+    """
     if not here:
         yield
         return
     line, split = spec.pipeline, spec.tensor
     several = spec.models if module is None else (module,)
+    # Collected before the split layers become whole, when these are still their parts.
     parameters = [p for each in several for p in each.parameters()]
     with ExitStack() as stack:
         if line is not None or any(spec.shard_of(p) is not None for p in parameters):
@@ -115,41 +134,23 @@ def _joined(
                 line.ownership.wholes(spec.models[0], parameters, shapes, write=write)
             )
         yield
+        # Now, while every rank has all stages: later a rank could send only its own.
         if write and line is not None:
             initial_values.make_alike(consistency.everything(spec), group)
 
 
-def _check_inner(*, write: bool, outer: bool) -> None:
-    """Raise UsageError for a block that is to write inside one that is not."""
-    if write and not outer:
-        raise UsageError(
-            "full_parameters(write=True) inside full_parameters() of layers that are split: give "
-            "the outer block write=True."
-        )
-
-
-def _check_writable(writable: bool) -> None:
-    """Raise UsageError for a block that is to write more than the block around it may."""
-    if not writable:
-        raise UsageError(
-            "full_parameters(write=True) inside a full_parameters() block that is there to read, "
-            "or that has a part of the model: give the outer block write=True and the same "
-            "module, or leave it before."
-        )
-
-
 def _check_unwritten(spec: EngineSpec, states: States) -> None:
-    """Raise BrokenView, on all ranks alike, where a split parameter was written to."""
+    """Raise BrokenView on all ranks if a split parameter was written to. Collective."""
     if spec.tensor is None:
         return
     written = set(spec.tensor.written())
     mine = [named.name for named in spec.located() if named.parameter in written]
     for name in itertools.chain.from_iterable(spec.step_group.gather_objects(mine)):
         if states.shown is not None:
-            states.parameters.remember()  # told once
+            states.parameters.remember()  # do not report the same write again
         raise BrokenView(
-            f"{name} is split over {spec.tensor.group.size} ranks and was written while it was "
-            "whole to be read, which reaches nothing. To write parameters: with "
+            f"{name} is split over {spec.tensor.group.size} ranks, and was written to in a block "
+            "that is only for reading, so the write is lost. To write parameters: with "
             "engine.full_parameters(write=True)."
         )
 
@@ -163,8 +164,8 @@ def export(
             try:
                 write_model(whole, Path(path))
             except OSError as error:
-                said = failure_report.os_error_sentence(error, Path(path))
-                raise CheckpointError(f"The model was not exported. {said}") from None
+                reason = failure_report.os_error_sentence(error, Path(path))
+                raise CheckpointError(f"The model was not exported. {reason}") from None
 
 
 def model_state_dict(spec: EngineSpec, states: States, model: nn.Module | None) -> dict[str, Any]:
@@ -177,11 +178,12 @@ def model_state_dict(spec: EngineSpec, states: States, model: nn.Module | None) 
 def _on_the_first(
     spec: EngineSpec, states: States, model: nn.Module | None, call: str
 ) -> Iterator[nn.Module]:
-    """Inside the block `model` (default: the only one) is whole on rank 0. Collective."""
+    """Make `model` (default: the only one) whole on rank 0 inside the block. Collective."""
     if model is None:
         if len(spec.models) != 1:
-            raise UsageError(f"This engine has several models: say which, engine.{call}.")
+            raise UsageError(f"This engine has several models: pass one, engine.{call}.")
         model = spec.models[0]
+    # The other replicas take part in the gathers, but need not hold the whole model.
     shown, here = states.shown, spec.data_group.rank == 0  # the first replica
     if spec.is_whole:
         whole: Any = nullcontext()

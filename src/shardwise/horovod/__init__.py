@@ -16,7 +16,7 @@ process_sets.py     groups of ranks
 allreduce.py        dense tensors; sparse_allreduce.py  sparse COO tensors
 gather_scatter.py   allgather, alltoall, broadcast, reducescatter
 optimizer.py        DistributedOptimizer
-script_checks.py    warns of steps that a script leaves out, and of stalls
+script_checks.py    warnings about steps that a script leaves out, and about stalls
 functions.py compression.py elastic.py mpi_ops.py sync_batch_norm.py   Horovod's own module names
 """
 
@@ -29,7 +29,7 @@ from shardwise.horovod.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from shardwise.horovod.mpi_ops import *  # noqa: F403 (its __all__ is what it gives)
+from shardwise.horovod.mpi_ops import *  # noqa: F403 (limited by its __all__)
 from shardwise.horovod.optimizer import DistributedOptimizer
 from shardwise.horovod.sync_batch_norm import SyncBatchNorm
 
@@ -47,4 +47,4 @@ __all__ = [
 __all__ += mpi_ops.__all__
 
 __version__ = "0.28.1"
-"""The version of Horovod whose calls these are, for code that asks."""
+"""The version of Horovod whose interface this is, for code that checks it."""

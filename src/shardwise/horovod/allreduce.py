@@ -1,10 +1,10 @@
-"""allreduce: reduces every rank's tensors to one, equal on all ranks.
+"""allreduce: the reduction of every rank's tensor, equal on all ranks.
 
 allreduce        a new tensor, differentiable         allreduce_async     a handle to it
 allreduce_       in place                             allreduce_async_    a handle to it
-grouped_...      several tensors in one operation: it waits for all of them
+grouped_...      several tensors in one operation, which is ready when all of them are
 
-All but allreduce and grouped_allreduce take the arguments of allreduce_async.
+All except allreduce and grouped_allreduce take the arguments of allreduce_async.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def _start(
         size = process_set.size()
         if size & (size - 1):
             raise BadCall(
-                f"Adasum joins pairs of pairs: it takes 1, 2, 4, 8 ... ranks, not {size}."
+                f"Adasum combines pairs of pairs: it needs 1, 2, 4, 8 ... ranks, not {size}."
             )
         if not all(tensor.is_floating_point() for tensor in tensors):
-            raise BadCall("Adasum takes floating tensors: others have no direction.")
+            raise BadCall("Adasum needs floating tensors, because it compares their directions.")
     current().reduces = True
     scale = prescale_factor, postscale_factor
     return submit("allreduce", tensors, name, process_set, op=op.name, scale=scale, **more)
@@ -70,18 +70,38 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> OperationHandle:
-    """Return a handle to the reduction of every rank's `tensor`, which is a new tensor.
+    """Request the reduction of every rank's tensor to a new one.
 
-    All tensors have one shape and dtype. `op` is hvd.Average by default; `average` is its older
-    form. Values are multiplied by `prescale_factor` before and `postscale_factor` after the
-    reduction. Integers are truncated towards zero.
+    Args:
+        tensor: Dense tensor of the same shape and dtype on every rank.
+        average: The older form of `op`: True for hvd.Average, False for hvd.Sum.
+        name: The name of the operation, the same on all ranks. Default: a number.
+        op: hvd.Average (default), Sum, Min, Max, Product, or Adasum.
+        prescale_factor: Factor of the values before the reduction.
+        postscale_factor: Factor of the result. Integers are truncated towards zero.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for `hvd.poll` and `hvd.synchronize`.
+
+    Raises:
+        BadCall: For tensors that cannot be reduced by `op`.
+
+    Example:
+        ```python
+        handle = hvd.allreduce_async(loss, name="loss")
+        mean = hvd.synchronize(handle)
+        ```
     """
     factors = prescale_factor, postscale_factor
     return _start([tensor], average, name, op, *factors, process_set, finish=only_result)
 
 
-def _with_arguments_of(shown: Callable[..., Any]) -> Callable[[F], F]:
-    """Give a function that passes its arguments on those of `shown`, also for help()."""
+def _take_arguments_of(shown: Callable[..., Any]) -> Callable[[F], F]:
+    """Return a decorator that gives a function the signature of `shown`, after its first argument.
+
+    For functions that pass `*args, **kwargs` on. help() shows the signature, too.
+    """
 
     def decorate(function: F) -> F:
         shared = inspect.signature(shown).parameters.values()
@@ -90,7 +110,8 @@ def _with_arguments_of(shown: Callable[..., Any]) -> Callable[[F], F]:
 
         @wraps(function)
         def checked(*given: Any, **named: Any) -> Any:
-            # Raises TypeError before the operation is counted: ranks name operations by the count.
+            # Raises TypeError before the operation is counted. Ranks name operations by the count,
+            # so a failed call must not change it.
             signature.bind(*given, **named)
             return function(*given, **named)
 
@@ -101,34 +122,49 @@ def _with_arguments_of(shown: Callable[..., Any]) -> Callable[[F], F]:
     return decorate
 
 
-@_with_arguments_of(allreduce_async)
+@_take_arguments_of(allreduce_async)
 def allreduce_async_(tensor: Tensor, *how: Any, **named: Any) -> OperationHandle:
-    """`allreduce_async` in place: the result is in `tensor`."""
+    """Request the reduction of every rank's tensor in place.
+
+    Takes the arguments of `allreduce_async`.
+    """
     return _start([tensor], *how, **named, in_place=True, finish=lambda _: tensor)
 
 
-@_with_arguments_of(allreduce_async)
+@_take_arguments_of(allreduce_async)
 def allreduce_(tensor: Tensor, *how: Any, **named: Any) -> Tensor:
-    """Reduce in place, and wait."""
+    """Reduce every rank's tensor in place, and return it.
+
+    Takes the arguments of `allreduce_async`.
+    """
     return wait(allreduce_async_(tensor, *how, **named))  # type: ignore[no-any-return]
 
 
-@_with_arguments_of(_start)
+@_take_arguments_of(_start)
 def grouped_allreduce_async(tensors: Sequence[Tensor], *how: Any, **named: Any) -> OperationHandle:
-    """`allreduce_async` of several tensors in one operation. The result is a list."""
+    """Request the reduction of several tensors in one operation. The result is a list.
+
+    Takes the other arguments of `allreduce_async`.
+    """
     return _start(as_group("allreduce", tensors), *how, **named)
 
 
-@_with_arguments_of(_start)
+@_take_arguments_of(_start)
 def grouped_allreduce_async_(tensors: Sequence[Tensor], *how: Any, **named: Any) -> OperationHandle:
-    """`grouped_allreduce_async` in place."""
+    """Request the reduction of several tensors in one operation, in place.
+
+    Takes the other arguments of `allreduce_async`.
+    """
     group = as_group("allreduce", tensors)
     return _start(group, *how, **named, in_place=True, finish=lambda _: group)
 
 
-@_with_arguments_of(_start)
+@_take_arguments_of(_start)
 def grouped_allreduce_(tensors: Sequence[Tensor], *how: Any, **named: Any) -> list[Tensor]:
-    """Reduce several tensors in place, and wait."""
+    """Reduce several tensors in one operation, in place, and return them.
+
+    Takes the other arguments of `allreduce_async`.
+    """
     return wait(grouped_allreduce_async_(tensors, *how, **named))  # type: ignore[no-any-return]
 
 
@@ -162,7 +198,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors in one operation."""
+    """Reduce several tensors in one operation, and return new ones. Differentiable.
+
+    Takes the other arguments of `allreduce`.
+    """
     scale = prescale_factor, postscale_factor
     reduce = partial(_Allreduce.apply, name, resolve_op(op, average), scale, process_set)
     return compressed(compression, as_group("allreduce", tensors), reduce)
@@ -178,6 +217,30 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce every rank's `tensor` to a new one. Differentiable."""
+    """Reduce every rank's tensor to a new one. Differentiable.
+
+    Args:
+        tensor: Dense tensor of the same shape and dtype on every rank.
+        average: The older form of `op`: True for hvd.Average, False for hvd.Sum.
+        name: The name of the operation, the same on all ranks. Default: a number.
+        compression: hvd.Compression.none, hvd.Compression.fp16, or your own class.
+        op: hvd.Average (default), Sum, Min, Max, Product, or Adasum.
+        prescale_factor: Factor of the values before the reduction.
+        postscale_factor: Factor of the result. Integers are truncated towards zero.
+        process_set: The ranks that take part.
+
+    Returns:
+        A new tensor of the same shape and dtype, equal on all ranks. Its gradient is the same
+        reduction of the gradients.
+
+    Raises:
+        BadCall: For tensors that cannot be reduced by `op`.
+        HorovodInternalError: If ranks request different operations under one name, or a rank ended.
+
+    Example:
+        ```python
+        hits = hvd.allreduce(torch.tensor(hits), name="hits", op=hvd.Sum)
+        ```
+    """
     scale = prescale_factor, postscale_factor
     return grouped_allreduce([tensor], average, name, compression, op, *scale, process_set)[0]

@@ -1,10 +1,11 @@
-"""The communication thread of a rank: negotiates operations with rank 0 and executes them.
+"""The communication thread of a rank, which negotiates operations with rank 0 and executes them.
 
     any thread              this thread                               rank 0
     submit ─▶ queue, eventfd ─▶ request ──────────────────────────▶ coordinator
     wait   ◀───── done ◀── execute, on the transport ◀── responses, in one order for all ranks
 
-It sleeps between operations. Every rank has one such thread, and only that uses its transport.
+It sleeps between operations. Every rank has one such thread, and only this thread uses the
+transport.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from shardwise.watch.status_server import forked_from
 T = TypeVar("T")
 
 DueResponse = tuple["Response | str", dict[int, int]]
-"""A response to execute, or why there will be no more; and the bytes to send before it, by rank."""
+"""A response to execute, or the reason why there will be no more; and for each rank, the number of
+bytes to send to it before."""
 
 _living: WeakSet[BackgroundThread] = WeakSet()
 
@@ -59,10 +61,11 @@ class BackgroundThread:
     """Runs the communication thread of one rank.
 
     Args:
-        group: all ranks, over channels that nothing else uses
-        links: to rank 0; on rank 0 to all other ranks
-        device: where this rank computes
-        timeout, warn_after: seconds that an operation waits for ranks that do not request it
+        group: The group of all ranks, over channels that nothing else uses.
+        links: The link to rank 0; on rank 0, the links to all other ranks.
+        device: The device on which this rank computes.
+        timeout: Seconds after which an operation fails that some ranks have not requested.
+        warn_after: Seconds after which a warning names these ranks.
     """
 
     def __init__(
@@ -82,8 +85,8 @@ class BackgroundThread:
         self._links = links
         self._coordinator = Coordinator(group.size) if group.rank == 0 else None
         self._script_comparison = ScriptComparison()
-        # Guards the handles, the calls and the failure, which any thread reads and writes. What
-        # only the communication thread uses needs no lock.
+        # Guards the handles, the calls and the failure, which any thread reads and writes. The
+        # other attributes belong to the communication thread and need no lock.
         self._lock = threading.Lock()
         self._handles: dict[OperationKey, OperationHandle] = {}
         self._executing: OperationHandle | None = None
@@ -97,9 +100,10 @@ class BackgroundThread:
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         for rank, link in links.items():
             self._selector.register(link.socket, link.events, rank)
-        # A daemon, because the end of a process must not wait for ranks that never answer.
+        # A daemon thread, so that a process can end although other ranks never answer.
         self._thread = threading.Thread(target=self._run, name="shardwise-horovod", daemon=True)
-        # A link may hold requests that were read along with its hello: the selector would not tell.
+        # A link may hold requests that were read together with its hello. The selector does not
+        # report those.
         for rank, link in links.items():
             self._post(partial(self._receive, rank, link))
         self._thread.start()
@@ -108,8 +112,11 @@ class BackgroundThread:
     # -- for other threads ----------------------------------------------------------------
 
     def submit(self, handle: OperationHandle) -> OperationHandle:
-        """Queue an operation for the thread. Raises BadCall if one of this name is in flight,
-        HorovodInternalError if the thread has ended."""
+        """Queue an operation for the thread.
+
+        Raises BadCall if an operation of this name is in flight, and HorovodInternalError if the
+        thread has ended.
+        """
         key = handle.request.key
         with self._lock:
             if self._failure is not None:
@@ -117,20 +124,22 @@ class BackgroundThread:
             if key in self._handles:
                 raise BadCall(
                     f"{handle.request.kind} {handle.request.name!r} was requested while another "
-                    "operation of this name is in flight: wait for that one first, or give "
-                    "another name."
+                    "operation of this name is in flight. Wait for that one first, or use another "
+                    "name."
                 )
             self._handles[key] = handle
         self._post(partial(self._request, handle.request))
         return handle
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run `function` on the thread, the only one that may use the transport; return its result.
-        Raises HorovodInternalError if the thread ends before that."""
+        """Run `function` on the thread, because only it may use the transport. Returns its result.
+
+        Raises HorovodInternalError if the thread ends before that.
+        """
         future: Future[T] = Future()
 
         def answer() -> None:
-            if future.done():  # `_fail_all` was faster
+            if future.done():  # `_fail_all` has already set an error
                 return
             try:
                 future.set_result(function())
@@ -153,7 +162,7 @@ class BackgroundThread:
         return self._groups[number]
 
     def report_save(self, what: list[str]) -> None:
-        """Report a file that this rank saves to rank 0, which compares the ranks' paths."""
+        """Report a file that this rank saves to rank 0, which compares the paths of all ranks."""
         if self._coordinator is not None:
             self._post(partial(self._compare_save, 0, what))
         else:
@@ -168,7 +177,7 @@ class BackgroundThread:
         if not self._thread.is_alive():
             self._selector.close()
             os.close(self._wakeup)
-            # Process sets first: their transports are parts of the one of all ranks.
+            # Process sets first: their transports were split from the transport of all ranks.
             for number in sorted(self._groups, reverse=True):
                 self._groups[number].close()
 
@@ -187,7 +196,7 @@ class BackgroundThread:
                     self._wait_for_events()
                     self._check_stalls()
                     self._execute_all()
-            except Exception as error:  # shown by every wait, here and on the other ranks
+            except Exception as error:  # every wait raises it, here and on the other ranks
                 self._fail_all(str(error) or type(error).__name__)
                 self._ended = True
                 for link in self._links.values():
@@ -195,16 +204,16 @@ class BackgroundThread:
 
     def _wait_for_events(self) -> None:
         """Wait for messages from other ranks or calls from other threads, and handle them."""
-        # The select must also return once a socket has room again for unsent bytes.
+        # The select must also return when a socket has room again for unsent bytes.
         for link in self._links.values():
             if link.is_open:
                 rank = self._selector.get_key(link.socket).data
                 self._selector.modify(link.socket, link.events, rank)
-        seconds: float | None = None  # as long as it takes
+        seconds: float | None = None  # no limit
         if not self._inbox.empty() or self._responses:
             seconds = 0.0
         elif self._coordinator is not None and self._coordinator.waiting_since is not None:
-            seconds = max(0.05, min(self._warn_after, 1.0))  # then stalls are checked
+            seconds = max(0.05, min(self._warn_after, 1.0))  # wake up to check for stalls
         for key, events in self._selector.select(seconds):
             if key.fd == self._wakeup:
                 os.eventfd_read(self._wakeup)
@@ -227,7 +236,7 @@ class BackgroundThread:
             self._handle_message(rank, message)
         if not link.is_open:
             self._selector.unregister(link.socket)
-            self._remove_rank(rank, f"rank {rank} is gone. The cause is there; see its own output.")
+            self._remove_rank(rank, f"rank {rank} has ended. The cause is there: see its output.")
 
     def _handle_message(self, rank: int, message: NegotiationMessage) -> None:
         if "request" in message:
@@ -246,8 +255,8 @@ class BackgroundThread:
         if self._coordinator is not None:
             self._send_responses(self._coordinator.remove_rank(rank, why))
         else:
-            # Rank 0 has ended: no further operation can be agreed on. It takes its turn behind the
-            # responses that rank 0 has sent before, which the other ranks execute too.
+            # Rank 0 has ended, so no further operation can be agreed on. Queue this behind the
+            # responses that rank 0 sent before: the other ranks execute those too.
             self._responses.append((why, {}))
 
     def _request(self, request: OperationRequest) -> None:
@@ -266,9 +275,9 @@ class BackgroundThread:
             write_warning(line)
 
     def _send_responses(self, responses: list[Response]) -> None:
-        """Send responses to the ranks that they are for."""
-        # Every rank gets them in this order and executes them in it, its own rank 0 included. Two
-        # ranks that entered two collectives in different orders would wait for each other for ever.
+        """Send responses to their ranks."""
+        # Every rank, also rank 0 itself, gets and executes them in this order. If two ranks entered
+        # two collectives in different orders, they would wait for each other forever.
         for response in responses:
             for line in self._script_comparison.compare(response.notes):
                 write_warning(line)
@@ -286,8 +295,8 @@ class BackgroundThread:
     def _execute_all(self) -> None:
         while self._responses:
             what, upto = self._responses.popleft()
-            # The other members must have this response before rank 0 enters the collective. Inside
-            # it this thread sends nothing, so they would never join.
+            # The other members must have this response before rank 0 enters the collective: inside
+            # it this thread sends nothing, so they would never enter.
             send_up_to(upto, self._links)
             self._execute(what)
 
@@ -333,8 +342,8 @@ class BackgroundThread:
                     in_place=handle is None or handle.in_place,
                 )
                 results = execute(operation)
-                # Once its wait returns, the caller may write to inputs and results. So the other
-                # ranks must have read them before.
+                # After its wait, the caller may write to inputs and results. So wait until the
+                # other ranks have read them.
                 for sent in operation.sent:
                     sent.reusable()
                 if handle is not None:
@@ -342,7 +351,7 @@ class BackgroundThread:
         except Exception as error:
             if handle is not None:
                 handle.fail(f"{request.kind} {request.name!r} failed: {error}")
-            raise  # ends the thread: other ranks may be anywhere in this collective
+            raise  # ends the thread: other ranks may be at any point of this collective
 
     def _change_process_sets(self, response: Response) -> None:
         number = response.number
@@ -357,7 +366,7 @@ class BackgroundThread:
     # -- time and ends --------------------------------------------------------------------
 
     def _check_stalls(self) -> None:
-        """Warn of operations that wait long, and fail those that wait too long."""
+        """Warn about operations that have waited long, and fail those beyond the timeout."""
         if self._coordinator is None:
             return
         now = time.monotonic()
@@ -368,14 +377,15 @@ class BackgroundThread:
 
     def _leave(self) -> None:
         """Report to the other ranks that this one leaves, and end the thread."""
-        # First all agreed operations: the other ranks have begun them, and wait for this one.
+        # First execute all agreed operations: the other ranks have begun them and wait for this
+        # rank.
         self._execute_all()
         rank = self._groups[0].rank
-        said = f"rank {rank} has shut down, or come to the end of its script"
+        reason = f"rank {rank} has shut down, or has reached the end of its script"
         for link in self._links.values():
             if link.is_open:
-                link.send({"leave": said})
-        self._fail_all("hvd.shutdown() was called, or the script has come to its end")
+                link.send({"leave": reason})
+        self._fail_all("hvd.shutdown() was called, or the script has ended")
         self._ended = True
 
     def _fail_all(self, why: str) -> None:
@@ -391,9 +401,9 @@ class BackgroundThread:
             handle.fail(f"{request.kind} {request.name!r} cannot be done: {why}")
 
     def _leave_in_child(self) -> None:
-        """Fail all operations in a forked child, which has no such thread, and refuse more."""
-        # Another thread may have held any of these locks at the fork. The parent reads the eventfd
-        # too: nothing may be written to it from now on.
+        """Fail all operations in a forked child, and refuse further ones: it has no such thread."""
+        # Another thread may have held any of these locks at the fork, so make new ones. The parent
+        # reads the same eventfd, so write nothing to it any more.
         self._lock = threading.Lock()
         self._inbox = SimpleQueue()
         self._calls.clear()
@@ -405,9 +415,9 @@ class BackgroundThread:
         self._handles.clear()
 
 
-def _leave_all_in_child() -> None:
+def _fail_all_in_child() -> None:
     for background in list(_living):
         background._leave_in_child()
 
 
-os.register_at_fork(after_in_child=_leave_all_in_child)
+os.register_at_fork(after_in_child=_fail_all_in_child)

@@ -1,4 +1,4 @@
-"""init, shutdown, rank, size, join and the like: Horovod calls them its basics."""
+"""Horovod's basics: init, shutdown, rank, size, join and similar functions."""
 
 from __future__ import annotations
 
@@ -38,16 +38,27 @@ from shardwise.world.world import stop_timeline as stop
 def init(
     comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | None = None
 ) -> None:
-    """Join the other ranks, whatever launched them. A second call does nothing.
+    """Join the other ranks, started by any launcher. A second call does nothing.
 
-    Unlike `shardwise.init`, it does not seed random numbers. If that was called before, its world
-    is used. Raises BadCall for a communicator that is not all ranks, LaunchError if ranks are
-    missing.
+    Unlike `shardwise.init`, it does not seed random numbers. If `shardwise.init` was called before,
+    its world is used.
 
     Args:
-        comm: all ranks in order, or None
-        process_sets: sets of ranks to add at once; "dynamic" changes nothing, since process sets
-            are always dynamic here
+        comm: The list of all ranks in order, or None.
+        process_sets: Sets of ranks to add. "dynamic" has no effect, because process sets are
+            always dynamic.
+
+    Raises:
+        BadCall: If `comm` is not the list of all ranks.
+        LaunchError: If a rank is missing.
+
+    Example:
+        ```python
+        import shardwise.horovod as hvd
+
+        hvd.init()
+        print(hvd.rank(), "of", hvd.size())
+        ```
     """
     if context.is_initialized():
         return
@@ -55,11 +66,12 @@ def init(
     world.expect_no_engine()
     if comm is not None and list(comm) != list(range(world.size)):
         raise BadCall(
-            f"hvd.init({comm!r}): start the ranks that you want, or use hvd.ProcessSet for some of "
-            "them; mpi4py's communicators are not used."
+            f"hvd.init({comm!r}) is not the list of all {world.size} ranks. Start only the ranks "
+            "that you want, or use hvd.ProcessSet for some of them. Communicators of mpi4py are "
+            "not supported."
         )
     if not world.engines:
-        given = config.winning(config.sources(os.environ, {}))
+        given = config.winning_values(config.sources(os.environ, {}))
         if line := script_checks.idle_settings_line(given):
             world.say_once(line)
     context.enter(_make_context(world))
@@ -82,7 +94,7 @@ def _make_context(world: World) -> Context:
 
 
 def _connect(world: World, timeout: float) -> dict[int, rpc.Link]:
-    """Connect every rank to rank 0; return the links of this rank, by rank. Collective."""
+    """Connect every rank to rank 0, and return this rank's links by rank. Collective."""
     group, secret = world.collectives, world.collectives.status_server.secret
     if world.rank != 0:
         address, port = group.gather_plain(None)[0]
@@ -94,10 +106,11 @@ def _connect(world: World, timeout: float) -> dict[int, rpc.Link]:
 
 
 def _world() -> World:
-    """Return the world that the script made, or a new one without seeding random numbers."""
+    """Return the world that the script made, or make one without seeding random numbers."""
     try:
         return current_world()
     except UsageError:
+        # A script in Horovod's style seeds its own generators, maybe before hvd.init.
         states = random.getstate(), np.random.get_state()
         device = torch.accelerator.current_accelerator(check_available=True)
         kind = "cuda" if device is None else device.type
@@ -110,8 +123,10 @@ def _world() -> World:
 
 
 def shutdown() -> None:
-    """Leave the run, and wait for the communication thread to end. Operations in flight fail, also
-    on other ranks that need this one."""
+    """Leave the run, and wait for the communication thread to end.
+
+    Operations in flight fail, on this rank and on ranks that wait for it.
+    """
     exit_handlers.unregister(shutdown)
     context.leave()
 
@@ -123,7 +138,7 @@ def size() -> int:
 
 
 def rank() -> int:
-    """Return this rank, from 0."""
+    """Return the number of this rank, from 0."""
     return current().world.rank
 
 
@@ -133,7 +148,7 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's number among the ranks of its host."""
+    """Return the number of this rank on its host, from 0."""
     return current().world.local_rank
 
 
@@ -143,7 +158,7 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the index of this host among those that `cross_size` counts."""
+    """Return the index of this host among the hosts that `cross_size` counts."""
     return _ranks_of_this_local_rank().index(current().world.rank)
 
 
@@ -158,18 +173,18 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return True: several threads may communicate, because nothing here uses MPI."""
+    """Return True: several threads may communicate, because MPI is not used."""
     current()
     return True
 
 
 def mpi_enabled() -> bool:
-    """Return False: ranks never communicate over MPI, even if mpirun has started them."""
+    """Return False: ranks do not communicate over MPI, even if mpirun has started them."""
     return False
 
 
 def mpi_built() -> bool:
-    """Return False: nothing here uses MPI."""
+    """Return False: MPI is not used."""
     return False
 
 
@@ -184,7 +199,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of this PyTorch's NCCL, such as 22703; 0 without NCCL."""
+    """Return the version of this PyTorch's NCCL, such as 22703, or 0 without NCCL."""
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return 0
     version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -202,12 +217,12 @@ def rocm_built() -> bool:
 
 
 def ddl_built() -> bool:
-    """Return False: nothing here uses IBM's DDL."""
+    """Return False: IBM's DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False: nothing here uses Intel's oneCCL."""
+    """Return False: Intel's oneCCL is not used."""
     return False
 
 
@@ -227,18 +242,29 @@ _STANDS_FOR = {
 
 def install_as_horovod() -> None:
     """Make `import horovod.torch` and its submodules import this package, in the whole process.
-    A second call does nothing.
 
-    Other parts of Horovod, such as `horovod.tensorflow`, are then missing. Raises BadCall if the
-    real Horovod was imported before, because that code would continue to use it.
+    A second call does nothing. Other parts of Horovod, such as `horovod.tensorflow`, are missing
+    after it.
+
+    Raises:
+        BadCall: If the real Horovod was imported before, because that code would continue to use
+            it.
+
+    Example:
+        ```python
+        import shardwise.horovod
+
+        shardwise.horovod.install_as_horovod()
+        import horovod.torch as hvd
+        ```
     """
     there = sys.modules.get("horovod")
     if isinstance(there, _StandInPackage):
         return
     if there is not None:
         raise BadCall(
-            f"Horovod itself was imported already, from {getattr(there, '__file__', None)}: call "
-            "install_as_horovod() before anything imports it."
+            f"The real Horovod was imported before, from {getattr(there, '__file__', None)}. Call "
+            "install_as_horovod() before any import of Horovod."
         )
     top, common = _StandInPackage("horovod"), _StandInPackage("horovod.common")
     ours = {name: import_module(target) for name, target in _STANDS_FOR.items()}
@@ -252,7 +278,7 @@ def install_as_horovod() -> None:
 
 
 class _StandInPackage(ModuleType):
-    """A package without files, whose attributes are set from outside."""
+    """A package without files."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "Shardwise, in the place of Horovod.")
@@ -261,42 +287,57 @@ class _StandInPackage(ModuleType):
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record what all ranks do into `file_path`, as Chrome trace JSON. Every rank calls it.
+    """Start to record a timeline of all ranks, in Chrome's trace format. Every rank calls it.
 
-    `mark_cycles` only warns, because operations do not begin in cycles here. Raises ConfigError if
-    the file cannot be written.
+    Args:
+        file_path: The file to write.
+        mark_cycles: Ignored with a warning, because operations do not begin in cycles.
+
+    Raises:
+        ConfigError: If the file cannot be written.
     """
     if mark_cycles:
         warnings.warn(
-            "hvd.start_timeline: mark_cycles marks nothing. An operation begins as soon as all "
-            "ranks have asked for it, not in cycles.",
+            "hvd.start_timeline: mark_cycles has no effect. An operation begins when all ranks "
+            "have requested it, not in cycles.",
             stacklevel=2,
         )
     start(file_path)
 
 
 def stop_timeline() -> None:
-    """Stop recording, and write the rest of the timeline."""
+    """Stop recording the timeline, and write the rest of it."""
     stop()
 
 
 def join(device: int = -1) -> int:
-    """Report that this rank has no more data, and wait for the others. Return the rank that joined
-    last.
+    """Report that this rank has no more data, and wait until all ranks have done so.
 
-    Until then this rank takes part in every allreduce of all ranks, with zeros. They are on the
-    device of the other ranks' tensors; Horovod's `device` is not used.
+    While it waits, this rank contributes zeros to every allreduce of all ranks.
+
+    Args:
+        device: Ignored. The zeros are on the device of the other ranks' tensors.
+
+    Returns:
+        The rank that joined last.
+
+    Example:
+        ```python
+        for batch in loader:  # may be longer on some ranks
+            train_on(batch)
+        hvd.join()
+        ```
     """
     del device
     context = current()
     last = wait(submit(JOIN, [], JOIN, global_process_set))
-    # Ranks have made different numbers of calls without a name: count them from 0 again, so that
-    # the same calls get the same names.
+    # Ranks have made different numbers of calls without a name. Count them from 0 again, so that
+    # later calls get the same names on all ranks.
     for counted in [name for name in context.counters if "noname" in name]:
         del context.counters[counted]
     return int(last)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of `process_set` has called this."""
+    """Wait until every rank of a process set has called this."""
     wait(submit("barrier", [], None, process_set))

@@ -1,4 +1,4 @@
-"""Compresses tensors for communication (Horovod's module of this name)."""
+"""Compression of tensors for communication (Horovod's module of this name)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Compressor(ABC):
-    """Converts a tensor to the one that is sent, and back. Subclass it for your own."""
+    """Converts a tensor to the tensor that is sent, and back. Derive your own class from it."""
 
     @staticmethod
     @abstractmethod
@@ -25,7 +25,7 @@ class Compressor(ABC):
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -37,7 +37,7 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Sends floating tensors as fp16; sums are made in fp32 and rounded once."""
+    """Sends floating tensors as fp16. Sums are computed in fp32 and rounded once."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:

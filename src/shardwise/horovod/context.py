@@ -1,4 +1,4 @@
-"""The state of this rank between `hvd.init` and `hvd.shutdown`: world, thread, counters."""
+"""This rank's state between `hvd.init` and `hvd.shutdown`: world, thread, counters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Context:
         self.steps = self.commits = 0
         self.asked_size = False
         self.reduces = False
-        """Whether this rank has ever requested a reduction."""
+        """Whether this rank has requested a reduction."""
         self.watcher: ScriptWatcher | None = None
         if world.size > 1:
             self.watcher = ScriptWatcher(
@@ -54,7 +54,7 @@ class Context:
         """Record a step of a DistributedOptimizer, which a restart would repeat."""
         self.steps += 1
         if self.steps == 1:
-            self.world.progress.kept(0, 0)  # commits were counted until now
+            self.world.progress.kept(0, 0)  # so far progress was counted in commits
         self.world.progress.stepped(0, self.steps)
         if (recording := recorder.active) is not None:
             recording.stepped(0, self.steps)
@@ -63,8 +63,8 @@ class Context:
 
     def kept(self) -> None:
         """Record that a restart would resume from here."""
-        # The launcher gives up a run without progress. With the user's own optimizers no steps are
-        # counted, so that commits are its progress.
+        # The launcher gives up on a run without progress. With plain optimizers no steps are
+        # counted, so commits count as progress.
         if not self.steps:
             self.world.progress.stepped(0, self.commits)
         self.world.progress.kept(0, self.steps or self.commits)
@@ -85,7 +85,7 @@ def enter(context: Context) -> None:
 
 
 def leave() -> None:
-    """Close the context, if there is one: operations in flight fail."""
+    """Close the context, if there is one. Operations in flight fail."""
     global _current
     context, _current = _current, None
     if context is not None:
@@ -93,28 +93,30 @@ def leave() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether `init` was called, and `shutdown` not since."""
+    """Return whether `init` was called, and `shutdown` was not called after it."""
     return _current is not None
 
 
 def current() -> Context:
     """Return the context of this rank. Raises BadCall before `init`."""
     if _current is None:
-        raise BadCall("Horovod has not been initialized; call hvd.init() first.")
+        raise BadCall("Horovod has not been initialized: call hvd.init() first.")
     return _current
 
 
 @dataclass(frozen=True)
 class UnknownLoss:
-    """The outcome of a step for the step log; only the script knows its loss."""
+    """The outcome of a step for the step log. Its loss is unknown, because the script keeps it."""
 
     loss: float = math.nan
     weight: float = 0.0
 
 
 class SampleCounter:
-    """Counts the samples of torch's DataLoaders for `shardwise scale`, while it is open. Batches
-    read under torch.no_grad() are for evaluation, and do not count."""
+    """Counts the samples of torch's DataLoaders for `shardwise scale`, until it is closed.
+
+    Batches that are read under torch.no_grad() are for evaluation and do not count.
+    """
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
@@ -128,7 +130,7 @@ class SampleCounter:
             DataLoader.__iter__ = self._plain  # type: ignore[method-assign]
 
     def stepped(self, steps: int) -> None:
-        """Log step number `steps`. Raises SystemExit when the run is to end."""
+        """Log step number `steps`. Raises SystemExit if `shardwise scale` needs no more steps."""
         self._log.stepped(0, steps, UnknownLoss())
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:

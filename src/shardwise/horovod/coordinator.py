@@ -1,15 +1,14 @@
-"""Negotiates operations on rank 0: matches the requests of all ranks, and decides what runs next.
+"""The coordinator on rank 0: it matches the requests of all ranks, and orders the operations.
 
-Ranks request operations by name, in any order. An operation is ready once every member of its
-process set has requested it; responses are in the order in which operations become ready, which is
-the order on all ranks:
+Ranks request operations by name, in any order. An operation is ready when every member of its
+process set has requested it. All ranks execute operations in the order in which they became ready:
 
     rank 1   b, a ─┐
     rank 2   a, b ─┼─▶ coordinator ─▶ responses: b, a ─▶ all ranks
     rank 0   b, a ─┘
 
-A rank that has joined takes part in every allreduce without a request, with zeros. Nothing here
-communicates or reads the time.
+A rank that has joined contributes zeros to every allreduce, without a request. This module neither
+communicates nor reads the time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 from shardwise.watch.wait_graph import named
 
 OperationKey = tuple[int, str, str]
-"""Identity of an operation: process set, kind (only without tensors) and name."""
+"""Identity of an operation: process set, kind (only if it has no tensors) and name."""
 
 JOIN = "join"
 """The kind and name of the request of a rank without more data."""
@@ -31,36 +30,40 @@ JOIN_KEY: OperationKey = (0, JOIN, JOIN)
 
 @dataclass(frozen=True, kw_only=True)
 class OperationRequest:
-    """One operation as a rank requests it.
-
-    `kind` names the operation on tensors of `shapes` and `dtypes`, one or a group; `process_set` is
-    a number. `op` says how values are reduced, times `scale`: before, and after. `root` is a rank
-    of the run. `splits` has the rows for each member, or the ranks of a new process set. `layout`
-    is anything else that must be equal on all ranks, `note` what rank 0 compares.
-    """
+    """The request of a rank for one operation on one tensor or a group."""
 
     name: str
     kind: str
     process_set: int = 0
+    """The number of the process set."""
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     device: str = "cpu"
     op: str = ""
+    """The name of the ReduceOp."""
     scale: tuple[float, float] = (1.0, 1.0)
+    """Factors before and after the reduction."""
     root: int = 0
+    """The rank of the run that sends in a broadcast; the number of a process set to remove."""
     splits: tuple[int, ...] = ()
+    """Rows for each member of an alltoall, or the ranks of a new process set."""
     layout: str = ""
+    """Anything else that must be equal on all ranks, in words."""
     note: Mapping[str, str] = field(default_factory=dict)
+    """Values that rank 0 compares (script_checks.py)."""
 
     @property
     def key(self) -> OperationKey:
-        """The identity of the operation. The kind is part of it only without tensors, so that a
-        tensor may have any name, such as "join"."""
+        """The identity of the operation."""
+        # An operation without tensors is also identified by its kind, so that a tensor may have any
+        # name, even "join".
         return self.process_set, "" if self.shapes else self.kind, self.name
 
     def rows(self) -> list[int]:
-        """Return the row counts that may differ between ranks: of each tensor, or for each member
-        of an alltoall."""
+        """Return the row counts that may differ between ranks.
+
+        They are the rows of each tensor, or the rows for each member of an alltoall.
+        """
         if self.kind == "alltoall":
             return list(self.splits)
         return [shape[0] if shape else 1 for shape in self.shapes]
@@ -70,11 +73,11 @@ class OperationRequest:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> OperationRequest:
+    def from_json(cls, values: Mapping[str, Any]) -> OperationRequest:
         """Return the request that `as_json` wrote."""
-        shapes = tuple(tuple(shape) for shape in said["shapes"])
-        lists = {name: tuple(said[name]) for name in ("dtypes", "scale", "splits")}
-        return cls(**{**said, **lists, "shapes": shapes})
+        shapes = tuple(tuple(shape) for shape in values["shapes"])
+        lists = {name: tuple(values[name]) for name in ("dtypes", "scale", "splits")}
+        return cls(**{**values, **lists, "shapes": shapes})
 
 
 UNEVEN_ROWS = ("allgather", "alltoall", "sparse_allreduce")
@@ -82,9 +85,9 @@ UNEVEN_ROWS = ("allgather", "alltoall", "sparse_allreduce")
 
 
 def difference(requests: Mapping[int, OperationRequest]) -> str:
-    """Return the error for requests of one name that do not match; "" if they match."""
+    """Return the error for requests of one name that do not match, or "" if they match."""
     ranks = sorted(requests)
-    for texts in zip(*(_described(requests[rank]) for rank in ranks), strict=True):
+    for texts in zip(*(_describe_parts(requests[rank]) for rank in ranks), strict=True):
         if len(set(texts)) > 1:
             by_text = {
                 text: [r for r, t in zip(ranks, texts, strict=True) if t == text]
@@ -95,8 +98,8 @@ def difference(requests: Mapping[int, OperationRequest]) -> str:
     return ""
 
 
-def _described(request: OperationRequest) -> tuple[str, ...]:
-    """Describe each part of a request that must be equal on all ranks, the plainest first."""
+def _describe_parts(request: OperationRequest) -> tuple[str, ...]:
+    """Describe each part of a request that must be equal on all ranks, the most obvious first."""
     kind, count = request.kind, len(request.shapes)
     tensors = []
     for shape, dtype in zip(request.shapes, request.dtypes, strict=True):
@@ -125,36 +128,36 @@ REDUCTIONS = ("allreduce", "sparse_allreduce")
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """The next operation of a process set: `request`, as one member made it; or an `error`.
-
-    `ranks` are those it is sent to. `rows` has `OperationRequest.rows()` of each member (zeros for
-    ranks that joined). `number` is the new process set's, or the rank that joined last.
-    `is_bad_call` marks errors that no retry can mend. `notes` are those of the requesting ranks;
-    they stay with rank 0.
-    """
+    """The next operation of a process set, or an error."""
 
     ranks: tuple[int, ...]
+    """The ranks to send it to."""
     request: OperationRequest
+    """The request of one member."""
     rows: Sequence[Sequence[int]] = ()
+    """`OperationRequest.rows()` of each member; zeros for ranks that have joined."""
     number: int = 0
+    """The number of a new process set, or the rank that joined last."""
     error: str = ""
     is_bad_call: bool = False
+    """Whether the error is a mistake in the script, which no retry can fix."""
     notes: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    """The notes of the requesting ranks. They are not sent."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the response as plain values, for a message."""
         return asdict(replace(self, notes={}))
 
     @classmethod
-    def from_json(cls, said: dict[str, Any]) -> Response:
+    def from_json(cls, values: dict[str, Any]) -> Response:
         """Return the response that `as_json` wrote."""
-        request = OperationRequest.from_json(said["request"])
-        return cls(**{**said, "request": request, "ranks": tuple(said["ranks"])})
+        request = OperationRequest.from_json(values["request"])
+        return cls(**{**values, "request": request, "ranks": tuple(values["ranks"])})
 
 
 @dataclass
 class _Pending:
-    """An operation with the requests so far, the first of them at time `since` (seconds)."""
+    """An operation with its requests so far, the first of which was at time `since` (seconds)."""
 
     since: float
     requests: dict[int, OperationRequest] = field(default_factory=dict)
@@ -162,33 +165,33 @@ class _Pending:
 
 
 class Coordinator:
-    """Keeps the table of pending requests of `size` ranks."""
+    """The table of pending requests of `size` ranks."""
 
     def __init__(self, size: int) -> None:
         self.members: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
-        """The ranks of each process set; number 0 has all."""
+        """The ranks of each process set. Number 0 has all ranks."""
         self._next_number = 1
         self._pending: dict[OperationKey, _Pending] = {}
         self._joined: list[int] = []
         self._gone: dict[int, str] = {}
 
     def add_request(self, rank: int, request: OperationRequest, now: float) -> list[Response]:
-        """Record a request of `rank`; return the responses that it makes ready."""
+        """Record a request of `rank`, and return the responses that are ready now."""
         if request.process_set not in self.members:
-            why = f"there is no process set {request.process_set}: it was removed."
+            why = f"process set {request.process_set} does not exist: it was removed."
             text = f"{request.kind} {request.name!r} cannot be done: {why}"
             return [Response(ranks=(rank,), request=request, error=text)]
         pending = self._pending.setdefault(request.key, _Pending(now))
         pending.requests[rank] = request
         if request.kind == JOIN:
             self._joined.append(rank)
-            # A join may complete operations that waited for this rank; it is itself the last.
+            # A join may complete operations that waited for this rank. The join itself is last.
             others = [key for key in self._pending if key != request.key]
             return list(self._ready([*others, request.key]))
         return list(self._ready([request.key]))
 
     def remove_rank(self, rank: int, why: str) -> list[Response]:
-        """Record that `rank` has ended; return errors for operations that wait for it."""
+        """Record that `rank` has ended, and return errors for operations that wait for it."""
         self._gone.setdefault(rank, why)
         return list(self._ready(list(self._pending)))
 
@@ -198,15 +201,17 @@ class Coordinator:
         return [
             self._fail(
                 key,
-                f"waited {patience:g} s for {named(self._missing(key))}. Every rank must ask for "
+                f"waited {patience:g} s for {named(self._missing(key))}. Every rank must request "
                 "the same operations; --timeout sets how long to wait.",
             )
             for key in late
         ]
 
     def stalled(self, now: float, after: float) -> list[tuple[OperationRequest, list[int]]]:
-        """Return operations that have waited longer than `after` seconds, each once, with the
-        missing ranks."""
+        """Return operations that have waited longer than `after` seconds, with the missing ranks.
+
+        Each operation is returned once.
+        """
         found = []
         for key, since in self._waits():
             pending = self._pending[key]
@@ -217,18 +222,20 @@ class Coordinator:
 
     @property
     def waiting_since(self) -> float | None:
-        """The time since which the oldest operation waits; None if none waits."""
+        """The time since when the oldest operation has waited, None if none waits."""
         return min((since for _, since in self._waits()), default=None)
 
     def _waits(self) -> list[tuple[OperationKey, float]]:
-        """Return pending operations and since when they wait, except join: it may wait for as long
-        as others have data."""
+        """Return pending operations, each with the time since when it waits.
+
+        Without join, which may wait as long as other ranks have data.
+        """
         return [(key, pending.since) for key, pending in self._pending.items() if key != JOIN_KEY]
 
     def _missing(self, key: OperationKey) -> list[int]:
         requests, number = self._pending[key].requests, key[0]
-        # A rank that has joined need not request operations of all ranks, but those of other
-        # process sets.
+        # A rank that has joined need not request operations of the set of all ranks. It must still
+        # request those of other process sets.
         joined = self._joined if number == 0 else []
         return [r for r in self.members[number] if r not in requests and r not in joined]
 
@@ -248,7 +255,7 @@ class Coordinator:
             elif not self._missing(key):
                 response = self._respond(key)
                 if request.kind == REMOVE_PROCESS_SET and not response.error:
-                    # Before the removal: afterwards no rank has a transport for them.
+                    # Fail them before the removal: after it no rank has a transport for them.
                     number = response.number
                     for left in [left for left in self._pending if left[0] == number]:
                         why = f"cannot be done: process set {number} was removed."
@@ -259,7 +266,7 @@ class Coordinator:
         requests = self._pending[key].requests
         members = self.members[key[0]]
         joined = [rank for rank in members if rank not in requests]
-        request = requests[min(requests)]  # any would do, since all match
+        request = requests[min(requests)]  # any of them, if all match
         if found := difference(requests):
             return self._fail(key, found, names_it=True)
         if joined and (request.kind not in REDUCTIONS or request.op == "Adasum"):
@@ -273,13 +280,13 @@ class Coordinator:
             return self._fail(key, fault, names_it=True, is_bad_call=True)
         number = self._change_process_sets(request)
         del self._pending[key]
-        nothing = [0] * len(request.rows())  # what a rank that has joined contributes
+        nothing = [0] * len(request.rows())  # the rows of a rank that has joined
         rows = [requests[rank].rows() if rank in requests else nothing for rank in members]
         notes = {rank: one.note for rank, one in requests.items() if one.note}
         return Response(ranks=members, request=request, rows=rows, number=number, notes=notes)
 
     def _change_process_sets(self, request: OperationRequest) -> int:
-        """Add or remove a process set if `request` asks for it; return its number, else 0."""
+        """Add or remove a process set if `request` is for that. Returns its number, else 0."""
         if request.kind == REMOVE_PROCESS_SET:
             del self.members[request.root]
             return request.root
@@ -291,17 +298,19 @@ class Coordinator:
 
     def _why_refused(self, request: OperationRequest) -> str:
         if request.kind == REMOVE_PROCESS_SET and request.root not in self.members:
-            return f"there is no process set {request.root}."
+            return f"process set {request.root} does not exist."
         same = [number for number, ranks in self.members.items() if ranks == request.splits]
         if request.kind == ADD_PROCESS_SET and same:
-            return f"process set {same[0]} has the ranks {list(request.splits)} already."
+            return f"process set {same[0]} already has the ranks {list(request.splits)}."
         return ""
 
     def _fail(
         self, key: OperationKey, why: str, *, names_it: bool = False, is_bad_call: bool = False
     ) -> Response:
-        """Return an error to all ranks that requested `key`; `names_it` if `why` names the
-        operation."""
+        """Return an error to all ranks that requested `key`.
+
+        `names_it`: the reason `why` already names the operation.
+        """
         requests = self._pending.pop(key).requests
         request = requests[min(requests)]
         text = why if names_it else f"{request.kind} {request.name!r} {why}"

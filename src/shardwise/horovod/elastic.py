@@ -1,13 +1,13 @@
-"""`hvd.elastic`: restarts a run from its last commit, with the ranks that are available then.
+"""`hvd.elastic`: resume from the last commit after a restart, with the ranks available then.
 
-If a rank fails or hosts change, all ranks start again: `shardwise run --restarts K` on fixed hosts,
-`--nnodes MIN:MAX` on changing ones. `run` then finds the newest commit:
+If a rank fails or hosts change, all ranks start again: with `shardwise run --restarts K` on fixed
+hosts, with `--nnodes MIN:MAX` on changing ones. Then `run` finds the newest commit:
 
     commit ─▶ file on each host     a rank dies ─▶ all start again ─▶ newest commit ─▶ sync ─▶ func
 
 The first rank of each host writes the commit into the user's own temporary folder, under a name
-that is the same in all starts of a run. So any surviving host has it. A commit is a pickle, which
-could run code: a file that another user has written is not read.
+that is the same in all starts of a run. So every surviving host has it. A commit is a pickle, which
+could run code, so a file that belongs to another user is not read.
 """
 
 from __future__ import annotations
@@ -47,8 +47,24 @@ T = TypeVar("T")
 class TorchState:
     """State that survives restarts: models, optimizers, schedulers, samplers and plain values.
 
-    Each keyword is an attribute: `TorchState(model=model, optimizer=optimizer, epoch=0)` has
-    `state.epoch`. Objects with a state_dict are saved by it, others are copied.
+    Objects with a state_dict are saved by it, others are copied.
+
+    Args:
+        model, optimizer: A model and an optimizer, or None.
+        **kwargs: Other objects and values. Each becomes an attribute, such as `state.epoch`.
+
+    Example:
+        ```python
+        state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
+
+        @hvd.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, 10):
+                train_one_epoch(state)
+                state.commit()
+
+        train(state)
+        ```
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
@@ -62,7 +78,11 @@ class TorchState:
         self.save()
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Register callbacks to call when the run resumes after a restart, maybe on other ranks."""
+        """Register callbacks for the time after a restart, when the ranks may be others.
+
+        Args:
+            callbacks: Functions without arguments.
+        """
         self._callbacks += callbacks
 
     def save(self) -> None:
@@ -75,7 +95,7 @@ class TorchState:
             self._take(name, copy.deepcopy(self._saved[name]))
 
     def commit(self) -> None:
-        """Save a copy to disk, from which a restart resumes. All ranks commit at the same batch."""
+        """Save a copy to disk, for a restart. All ranks must commit at the same batch."""
         self.save()
         context = current()
         context.commits += 1
@@ -86,7 +106,7 @@ class TorchState:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Do nothing: hosts change only between two starts of a run."""
+        """Do nothing, because hosts change only between two starts of a run."""
 
     def sync(self, root_rank: int = 0) -> None:
         """Broadcast the state of rank `root_rank` to all ranks. Collective."""
@@ -106,8 +126,11 @@ class TorchState:
             callback()
 
     def resume(self) -> bool:
-        """Load the newest commit on any host of this run; return whether there is one.
-        Collective."""
+        """Load the newest commit on any host of this run. Collective.
+
+        Returns whether there is a commit.
+        """
+        # Hosts may have different commits: a host that joined after a restart has none.
         number, state = self._commit_file.read() or (0, {})
         numbers = allgather_object(number)
         newest = max(numbers)
@@ -154,9 +177,15 @@ def _copied_state(value: Any) -> Any:
 def run(
     func: Callable[Concatenate[TorchState, P], T],
 ) -> Callable[Concatenate[TorchState, P], T]:
-    """Decorate `func(state, ...)` so that it resumes from the run's newest commit, on all ranks.
+    """Decorate a function so that it resumes from the run's newest commit, on all ranks.
 
-    An error ends this start of the run. The launcher starts it again if it was asked to.
+    An error ends this start of the run. With `--restarts`, the launcher starts it again.
+
+    Args:
+        func: A function whose first argument is a TorchState.
+
+    Returns:
+        A function with the same arguments and result.
     """
 
     @wraps(func)
@@ -175,13 +204,13 @@ def run(
 
 
 def run_name(environ: Mapping[str, str]) -> str | None:
-    """Return the name that all starts of this run share; None if no launcher would restart it."""
+    """Return the name that all starts of this run share, None if no launcher would restart it."""
     if environment.RUN_VARIABLE in environ:
         return environ[environment.RUN_VARIABLE]
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
-    # torch's agent is the parent of all starts. Its start time tells it from a later process with
-    # the same number.
+    # torch's agent is the parent of all starts. Its start time distinguishes it from a later
+    # process with the same process id.
     agent, started = os.getppid(), ""
     with suppress(OSError):
         started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
@@ -198,7 +227,7 @@ class CommitFile:
         )
 
     def write(self, number: int, state: Mapping[str, Any]) -> None:
-        """Replace the earlier commit by commit `number`, atomically."""
+        """Replace the earlier commit with commit `number`, atomically."""
         if self.path is None:
             return
         aside = self.path.with_suffix(".new")
@@ -208,7 +237,7 @@ class CommitFile:
         aside.rename(self.path)
 
     def read(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the commit on this host, None without one. Ignores a file of another user."""
+        """Return the commit on this host, None if there is none. Ignores files of other users."""
         file = private_files.opened(self.path) if self.path is not None else None
         if file is None:
             return None
@@ -224,11 +253,26 @@ class CommitFile:
 
 
 class ElasticSampler(Sampler[int]):
-    """Samples the indices of `dataset` that this rank reads in the present epoch.
+    """Sampler of the indices that this rank reads in the present epoch.
 
     All ranks shuffle in the same order, by (seed, epoch), and take turns. `record_batch` counts the
-    samples that all ranks have read. After a restart the new ranks share the rest. The last turn is
-    filled with indices of that rest, so that all ranks have the same number.
+    samples that all ranks have read. After a restart, the new ranks share the remaining samples.
+    The last turn is filled with some of these again, so that all ranks have the same number.
+
+    Args:
+        dataset: Anything with a length.
+        shuffle: Whether to shuffle in each epoch.
+        seed: Seed of the order, the same on all ranks.
+
+    Example:
+        ```python
+        sampler = hvd.elastic.ElasticSampler(dataset)
+        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        for index, batch in enumerate(loader):
+            train_on(batch)
+            state.sampler.record_batch(index, 32)
+        ```
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -240,18 +284,18 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start another epoch. Call it at the end of an epoch: the count of samples is reset."""
+        """Start another epoch and reset the count of samples. Call it at the end of an epoch."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that every rank has read a batch of `batch_size` samples."""
-        del batch_idx  # Horovod's interface has it
+        del batch_idx  # part of Horovod's interface
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and how many of its samples all ranks have read."""
+        """Return the epoch, and the number of its samples that all ranks have read."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

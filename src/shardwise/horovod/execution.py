@@ -1,4 +1,4 @@
-"""Executes an operation that all ranks have agreed on, with the collectives of a transport."""
+"""Execution of an operation that all ranks have agreed on, by the collectives of a transport."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.horovod.coordinator import UNEVEN_ROWS, OperationRequest
 from shardwise.layout import sum_tree
 
 CHUNK = 1 << 20
-"""Elements of every rank that are gathered at once, for ops that the transport cannot reduce."""
+"""Elements per rank that are gathered at a time, for ops that the transport cannot reduce."""
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -24,8 +24,8 @@ NARROW = (torch.float16, torch.bfloat16)
 class AgreedOperation:
     """One agreed operation on this rank, with its tensors.
 
-    `rank` is this rank's among the `members`, `rows` are those of `Response`. `sent` has the
-    transport's handles: other ranks may read the given tensors until these are reusable.
+    `rank` is this rank's place among the `members`. `rows` has the row counts of a `Response`.
+    `sent` has the transport's handles: other ranks may read the tensors until these are reusable.
     """
 
     request: OperationRequest
@@ -51,20 +51,17 @@ class AgreedOperation:
 
 
 def execute(operation: AgreedOperation) -> list[Tensor]:
-    """Execute the operation; returns one result for each tensor.
-
-    A transport for one type of device alone, as NCCL is, gets copies there of tensors that are
-    elsewhere.
-    """
+    """Execute the operation. Returns one result for each tensor."""
+    # NCCL has one type of device only: it gets copies of tensors on other devices.
     run, there = _COLLECTIVES[operation.request.kind], operation.group.small_device
     if there.type == "cpu" or all(tensor.device.type == there.type for tensor in operation.tensors):
         return run(operation)
     moved = [tensor.detach().to(there) for tensor in operation.tensors]
     results = run(replace(operation, tensors=moved))
-    if operation.in_place:
+    if operation.in_place:  # the results are in the copies
         pairs = zip(operation.tensors, results, strict=True)
         return [tensor.detach().copy_(result) for tensor, result in pairs]
-    # An alltoall has one result more: the numbers of rows.
+    # An alltoall has an additional result: the numbers of rows.
     homes = [tensor.device for tensor in [*operation.tensors, operation.tensors[0]]]
     return [result.to(home) for result, home in zip(results, homes, strict=False)]
 
@@ -72,7 +69,7 @@ def execute(operation: AgreedOperation) -> list[Tensor]:
 def joined_zeros(request: OperationRequest, device: torch.device) -> list[Tensor]:
     """Return the zeros that a rank contributes after it has joined."""
     shapes = request.shapes
-    if request.kind in UNEVEN_ROWS:  # no rows at all, which need not be summed
+    if request.kind in UNEVEN_ROWS:  # no rows, instead of rows of zeros
         shapes = tuple((0, *shape[1:]) for shape in shapes)
     tensors = zip(shapes, request.dtypes, strict=True)
     here = device if request.device == device.type else torch.device(request.device)
@@ -84,22 +81,22 @@ def joined_zeros(request: OperationRequest, device: torch.device) -> list[Tensor
 
 def _allreduce(operation: AgreedOperation) -> list[Tensor]:
     results = [t.detach() if operation.in_place else _copy(t) for t in operation.tensors]
-    # One collective for all tensors of a dtype, not one for each tensor.
+    # One collective for all tensors of a dtype: its latency counts once.
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in results:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for alike in by_dtype.values():
+    for same_dtype in by_dtype.values():
         if operation.request.op == "Adasum":
             scale = math.prod(operation.request.scale)
-            for tensor in alike:
+            for tensor in same_dtype:
                 tensor.copy_(adasum_reduce(tensor, operation.group, scale))
-        elif len(alike) == 1 and alike[0].is_contiguous():
-            _reduce(operation, alike[0].view(-1))
+        elif len(same_dtype) == 1 and same_dtype[0].is_contiguous():
+            _reduce(operation, same_dtype[0].view(-1))
         else:
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+            flat = torch.cat([tensor.reshape(-1) for tensor in same_dtype])
             _reduce(operation, flat)
-            parts = torch.split(flat, [tensor.numel() for tensor in alike])
-            for tensor, part in zip(alike, parts, strict=True):
+            parts = torch.split(flat, [tensor.numel() for tensor in same_dtype])
+            for tensor, part in zip(same_dtype, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
     return results
 
@@ -109,6 +106,7 @@ def _reduce(operation: AgreedOperation, flat: Tensor) -> None:
     before, after = operation.request.scale
     if operation.request.op in _REDUCED_ROWS:  # ops that the transport cannot reduce
         _scale(flat, before)
+        # In chunks, because each rank holds the rows of all ranks at the same time.
         for part in torch.split(flat, CHUNK):
             rows = part.new_empty((operation.size, part.numel()))
             rows[operation.rank] = part
@@ -132,12 +130,12 @@ def _is_floating(tensor: Tensor) -> bool:
 
 
 def _factors(operation: AgreedOperation, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the factors of floating values before their sum and after it."""
+    """Return the factors of floating values before their sum, and of their sum."""
     before, after = operation.request.scale
     first = 1.0
-    # Before the sum only the power of two in the user's factor, because it rounds nothing and yet
-    # keeps the sum as far from overflow as the whole factor. The rest goes into the one rounding
-    # after the sum. Not for fp16, whose sums are made in fp32 and cannot overflow there.
+    # Multiply by the power of two in the user's factor before the sum. That rounds nothing, and
+    # keeps the sum as far from overflow as the whole factor would. The rest is part of the one
+    # rounding after the sum. Not for fp16, whose sums are computed in fp32 and cannot overflow.
     if before not in (0.0, 1.0) and math.isfinite(before) and dtype != torch.float16:
         most = math.frexp(torch.finfo(dtype).max)[1] - 2
         first = math.ldexp(1.0, max(-most, min(math.frexp(before)[1] - 1, most)))
@@ -146,8 +144,7 @@ def _factors(operation: AgreedOperation, dtype: torch.dtype) -> tuple[float, flo
 
 
 def _divide(operation: AgreedOperation, total: Tensor) -> None:
-    """Divide a sum of integers by the number of ranks if the op is Average, truncating towards
-    zero."""
+    """Divide a sum of integers by the number of ranks if the op is Average. Truncates to zero."""
     if operation.request.op == "Average":
         total.copy_(torch.div(total, operation.size, rounding_mode="trunc"))
 
@@ -183,7 +180,7 @@ def _allgather(operation: AgreedOperation) -> list[Tensor]:
 
 
 def _gather(operation: AgreedOperation, flat: Tensor, lengths: Sequence[int]) -> None:
-    """All-gather the parts of all ranks into `flat`, which holds this rank's own already."""
+    """All-gather the parts of all ranks into `flat`, which already has this rank's part."""
     cuts = [0, *accumulate(length * flat.itemsize for length in lengths)]
     operation.wait(operation.group.all_gather(_bytes(flat), cuts))
 
@@ -214,7 +211,7 @@ def _alltoall(operation: AgreedOperation) -> list[Tensor]:
 
 
 def _reducescatter(operation: AgreedOperation) -> list[Tensor]:
-    """Reduce (rows, ...) to this rank's rows of the sum; the first ranks have one more."""
+    """Reduce (rows, ...) to this rank's rows of the sum. The first ranks may have one row more."""
     found = []
     for tensor in operation.tensors:
         rows = row_counts(tensor.shape[0], operation.size)
@@ -237,7 +234,7 @@ def _reducescatter(operation: AgreedOperation) -> list[Tensor]:
 
 
 def row_counts(rows: int, size: int) -> list[int]:
-    """Rows for each of `size` ranks: as even as can be, the first ones one more."""
+    """Return the number of rows of each of `size` ranks. The first ranks may have one row more."""
     return [rows // size + (place < rows % size) for place in range(size)]
 
 
@@ -248,7 +245,7 @@ _COLLECTIVES: dict[str, Callable[[AgreedOperation], list[Tensor]]] = {
     "alltoall": _alltoall,
     "reducescatter": _reducescatter,
     "sparse_allreduce": _allgather,
-    "barrier": lambda _: [],  # all ranks have requested it, which is all that a barrier waits for
+    "barrier": lambda _: [],  # done: the coordinator answers when all ranks have requested it
 }
 
 
@@ -257,22 +254,24 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _bytes(flat: Tensor) -> Tensor:
-    """View contiguous memory as bytes, for collectives that do not sum: any dtype goes."""
+    """View contiguous memory as bytes, so that collectives that do not sum accept any dtype."""
     return flat.view(torch.uint8)
 
 
 def adasum_reduce(tensor: Tensor, group: Collectives, scale: float = 1.0) -> Tensor:
-    """Return the adaptive sum of every rank's floating `tensor`, times `scale`: gradients that
-    point the same way are averaged, those at right angles added.
+    """Return the adaptive sum of every rank's floating `tensor`, times `scale`.
+
+    It averages gradients of the same direction, and adds orthogonal ones. For two ranks,
 
         a + b  becomes  (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
-    for two ranks, and so on for pairs of pairs (Maleki et al. 2020, "Scaling Distributed Training
-    with Adaptive Summation"). Dot products are of whole tensors, in fp64. The result has the
-    tensor's shape and is equal on all ranks. `group` has a power of two of ranks.
+    and so on for pairs of pairs (Maleki et al. 2020, "Scaling Distributed Training with Adaptive
+    Summation", https://arxiv.org/abs/2006.02924). Dot products are over whole tensors, in fp64. The
+    result has the tensor's shape and is equal on all ranks. The number of ranks in `group` is a
+    power of two.
     """
-    # Every rank gathers all tensors and folds them in the same tree, so the result is equal
-    # everywhere. Exchanging halves would send less, but needs point-to-point messages.
+    # Every rank gathers all tensors and folds them in the same tree, so the result is the same on
+    # all ranks. To exchange halves would send less, but needs point-to-point messages.
     rows = tensor.new_empty((group.size, tensor.numel()))
     rows[group.rank] = tensor.reshape(-1)
     cuts = [rank * tensor.numel() for rank in range(group.size + 1)]
@@ -288,7 +287,7 @@ def adasum_pair(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _adasum_factor(dot: Tensor, of: Tensor) -> Tensor:
-    """Return the factor of `of` in the adaptive sum."""
+    """Return the factor of the vector `of` in the adaptive sum."""
     square = torch.dot(of, of)
-    # A zero tensor has no direction, and any factor will do: 1 avoids the division by 0.
+    # Any factor is right for a zero tensor: 1 avoids the division by 0.
     return torch.where(square > 0, 1 - dot / (2 * square), torch.ones_like(square))

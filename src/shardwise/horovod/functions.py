@@ -1,4 +1,4 @@
-"""Broadcasts objects, parameters and optimizer state (Horovod's module of this name)."""
+"""Broadcast of objects, parameters and optimizer state (Horovod's module of this name)."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ except ModuleNotFoundError:
 _PURPOSE = "object"
 
 
-def _pickled(obj: Any) -> Tensor:
-    """Return `obj` as sealed bytes."""
+def _pickle_sealed(obj: Any) -> Tensor:
+    """Return `obj` as a tensor of sealed bytes."""
     # As in Horovod, cloudpickle sends functions and classes of the script by value. Without it,
-    # pickle sends the names of importable ones.
+    # pickle sends only the names of importable ones.
     try:
         found = pickler.dumps(obj)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -53,9 +53,9 @@ def _pickled(obj: Any) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _unpickled(data: Tensor) -> Any:
-    """Unpickle the bytes of `_pickled`. Raises HorovodInternalError without this run's seal."""
-    # The seal first: a pickle from outside the run could execute code.
+def _unpickle_sealed(data: Tensor) -> Any:
+    """Unpickle the bytes of `_pickle_sealed`. Raises HorovodInternalError if the seal is wrong."""
+    # Check the seal first: a pickle from outside the run could execute code.
     try:
         return pickle.loads(authentication.unsealed(_secret(), _PURPOSE, data.numpy().tobytes()))
     except authentication.Forged as error:
@@ -75,22 +75,41 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Broadcast `obj` of rank `root_rank` to every rank. Raises BadCall if it cannot be pickled."""
+    """Broadcast an object of one rank to every rank. Collective.
+
+    Args:
+        obj: The object to send; ignored on other ranks than `root_rank`.
+        root_rank: The rank of the run that sends.
+        name: The name of the operation, the same on all ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        The object of `root_rank`.
+
+    Raises:
+        BadCall: If the object cannot be pickled.
+        HorovodInternalError: If a received object is not from this run, or a rank ended.
+
+    Example:
+        ```python
+        epoch = hvd.broadcast_object(epoch, root_rank=0)
+        ```
+    """
     name = name or "broadcast_object"
     is_root = current().world.rank == root_rank
-    data = _pickled(obj) if is_root else None
+    data = _pickle_sealed(obj) if is_root else None
     length = torch.tensor([0 if data is None else data.numel()])
     broadcast_(length, root_rank, f"{name}.length", process_set)
     if data is None:
         data = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(data, root_rank, f"{name}.bytes", process_set)
-    return obj if is_root else _unpickled(data)
+    return obj if is_root else _unpickle_sealed(data)
 
 
 def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return a function that broadcasts its argument by `broadcast_object`."""
+    """Return a function that calls `broadcast_object` with its argument and these options."""
 
     def fn(obj: Any) -> Any:
         return broadcast_object(obj, root_rank, name, process_set)
@@ -101,14 +120,26 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Gather the `obj` of every rank on every rank, in rank order. Raises BadCall if one cannot be
-    pickled."""
+    """Gather an object of every rank on every rank. Collective.
+
+    Args:
+        obj: The object of this rank.
+        name: The name of the operation, the same on all ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        The objects in rank order.
+
+    Raises:
+        BadCall: If the object cannot be pickled.
+        HorovodInternalError: If a received object is not from this run, or a rank ended.
+    """
     name = name or "allgather_object"
-    data = _pickled(obj)
+    data = _pickle_sealed(obj)
     lengths = allgather_async(torch.tensor([data.numel()]), f"{name}.length", process_set)
     whole = allgather_async(data, f"{name}.bytes", process_set)
     sizes: list[int] = wait(lengths).tolist()
-    return [_unpickled(part) for part in wait(whole).split(sizes)]
+    return [_unpickle_sealed(part) for part in wait(whole).split(sizes)]
 
 
 def broadcast_parameters(
@@ -116,15 +147,27 @@ def broadcast_parameters(
     root_rank: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Copy the tensors of `params` from rank `root_rank` to all ranks, in place.
+    """Copy tensors from rank `root_rank` to all ranks, in place. Collective.
 
-    `params` is a state_dict, or parameters with or without names. Other values are ignored.
+    Args:
+        params: model.state_dict(), model.named_parameters() or model.parameters(). Values of a
+            state_dict that are no tensors are ignored.
+        root_rank: The rank of the run that sends.
+        process_set: The ranks that take part.
+
+    Raises:
+        BadCall: For other `params`.
+
+    Example:
+        ```python
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        ```
     """
     given: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
     pairs = [(None, each) if isinstance(each, Tensor) else each for each in given]
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise BadCall(
-            "hvd.broadcast_parameters takes model.state_dict(), model.named_parameters() or "
+            "hvd.broadcast_parameters needs model.state_dict(), model.named_parameters() or "
             "model.parameters()."
         )
     handles = [
@@ -150,22 +193,32 @@ def broadcast_optimizer_state(
     model: nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Copy the state and the options (learning rates ...) of `optimizer` from rank `root_rank`.
+    """Copy an optimizer's state and options from rank `root_rank` to all ranks. Collective.
 
-    If the root has no state yet, every rank first makes a step on zero gradients, as in Horovod,
-    for the same numbers: Adam counts a step, weight decay changes the weights, and `param.grad`
-    stays zero. Other ranks need no state. Horovod's `model` is not used: embeddings with sparse
-    gradients are found without it.
+    If the root has no state yet, every rank first makes a step on zero gradients, as Horovod does,
+    so that results agree with Horovod's: Adam counts a step, weight decay changes the weights, and
+    `param.grad` is zero afterwards. Other ranks need no state.
+
+    Args:
+        optimizer: Any torch optimizer, also a DistributedOptimizer.
+        root_rank: The rank of the run that sends.
+        model: Ignored. Horovod uses it to find embeddings with sparse gradients.
+        process_set: The ranks that take part.
+
+    Example:
+        ```python
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        ```
     """
     del model
     is_root = current().world.rank == root_rank
-    # Not for LBFGS: its step needs a closure.
+    # LBFGS cannot make that step, because it needs a closure.
     is_fresh = not optimizer.state and not isinstance(optimizer, optim.LBFGS)
     if broadcast_object(is_fresh, root_rank, f"{NAME}.fresh", process_set):
         _step_on_zero_gradients(optimizer)
     state: Any = optimizer.state_dict() if is_root else None
-    # The other ranks allocate dense tensors from their specs. A sparse tensor, as the momentum of
-    # a sparse gradient, is sent whole instead: its number of rows differs between ranks.
+    # The other ranks allocate dense tensors from their specs. A sparse tensor, such as the momentum
+    # of a sparse gradient, is pickled instead: its number of rows differs between ranks.
     specs = pytree.tree_map_only(
         Tensor, lambda t: _TensorSpec(t) if t.layout == torch.strided else t.cpu(), state
     )
@@ -185,7 +238,7 @@ def broadcast_optimizer_state(
 
 
 def _step_on_zero_gradients(optimizer: optim.Optimizer) -> None:
-    """Create the optimizer's state by one step on zero gradients. Discards earlier state."""
+    """Create the optimizer's state by one step on zero gradients. It discards earlier state."""
     optimizer.state.clear()
     sparse = sparse_parameters(optimizer)
     for group in optimizer.param_groups:
@@ -202,7 +255,7 @@ def _step_on_zero_gradients(optimizer: optim.Optimizer) -> None:
 
 
 class _TensorSpec:
-    """A tensor's shape, dtype and kind of device."""
+    """The shape, dtype and kind of device of a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._shape, self._dtype = tuple(tensor.shape), tensor.dtype

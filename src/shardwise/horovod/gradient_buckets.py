@@ -1,4 +1,4 @@
-"""Reduces the gradients of a `DistributedOptimizer` while backward runs, in buckets.
+"""Buckets, which reduce the gradients of a `DistributedOptimizer` while backward runs.
 
     hook of a parameter ─▶ copy into the flat buffer ─▶ bucket full ─▶ request its allreduce
     optimizer.step      ─▶ request the other buckets ─▶ wait for all ─▶ param.grad are views
@@ -30,8 +30,8 @@ from shardwise.layout import bucket_layout
 from shardwise.states.parameters.named_parameters import NamedParameter
 
 SMALL = 1 << 14
-"""Elements up to which gradients are copied together once their bucket is full. A larger one is
-copied at once, while it is in the processor's cache."""
+"""Largest gradient in elements that is copied together with others when their bucket is full. A
+larger one is copied at once, while it is in the CPU's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class HorovodBucket(ABC):
 
     filling ── mark_ready, for each parameter ── launch ── finish ── reset: filling again
 
-    `indices` number the bucket's parameters among those of the optimizer.
+    `indices` are the places of the bucket's parameters in the list of the optimizer's parameters.
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class HorovodBucket(ABC):
         self.handle: OperationHandle | None = None
         """The reduction, from `launch` to `reset`."""
         self.sparse: set[int] = set()
-        """Positions of parameters whose sparse gradient is sent dense."""
-        # Rank 0 compares it: a bucket with another layout would sum unrelated gradients.
+        """Positions of parameters whose sparse gradient is sent as a dense one."""
+        # Rank 0 compares this digest: buckets with different layouts would sum unrelated gradients.
         described = (f"{f.name} {tuple(f.shape)} {f.strides} {f.dtype}" for f in self.named)
         digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:8]
         self._layout = f"parameters laid out as {digest}"
 
     def mark_ready(self, position: int) -> bool:
-        """Take a complete gradient; return whether the bucket is full."""
+        """Record that a gradient is complete, and return whether the bucket is full."""
         self.missing -= 1
         return self.missing == 0
 
     @abstractmethod
     def launch(self, note: Note) -> None:
-        """Request the reduction. Gradients that no backward has computed are zeros."""
+        """Request the reduction. A gradient that no backward has computed is sent as zeros."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -114,7 +114,7 @@ class HorovodBucket(ABC):
         return found
 
     def _dense_gradient(self, position: int) -> Tensor:
-        """Return the gradient of a parameter, dense; zeros if it has none."""
+        """Return the gradient of a parameter as a dense tensor, zeros if there is no gradient."""
         entry = self.named[position]
         grad = entry.parameter.grad
         if grad is None:
@@ -123,9 +123,9 @@ class HorovodBucket(ABC):
             return grad
         if not self.options.sparse_as_dense:
             raise BadCall(
-                f"The gradient of {entry.name} is sparse, and no nn.Embedding(sparse=True) has it, "
-                "by which all ranks would know: write hvd.DistributedOptimizer(..., "
-                "sparse_as_dense=True)."
+                f"The gradient of {entry.name} is sparse, but the parameter belongs to no "
+                "nn.Embedding(sparse=True), so other ranks cannot know this. Write "
+                "hvd.DistributedOptimizer(..., sparse_as_dense=True)."
             )
         self.sparse.add(position)
         return grad.to_dense()
@@ -158,13 +158,14 @@ class FlatBucket(HorovodBucket):
             buffer = group.allocate(layout.numel, dtype, first.device)
             return buffer, StreamEvent.record([buffer])
 
+        # On the communication thread, because only that thread may use the transport.
         self._buffer, zeroed = background.call(allocate)
-        zeroed.wait()  # zeroed on the thread's stream, filled on this one
+        zeroed.wait()  # the thread's stream zeroes the buffer before this stream fills it
         record_use([self._buffer])
         pairs = list(zip(self.named, (slot.start for slot in layout.slots), strict=True))
         self._views = [entry.view(self._buffer, start) for entry, start in pairs]
         self._wide: Tensor | None = None
-        """The sums in the parameters' dtype, if the buffer has another one."""
+        """The sums in the dtype of the parameters, if the buffer has another dtype."""
         self._shown = self._views
         if dtype != first.dtype:
             self._wide = torch.empty_like(self._buffer, dtype=first.dtype)
@@ -196,19 +197,20 @@ class FlatBucket(HorovodBucket):
     def _copy(self, positions: Sequence[int]) -> None:
         """Copy gradients into the buffer, except those that backward has accumulated there."""
         grads = {position: self._dense_gradient(position) for position in positions}
-        # Unless the script sets it to None, `param.grad` is still a view of the buffer from the
-        # step before, and backward has written there.
+        # Unless the script has set it to None, `param.grad` is still a view of the buffer from the
+        # previous step, and backward has written into the buffer.
         moved = [p for p in positions if grads[p].data_ptr() != self._views[p].data_ptr()]
         if moved:
             torch._foreach_copy_([self._views[p] for p in moved], [grads[p] for p in moved])
         for position in positions:
             self._copied[position] = True
-            if self._wide is None:  # else `param.grad` would have the dtype of the buffer
+            # Otherwise the dtypes differ, and torch requires the dtype of the parameter.
+            if self._wide is None:
                 self.named[position].parameter.grad = self._views[position]
 
 
 class CompressedBucket(HorovodBucket):
-    """One parameter, whose gradient the user's own compressor turns into the tensor to send."""
+    """One parameter, whose gradient the user's own compressor converts to the tensor to send."""
 
     def launch(self, note: Note) -> None:
         packed, self._context = self.options.compression.compress(self._dense_gradient(0))
@@ -219,11 +221,11 @@ class CompressedBucket(HorovodBucket):
 
 
 class SparseBucket(HorovodBucket):
-    """One parameter with a sparse gradient, of which the used rows are sent, maybe none."""
+    """One parameter with a sparse gradient. Only the used rows are sent, which may be none."""
 
     def launch(self, note: Note) -> None:
         grad = self.named[0].parameter.grad
-        # Dense if a dense layer uses the weight too.
+        # The gradient is dense if a dense layer uses the weight too.
         self._is_dense = grad is not None and grad.layout == torch.strided
         if grad is None:
             grad = empty_sparse_gradient(self.named[0].parameter)
@@ -246,10 +248,11 @@ def make_buckets(
     options: ReductionOptions,
     name: str,
 ) -> list[HorovodBucket]:
-    """Return the buckets of parameters `named`; `sparse` are those with sparse gradients.
+    """Return the buckets of the parameters `named`, of which `sparse` have sparse gradients.
 
-    `groups` has a number for each parameter; equal ones may share a bucket. A group of the user's
-    own, above 0, is in one bucket whatever its size; `capacity` in bytes bounds the others.
+    `groups` has a group number for each parameter. Only parameters of one group share a bucket. A
+    group of the user, above 0, is in one bucket, even if it is larger than `capacity` in bytes,
+    which bounds the buckets of group 0.
     """
     indices = list(range(len(named)))
     sent_sparse = [
@@ -293,10 +296,10 @@ _active: WeakSet[GradientHooks] = WeakSet()
 
 
 class GradientHooks:
-    """Hooks on the parameters `named`, which launch each bucket once its gradients are complete.
+    """Hooks on the parameters `named`, which launch each bucket when its gradients are complete.
 
     A hook counts the backwards of its parameter: after `passes` of them its gradient is complete.
-    `note` makes the note that the very first request carries.
+    `note` returns the note for the first request.
     """
 
     def __init__(
@@ -320,7 +323,7 @@ class GradientHooks:
         self._is_replaced = False
         self._parameter_ids = {id(entry.parameter) for entry in named}
         self._hooks = []
-        weak = ref(self)  # so that a hook does not keep the optimizer alive
+        weak = ref(self)  # a strong reference in the hooks would keep the optimizer alive
         for index, entry in enumerate(named):
 
             def mark_ready(parameter: Tensor, index: int = index) -> None:
@@ -337,12 +340,12 @@ class GradientHooks:
         self._left = [passes] * len(self._left)
 
     def mark_ready(self, index: int) -> None:
-        """Count a backward of a parameter; launch its bucket once that is full."""
+        """Count a backward of a parameter, and launch its bucket if that is full."""
         if self._left[index] <= 0:
             raise HookOrder(
                 "Gradients were computed more than backward_passes_per_step "
                 f"({self.passes}) times before optimizer.step(). Increase backward_passes_per_step "
-                "to accumulate gradients, or call step() after each."
+                "to accumulate gradients, or call step() after each backward."
             )
         self.started = True
         self._left[index] -= 1
@@ -352,15 +355,17 @@ class GradientHooks:
                 self._launch(bucket)
 
     def synchronize(self) -> None:
-        """Wait until every `param.grad` is reduced. Raises HookOrder if a newer optimizer has
-        taken these parameters."""
+        """Wait until every `param.grad` is reduced.
+
+        Raises HookOrder if a newer optimizer reduces some of these parameters.
+        """
         if self._is_replaced:
             raise HookOrder(
-                "A newer hvd.DistributedOptimizer has parameters of this one, and reduces their "
-                "gradients: call step() of that one only, or give each parameter to one optimizer."
+                "A newer hvd.DistributedOptimizer has parameters of this one and reduces their "
+                "gradients. Call only its step(), or give each parameter to one optimizer."
             )
-        # Launch all before waiting for any: a rank whose backward skipped a bucket requests it
-        # here, and the others may be waiting for exactly that bucket.
+        # Launch all buckets before waiting for any: other ranks may already wait for a bucket that
+        # this rank's backward has skipped.
         for bucket in self._buckets:
             if bucket.handle is None:
                 self._launch(bucket)
@@ -387,7 +392,7 @@ class GradientHooks:
 
     @staticmethod
     def release(parameters: Iterable[Tensor]) -> None:
-        """Remove the hooks of older optimizers on `parameters`, which a new optimizer takes."""
+        """Remove the hooks of older optimizers with some of `parameters`, for a new optimizer."""
         ids = {id(parameter) for parameter in parameters}
         for hooks in list(_active):
             if not ids.isdisjoint(hooks._parameter_ids):

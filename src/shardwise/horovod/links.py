@@ -1,7 +1,7 @@
-"""Connects every rank to rank 0, for negotiation messages over authenticated links (net/rpc.py).
+"""Authenticated links (net/rpc.py) from every rank to rank 0, for negotiation messages.
 
-Nothing is sent while no rank requests an operation. A rank that ends, however it does, closes its
-connection, which the other end reads as the end of the stream.
+Nothing is sent while no rank requests an operation. When a rank ends, even by a kill, the other end
+of its connection reads the end of the stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RETRY_SECONDS = 0.05
 
 
 def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) -> dict[int, Link]:
-    """Accept the links of all other ranks, on rank 0. Raises LaunchError when one does not come."""
+    """Accept the links of all other ranks, on rank 0. Raises LaunchError if one is missing."""
     found: dict[int, Link] = {}
     until = time.monotonic() + timeout
     role = _role(listener.getsockname()[1])
@@ -37,7 +37,8 @@ def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) ->
             if connection is None:
                 missing = sorted(set(range(1, size)) - found.keys())
                 raise LaunchError(
-                    f"hvd.init: rank(s) {missing} did not connect to rank 0 within {timeout:g} s."
+                    f"hvd.init: rank(s) {missing} did not connect to rank 0 within {timeout:g} s. "
+                    "Every rank must call hvd.init(); --timeout sets how long to wait."
                 ).blaming(missing)
             connection.socket.settimeout(HELLO_SECONDS)
             with suppress(OSError, ValueError):
@@ -49,7 +50,7 @@ def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) ->
 
 
 def connect(address: str, port: int, secret: bytes, rank: int, timeout: float) -> Link:
-    """Connect to rank 0. Raises LaunchError where it cannot be reached."""
+    """Connect to rank 0. Raises LaunchError if it cannot be reached."""
     until = time.monotonic() + timeout
     while True:
         try:
@@ -67,11 +68,9 @@ def connect(address: str, port: int, secret: bytes, rank: int, timeout: float) -
 
 
 def send_up_to(upto: Mapping[int, int], links: Mapping[int, Link]) -> None:
-    """Wait until `upto[rank]` bytes are sent to each rank, and no longer.
-
-    Waiting for more could deadlock: a rank that does not read may be inside a collective that
-    waits for this one.
-    """
+    """Wait until `upto[rank]` bytes have been sent to each rank."""
+    # Not until everything is sent, which could deadlock: a rank that does not read may be inside a
+    # collective that waits for this rank.
     while True:
         full = [link for link in links.values() if link.is_open and link.has_unsent]
         if not any(
@@ -87,5 +86,6 @@ def send_up_to(upto: Mapping[int, int], links: Mapping[int, Link]) -> None:
 
 
 def _role(port: int) -> bytes:
-    """The role in which rank 0 accepts; see authentication.py."""
+    """Return the name of rank 0's role in the authentication (authentication.py)."""
+    # With the port, so that a proof for one listener is worthless at another.
     return f"horovod {port}".encode()

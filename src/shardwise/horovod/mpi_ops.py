@@ -1,4 +1,4 @@
-"""All operations and queries, under Horovod's module name; no MPI is used."""
+"""All operations and queries, under the name of Horovod's module. It does not use MPI."""
 
 from shardwise.errors import HorovodInternalError
 from shardwise.horovod.allreduce import (

@@ -1,4 +1,4 @@
-"""The handle of an operation in flight, which the communication thread fulfils."""
+"""The handle of an operation in flight, which the communication thread completes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shardwise.horovod.coordinator import JOIN, OperationRequest
 from shardwise.horovod.streams import StreamEvent, record_use
 
 MARGIN = 10.0
-"""Seconds after the time-out within which rank 0 must report it."""
+"""Seconds that a wait exceeds the timeout, because rank 0 needs time to report it."""
 
 
 class OperationHandle:
     """An operation in flight, for `poll` and `synchronize`.
 
-    `tensors` are its inputs; with `in_place` the results are written to them. `finish` turns the
-    results into what `synchronize` returns.
+    `tensors` are its inputs. With `in_place`, the results are written to them. `finish` converts
+    the results into the return value of `synchronize`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class OperationHandle:
         self.tensors = tensors
         self.in_place = in_place
         self.ready = StreamEvent.record(tensors)
-        """Recorded when the inputs can be read."""
+        """The event after which the inputs can be read."""
         self._finish = finish
         self._done = threading.Event()
         self._finished: StreamEvent | None = None
@@ -45,16 +45,16 @@ class OperationHandle:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether rank 0 limits how long it waits. A join waits for as long as others have data."""
+        """Whether rank 0 limits the wait. A join has no limit: it waits while others have data."""
         return self.request.kind != JOIN
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether `wait` would return or raise at once."""
         return self._done.is_set()
 
     def succeed(self, result: Any, finished: StreamEvent) -> None:
-        """Set the result. No other rank reads the inputs or the result."""
+        """Set the result. No other rank may still read the inputs or the result."""
         self._result, self._finished, self.tensors = result, finished, ()
         self._done.set()
 
@@ -65,18 +65,22 @@ class OperationHandle:
 
     def fail_in_child(self, text: str) -> None:
         """Set an error in a forked child."""
-        # A thread of the parent may have held the lock of the event at the fork.
+        # A new event: a thread of the parent may have held the old one's lock at the fork.
         self._done = threading.Event()
         self.fail(text)
 
     def wait(self, timeout: float) -> Any:
-        """Wait for the result and return it. Raises HorovodInternalError if the operation fails or
-        rank 0 does not answer, BadCall if the request is invalid."""
-        # Rank 0 reports a time-out with the names of the missing ranks, so this wait is longer.
+        """Wait for the result and return it.
+
+        Raises HorovodInternalError if the operation fails or rank 0 does not answer, and BadCall if
+        the request is invalid.
+        """
+        # Longer than rank 0 waits, because rank 0's report names the missing ranks.
         if not self._done.wait(timeout + MARGIN if self.is_bounded else None):
             raise HorovodInternalError(
-                f"{self.request.kind} {self.request.name!r}: rank 0, which coordinates, has not "
-                f"answered for {timeout + MARGIN:g} s. Is it stopped, or cut off?"
+                f"{self.request.kind} {self.request.name!r}: rank 0, which coordinates operations, "
+                f"has not answered for {timeout + MARGIN:g} s. Check whether it is stopped, or its "
+                "network is down."
             )
         if self._error is not None:
             raise self._error()

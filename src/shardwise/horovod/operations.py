@@ -1,4 +1,4 @@
-"""Requests operations: names, checks, the request, and the handle that waits for the result.
+"""Requests of operations: their names and checks, and the wait for their results.
 
 submit ─▶ OperationHandle ─▶ the communication thread (background.py) ─▶ succeed or fail
 wait   ◀── the result, in the form of the input
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ReduceOp(IntEnum):
-    """How the values of all ranks are reduced."""
+    """The reduction of the values of all ranks."""
 
     Average = 0
     Sum = 1
@@ -34,15 +34,21 @@ class ReduceOp(IntEnum):
 
 
 def poll(handle: OperationHandle) -> bool:
-    """Return whether the operation of `handle` is done, so that `synchronize` would not wait."""
+    """Return whether an operation is done, so that `synchronize` would not wait.
+
+    Args:
+        handle: The result of a function whose name ends with `_async` or `_async_`.
+    """
     return handle.is_done
 
 
 def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """Return `op`, or what the older `average` means; hvd.Average without either. Raises BadCall
-    for both."""
+    """Return `op`, or the op that the older argument `average` means (default: hvd.Average).
+
+    Raises BadCall if both are given.
+    """
     if op is not None and average is not None:
-        raise BadCall("op says what average says too: give op alone.")
+        raise BadCall("op and average both select the reduction: pass op alone.")
     if op is not None:
         return ReduceOp(op)
     return ReduceOp.Sum if average is False else ReduceOp.Average
@@ -69,7 +75,10 @@ def submit(
     context = current()
     number = process_set.number()
     if not process_set.included():
-        raise BadCall(f"{kind} on {process_set}, which rank {context.world.rank} is not in.")
+        raise BadCall(
+            f"Rank {context.world.rank} called {kind} on {process_set}, to which it does not "
+            "belong: call it only if process_set.included()."
+        )
     if name is None:
         counted = f"{kind}.noname.{number}"
         name = f"{counted}.{context.counters[counted]}"
@@ -91,9 +100,22 @@ def submit(
 
 
 def wait(handle: OperationHandle) -> Any:
-    """Wait for an operation and return its result, in the form of its input.
+    """Wait for an operation and return its result.
 
-    Raises HorovodInternalError if ranks disagree on it, or a rank is gone.
+    Args:
+        handle: The result of a function whose name ends with `_async` or `_async_`.
+
+    Returns:
+        The result in the form of the input: a tensor, or a list for a grouped operation.
+
+    Raises:
+        HorovodInternalError: If ranks request different operations under one name, or a rank ended.
+
+    Example:
+        ```python
+        handle = hvd.allreduce_async(loss, name="loss")
+        mean = hvd.synchronize(handle)
+        ```
     """
     return handle.wait(current().background.timeout)
 
@@ -107,7 +129,7 @@ def as_group(kind: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return a group of tensors as a list. Raises BadCall for an empty one."""
     found = list(tensors)
     if not found:
-        raise BadCall(f"a grouped {kind} of no tensors: give one at least.")
+        raise BadCall(f"a grouped {kind} of no tensors: pass at least one.")
     return found
 
 
@@ -116,7 +138,7 @@ def check_numbers(kind: str, tensors: Sequence[Tensor]) -> None:
     check_dense(kind, tensors)
     for tensor in tensors:
         if tensor.dtype == torch.bool:
-            raise BadCall(f"{kind} of truth values, which have no sum: convert with tensor.int().")
+            raise BadCall(f"{kind} cannot sum truth values: convert them with tensor.int().")
 
 
 def check_rows(kind: str, tensors: Sequence[Tensor]) -> None:
@@ -124,7 +146,7 @@ def check_rows(kind: str, tensors: Sequence[Tensor]) -> None:
     check_dense(kind, tensors)
     for tensor in tensors:
         if not tensor.ndim:
-            raise BadCall(f"{kind} of a scalar, which has no rows: reshape it, tensor.view(1).")
+            raise BadCall(f"{kind} of a scalar, which has no rows: write tensor.view(1).")
 
 
 def check_dense(kind: str, tensors: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""`hvd.DistributedOptimizer`: steps the user's optimizer on gradients of all ranks."""
+"""`hvd.DistributedOptimizer`, which steps the user's optimizer on gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Groups = int | Sequence[Sequence[nn.Parameter]] | None
 
 
 class ReducingOptimizer(optim.Optimizer):
-    """Base class that a DistributedOptimizer puts before the user's own class.
+    """Mixin that a DistributedOptimizer puts before the user's own class.
 
     `_gradient_hooks` is None if there is no other rank to reduce with.
     """
@@ -41,8 +41,16 @@ class ReducingOptimizer(optim.Optimizer):
     _opt_called: bool
 
     def synchronize(self) -> None:
-        """Wait until every `param.grad` is reduced over all ranks: for clipping by hand, before
-        `with optimizer.skip_synchronize(): optimizer.step()`."""
+        """Wait until every `param.grad` is reduced over all ranks.
+
+        Example:
+            ```python
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            ```
+        """
         if self._gradient_hooks is not None:
             with span("synchronize"):
                 self._gradient_hooks.synchronize()
@@ -50,7 +58,7 @@ class ReducingOptimizer(optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make `step` inside the block use gradients as they are, after `synchronize`."""
+        """Make `step` inside the block use the gradients as they are, after `synchronize`."""
         self._skips_synchronize = True
         try:
             yield
@@ -58,9 +66,15 @@ class ReducingOptimizer(optim.Optimizer):
             self._skips_synchronize = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Wait for the reduced gradients, and update. A `closure` computes them first, each time
-        that the optimizer calls it."""
-        self._opt_called = True  # torch's schedulers warn unless a step has set it before theirs
+        """Wait for the reduced gradients, and update the parameters.
+
+        Args:
+            closure: Computes the loss and its gradients. The optimizer may call it several times.
+
+        Returns:
+            The result of `closure`, or None.
+        """
+        self._opt_called = True  # torch's schedulers warn if they step before this is set
         if closure is not None:
 
             def evaluate() -> Any:
@@ -76,8 +90,8 @@ class ReducingOptimizer(optim.Optimizer):
         if not self._skips_synchronize and self._synchronized and not self._started:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after "
-                "optimizer.synchronize(): gradients are reduced already, and not once more. Write "
-                "with optimizer.skip_synchronize(): optimizer.step().",
+                "optimizer.synchronize(): gradients are already reduced, and are not reduced "
+                "again. Write with optimizer.skip_synchronize(): optimizer.step().",
                 stacklevel=2,
             )
         elif not self._skips_synchronize:
@@ -89,11 +103,11 @@ class ReducingOptimizer(optim.Optimizer):
         return None
 
     def step_alone(self) -> None:
-        """Run the step of the user's own class on gradients as they are, without communication."""
+        """Run the step of the user's own class on the present gradients, without communication."""
         super().step()
 
-    # LRScheduler wraps `step` on the instance unless it has this mark. The wrapper would hide the
-    # class that DistributedOptimizer sets later.
+    # LRScheduler wraps `step` on the instance unless it has this mark. A wrapper would hide the
+    # `step` of the class that DistributedOptimizer sets later.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     @property
@@ -102,25 +116,30 @@ class ReducingOptimizer(optim.Optimizer):
         return self._gradient_hooks is not None and self._gradient_hooks.started
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zero gradients as the user's class does. Raises HookOrder between backward and step,
-        because reductions are in flight."""
+        """Zero the gradients like the user's class.
+
+        Raises HookOrder between backward and step, when reductions are in flight.
+        """
         if self._started:
             raise HookOrder(
                 "optimizer.zero_grad() was called after loss.backward() but before "
-                "optimizer.step() or optimizer.synchronize(), while gradients are in flight."
+                "optimizer.step() or optimizer.synchronize(), while gradients are being reduced. "
+                "Call it after the step, or before the backward."
             )
         self._synchronized = False
         super().zero_grad(*args, **kwargs)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backwards before each `step`, whose gradients are added up."""
+        """Set the number of backwards before each `step`. Their gradients are added up."""
         if self._gradient_hooks is not None:
-            self._gradient_hooks.set_passes(_checked_passes(passes))
+            self._gradient_hooks.set_passes(_check_passes(passes))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; its parameters are reduced too."""
+        """Add a group as torch does. The gradients of its parameters are reduced too."""
         if self._started:
-            raise HookOrder("add_param_group between backward and step: call it after the step.")
+            raise HookOrder(
+                "add_param_group was called between backward and step: call it after the step."
+            )
         super().add_param_group(param_group)
         if self._gradient_hooks is not None:
             passes = self._gradient_hooks.passes
@@ -148,33 +167,48 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Change the class of `optimizer` to one that reduces gradients over all ranks; return it.
+    """Change the class of an optimizer to one that reduces gradients over all ranks.
 
-    Gradients are reduced during backward in flat buckets (`--bucket-mb`). A bucket is sent once
-    `backward_passes_per_step` backwards have computed all of its gradients. A parameter belongs to
-    the newest DistributedOptimizer that has it; `step` of an older one raises HookOrder.
+    Gradients are reduced during backward in flat buckets (`--bucket-mb`). A bucket is sent when
+    `backward_passes_per_step` backwards have computed all of its gradients. If several
+    DistributedOptimizers have a parameter, it belongs to the newest one, and `step` of an older one
+    raises HookOrder.
 
     Args:
-        optimizer: any torch optimizer
-        named_parameters: names and parameters, such as model.named_parameters()
-        compression: hvd.Compression.fp16, or your own class
-        backward_passes_per_step: backwards whose gradients are added up before a `step`
-        op: hvd.Average divides the sum by the number of ranks; with hvd.Adasum each rank steps by
-            itself, and Adasum combines the changes of the parameters
-        gradient_predivide_factor: divides gradients before the sum and multiplies them after it
-        num_groups, groups: a number of groups, or lists of parameters; a group is sent in one
-            operation
-        sparse_as_dense: send sparse gradients dense. By default a gradient of
-            nn.Embedding(sparse=True) is sent as its rows
-        process_set: the ranks to reduce over
+        optimizer: Any torch optimizer.
+        named_parameters: Names and parameters, such as model.named_parameters().
+        compression: hvd.Compression.none, hvd.Compression.fp16, or your own class.
+        backward_passes_per_step: Number of backwards whose gradients are added up before a `step`.
+        op: hvd.Average divides the sum by the number of ranks, hvd.Sum does not. With hvd.Adasum,
+            each rank steps independently, and Adasum combines the changes of the parameters.
+        gradient_predivide_factor: Divides gradients before the sum and multiplies them after it.
+        num_groups: Number of groups of parameters. A group is sent in one operation.
+        groups: Lists of parameters that form groups; replaces `num_groups`.
+        sparse_as_dense: Send sparse gradients as dense ones. By default only the rows of a
+            gradient of nn.Embedding(sparse=True) are sent.
+        process_set: The ranks to reduce over.
+
+    Returns:
+        The same optimizer.
 
     Raises:
-        BadCall: for missing or duplicate names, and options that do not fit together
+        BadCall: For missing or duplicate names, and for options that exclude each other.
+
+    Example:
+        ```python
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters()
+        )
+        ```
     """
     op = ReduceOp(op)
     if gradient_predivide_factor != 1.0 and op != ReduceOp.Average:
-        raise BadCall("gradient_predivide_factor is for op=hvd.Average.")
-    passes = _checked_passes(backward_passes_per_step)
+        raise BadCall(
+            f"gradient_predivide_factor={gradient_predivide_factor} needs op=hvd.Average, not "
+            f"hvd.{op.name}: leave one of them out."
+        )
+    passes = _check_passes(backward_passes_per_step)
     named = _named_parameters(optimizer, named_parameters)
     assigned = _group_numbers(named, num_groups if groups is None else groups)
     options = ReductionOptions(
@@ -184,7 +218,8 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
         compression=compression,
         sparse_as_dense=sparse_as_dense,
     )
-    # All ranks of a process set count alike, so the n-th optimizer has the same name on each.
+    # All ranks of a process set count the same optimizers, so the n-th one has the same name on
+    # each of them.
     counters, counted = current().counters, f"DistributedOptimizer.{process_set.number()}"
     counters[counted] += process_set.included()
     name = f"{counted}.{counters[counted]}"
@@ -202,7 +237,8 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
             return None
         context = current()
         present = [
-            NamedParameter(names.get(param, f"{number}.{place}"), param)  # later ones have no name
+            # Parameters of groups that were added later have no name.
+            NamedParameter(names.get(param, f"{number}.{place}"), param)
             for number, group in enumerate(optimizer.param_groups)
             for place, param in enumerate(group["params"])
             if param.requires_grad
@@ -224,7 +260,7 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
 
     _change_class(optimizer, ReducingOptimizer)
     optimizer.__dict__.update(_make_hooks=make, _synchronized=False, _skips_synchronize=False)
-    optimizer.__dict__["_parameter_names"] = names  # scripts of Horovod's read it
+    optimizer.__dict__["_parameter_names"] = names  # Horovod scripts read this attribute
     optimizer.__dict__["_gradient_hooks"] = make(optimizer)
     return optimizer
 
@@ -233,8 +269,10 @@ def _change_class(optimizer: optim.Optimizer, kind: type[optim.Optimizer]) -> No
     """Change the class of `optimizer` to one derived from `kind` and its own class."""
     own = type(optimizer)
     if issubclass(own, ReducingOptimizer | AdasumOptimizer):
-        raise BadCall("This optimizer is a DistributedOptimizer already.")
-    optimizer.__dict__.pop("step", None)  # a scheduler's wrapper, which would hide the new class
+        raise BadCall(
+            "This optimizer is already a DistributedOptimizer: call hvd.DistributedOptimizer once."
+        )
+    optimizer.__dict__.pop("step", None)  # a scheduler's wrapper, which would hide the new `step`
     optimizer.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
 
 
@@ -246,28 +284,31 @@ def _named_parameters(optimizer: optim.Optimizer, given: Named | None) -> list[N
     pairs = list(given)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise BadCall(
-            "named_parameters takes pairs of a name and a parameter, such as "
+            "named_parameters needs pairs of a name and a parameter, such as "
             "model.named_parameters()."
         )
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
-        raise BadCall(f"named_parameters has these names twice: {', '.join(twice)}.")
+        raise BadCall(
+            f"named_parameters has these names twice: {', '.join(twice)}. Give each parameter a "
+            "different name."
+        )
     names = {param: name for name, param in pairs}
     missing = [param for param in params if param not in names]
     if missing:
         shapes = ", ".join(str(tuple(param.shape)) for param in missing[:5])
         raise BadCall(
             f"named_parameters lacks {len(missing)} of the optimizer's parameters, of shape "
-            f"{shapes}: give those of all models that it trains."
+            f"{shapes}: pass the parameters of all models that it trains."
         )
     return [NamedParameter(names[param], param) for param in params]
 
 
 def _group_numbers(named: Sequence[NamedParameter], groups: Groups) -> dict[nn.Parameter, int]:
-    """Return the group number of each parameter, from 1; 0 without groups. Raises BadCall."""
+    """Return the group number of each parameter, from 1, or 0 without groups. Raises BadCall."""
     if isinstance(groups, int):
         if groups < 0:
-            raise BadCall(f"a number of groups is 0 or more, not {groups}.")
+            raise BadCall(f"num_groups must be 0 or more, not {groups}.")
         count = len(named)
         numbers = [1 + index * groups // count if groups else 0 for index in range(count)]
         return {entry.parameter: n for entry, n in zip(named, numbers, strict=True)}
@@ -277,21 +318,21 @@ def _group_numbers(named: Sequence[NamedParameter], groups: Groups) -> dict[nn.P
         for param in group:
             if param not in known or param in found:
                 raise BadCall(
-                    f"groups: a parameter of shape {tuple(param.shape)} is in two of them, or not "
-                    "the optimizer's."
+                    f"groups has a parameter of shape {tuple(param.shape)} twice, or one that the "
+                    "optimizer does not have: list each parameter of the optimizer at most once."
                 )
             found[param] = number
     return found
 
 
-def _checked_passes(passes: int) -> int:
+def _check_passes(passes: int) -> int:
     if passes < 1:
-        raise BadCall(f"backward_passes_per_step is 1 or more, not {passes}.")
+        raise BadCall(f"backward_passes_per_step must be 1 or more, not {passes}.")
     return passes
 
 
 class AdasumOptimizer(optim.Optimizer):
-    """Base class for op=hvd.Adasum: each rank steps alone, then Adasum combines the changes."""
+    """Mixin for op=hvd.Adasum: each rank steps alone, then Adasum combines the changes."""
 
     _named: Sequence[NamedParameter]
     _reduction_options: ReductionOptions
@@ -299,8 +340,8 @@ class AdasumOptimizer(optim.Optimizer):
     _opt_called: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on this rank's own gradients, then replace the change of each parameter by the
-        Adasum of the changes on all ranks."""
+        """Step on this rank's own gradients, then replace each parameter's change by the Adasum
+        of the changes on all ranks."""
         self._opt_called = True
         params = [entry.parameter for entry in self._named if entry.parameter.requires_grad]
         before = [param.detach().clone() for param in params]
@@ -327,13 +368,16 @@ class AdasumOptimizer(optim.Optimizer):
         super().step()
 
     def synchronize(self) -> None:
-        """Do nothing: gradients stay each rank's own."""
+        """Do nothing: each rank keeps its own gradients."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Raise HookOrder, as Horovod does."""
-        raise HookOrder("optimizer.skip_synchronize() with Adasum, which combines whole steps.")
+        raise HookOrder(
+            "optimizer.skip_synchronize() has no meaning with Adasum, which combines whole steps: "
+            "leave it out."
+        )
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Do nothing: `step` uses the gradients that the backwards have added up."""
+        """Do nothing: `step` uses the sum of the gradients of all backwards before it."""

@@ -1,4 +1,4 @@
-"""Process sets: groups of ranks that an operation is limited to."""
+"""Process sets: groups of ranks for operations that not all ranks take part in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from shardwise.horovod.operation_handle import OperationHandle
 
 
 class ProcessSet:
-    """A group of ranks, usable after `hvd.add_process_set`; `ranks` in ascending order."""
+    """A group of ranks, usable after `hvd.add_process_set`.
+
+    Args:
+        ranks: Ranks of the run, in any order.
+
+    Example:
+        ```python
+        even = hvd.add_process_set(hvd.ProcessSet(range(0, hvd.size(), 2)))
+        if even.included():
+            total = hvd.allreduce(tensor, op=hvd.Sum, process_set=even)
+        ```
+    """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = sorted({int(rank) for rank in ranks})
@@ -22,26 +33,25 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The number of the set; None before it is added, after it is removed, and after
-        `hvd.shutdown`."""
+        """The number of the set. None if it is not added, or after `hvd.shutdown`."""
         if self._known_to is None or not is_initialized() or self._known_to() is not current():
             return None
         return self._number
 
     def known_as(self, number: int | None) -> None:
-        """Set the number, valid until `hvd.shutdown`; None for a set that was removed."""
+        """Set the number, which is valid until `hvd.shutdown`. None marks a removed set."""
         self._number, self._known_to = number, ref(current())
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the run in this set."""
+        """The ranks of the run in this set, in ascending order."""
         return self._ranks
 
     def number(self) -> int:
         """Return the number of the set. Raises BadCall unless it is added now."""
         number = self.process_set_id
         if number is None:
-            raise BadCall(f"{self} is not known yet: hvd.add_process_set(it) first, on all ranks.")
+            raise BadCall(f"{self} is not added: call hvd.add_process_set(it) first, on all ranks.")
         return number
 
     def included(self) -> bool:
@@ -54,7 +64,7 @@ class ProcessSet:
         return len(self.ranks)
 
     def rank(self) -> int:
-        """Return this rank's index in the set; -1 if it is not in it."""
+        """Return this rank's index in the set, or -1 if it is not in the set."""
         self.number()
         return self.ranks.index(current().world.rank) if self.included() else -1
 
@@ -79,7 +89,7 @@ class _Global(ProcessSet):
         return list(range(current().world.size))
 
     def __str__(self) -> str:
-        """Also before `init`: help() and tracebacks show it."""
+        """Return its text, which help() and tracebacks may need before `init`."""
         return f"ProcessSet({self.ranks})" if is_initialized() else "ProcessSet(all ranks)"
 
     __repr__ = __str__
@@ -90,23 +100,34 @@ global_process_set = _Global()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set, or its ranks, on all ranks. Collective.
+    """Register a process set on all ranks. Collective.
 
-    Raises BadCall for ranks that do not exist or already form a set, HorovodInternalError if ranks
-    disagree.
+    Args:
+        process_set: The set, or its ranks.
+
+    Returns:
+        The set, with its number.
+
+    Raises:
+        BadCall: If a rank does not exist, or the ranks already form a set.
+        HorovodInternalError: If ranks register different sets.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if added.process_set_id is not None:
-        raise BadCall(f"{added} was added already, as number {added.process_set_id}.")
+        raise BadCall(f"{added} is already added, as number {added.process_set_id}: use that one.")
     size = current().world.size
     if not added.ranks or added.ranks[0] < 0 or added.ranks[-1] >= size:
-        raise BadCall(f"{added}: a process set has ranks from 0 to {size - 1}, one at least.")
+        raise BadCall(f"{added} needs at least one rank, and only ranks from 0 to {size - 1}.")
     added.known_as(_change(ADD_PROCESS_SET, splits=tuple(added.ranks)))
     return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set on all ranks; return whether it was registered. Collective."""
+    """Remove a process set on all ranks. Collective.
+
+    Returns:
+        Whether it was registered.
+    """
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
     _change(REMOVE_PROCESS_SET, root=process_set.process_set_id)

@@ -1,7 +1,7 @@
-"""Warns once of each step that a Horovod script leaves out, and of operations that stall.
+"""Warnings about steps that a Horovod script leaves out, and about operations that stall.
 
-Nothing is guessed: ranks compare weights and data when they reduce their first gradients, and file
-paths when they save.
+Each is printed once. They rest on comparisons, not on guesses: ranks compare weights and data when
+they reduce their first gradients, and file paths when they save.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from shardwise.watch.status_server import StatusServer
 from shardwise.watch.wait_graph import RankStatus, named
 
 BROADCAST = (
-    "the parameters differ between ranks when training starts, and will go on doing so. After the "
-    "model is built, write hvd.broadcast_parameters(model.state_dict(), root_rank=0)."
+    "the parameters differ between ranks when training starts, and will stay different. After "
+    "building the model, write hvd.broadcast_parameters(model.state_dict(), root_rank=0)."
 )
 BROADCAST_STATE = (
     "the optimizer's state differs between ranks when training starts. Before training, write "
@@ -42,15 +42,16 @@ SHARD = (
     "rank=hvd.rank()), and DataLoader(dataset, sampler=sampler, ...)."
 )
 SCALE = (
-    "the learning rate cannot have been scaled, for hvd.size() was never asked for: gradients are "
-    "averaged over a batch as many times as large. Write lr=args.lr * hvd.size(), and warm up."
+    "the learning rate has not been scaled by the number of ranks, because hvd.size() was never "
+    "called. Gradients are averaged over a batch that is hvd.size() times as large. Write "
+    "lr=args.lr * hvd.size(), and warm up."
 )
 WRAP = (
     "an optimizer steps on gradients that are not averaged over the ranks. Write optimizer = "
     "hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())."
 )
 PIN = (
-    "several ranks of a host train on one GPU. After hvd.init() write "
+    "several ranks of a host train on one GPU. After hvd.init(), write "
     "torch.cuda.set_device(hvd.local_rank())."
 )
 
@@ -58,7 +59,7 @@ Note = Mapping[str, str]
 
 
 _SHARED_SETTINGS = {"bucket_mb", "quiet"}
-"""Settings of the engine that also affect a script in Horovod's style."""
+"""Settings of the engine that also have an effect in Horovod scripts."""
 
 _ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {
     "tensor",
@@ -70,9 +71,9 @@ _ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {
 
 
 def idle_settings_line(given: Mapping[str, tuple[Any, str]]) -> str:
-    """Return the warning about settings that only affect `sw.Engine`, "" without any.
+    """Return the warning about settings that have an effect on `sw.Engine` only, "" if none is set.
 
-    `given` has values and sources by name. Default values need no warning.
+    `given` has the value and source of each setting. Default values need no warning.
     """
     same = {name: config.FIELDS[name].default for name in _ENGINE_ONLY} | {"zero": 0}
     idle = [
@@ -97,14 +98,14 @@ def write_warning(line: str) -> None:
 
 
 class ScriptComparison:
-    """Compares on rank 0 what ranks report of themselves, and yields each warning once."""
+    """Compares the reports of all ranks on rank 0, and yields each warning once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
         self._saved: dict[tuple[str, str], set[int]] = {}
 
     def compare(self, notes: Mapping[int, Note]) -> Iterator[str]:
-        """Yield warnings about the notes that ranks send with their first gradients."""
+        """Compare the notes that ranks send with their first gradients, and yield warnings."""
         if len(notes) < 2:
             return
         said = {key: [note.get(key, "") for note in notes.values()] for key in _KEYS}
@@ -121,14 +122,14 @@ class ScriptComparison:
             yield from self._once(PIN)
 
     def compare_save(self, rank: int, what: list[str]) -> Iterator[str]:
-        """Yield warnings about a file that `rank` saves; `what` is host, path and calling line."""
+        """Yield a warning if several ranks save one file. `what` is host, path and calling line."""
         host, path, line = what
         ranks = self._saved.setdefault((host, path), set())
         ranks.add(rank)
         if len(ranks) > 1:
             yield from self._once(
-                f"{named(ranks)} all write {path} ({line}): the last one wins, or none. Write if "
-                "hvd.rank() == 0: before it.",
+                f"{named(ranks)} all write {path} ({line}), so they overwrite or damage each "
+                "other's file. Write if hvd.rank() == 0: before it.",
                 "save",
             )
 
@@ -147,7 +148,7 @@ _KEYS = ("weights", "state", "samples", "rate", "device")
 def describe_rank(
     optimizer: optim.Optimizer, *, averages: bool, asked_size: bool
 ) -> dict[str, str]:
-    """Return the note that a rank sends with its first gradients: see `ScriptComparison`."""
+    """Return the note of a rank for `ScriptComparison`, sent with its first gradients."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     device = params[0].device
     return {
@@ -170,14 +171,15 @@ def _digest(tensors: list[Tensor]) -> str:
 
 
 def _sample_digest() -> str:
-    """Return a digest of the first and last sample of a dataset that a DataLoader reads without a
-    sharding sampler; "" if unknown."""
+    """Return a digest of the first and last sample that an unsharded DataLoader reads, "" if
+    unknown."""
+    # The script owns the loader, and nothing refers to it: look for its iterator in memory.
     for one in gc.get_objects():
         if type(one).__mro__[-2:-1] == (_BaseDataLoaderIter,):
             sampler = getattr(getattr(one, "_index_sampler", None), "sampler", None)
             dataset: Any = getattr(one, "_dataset", None)
             if isinstance(sampler, data.RandomSampler | data.SequentialSampler):
-                # Only of tensors: reading the user's own dataset would run the user's code.
+                # Only for tensors: reading the user's own dataset would run the user's code.
                 tensors = dataset.tensors if type(dataset) is data.TensorDataset else (dataset,)
                 if any(type(t) is not Tensor or t.layout != torch.strided for t in tensors):
                     return ""
@@ -193,8 +195,8 @@ def _sample_digest() -> str:
 class ScriptWatcher:
     """Watches a rank for steps of plain optimizers and for calls of torch.save.
 
-    `report_save` is called with host, path and calling line of a save, for rank 0; `averages`
-    returns whether this rank has requested any reduction by now.
+    It calls `report_save` with the host, path and calling line of a save, for rank 0. `averages`
+    returns whether this rank has requested a reduction.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class ScriptWatcher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore steps inside the block, which this package makes itself."""
+        """Ignore the steps inside the block, because the script has not made them."""
         self._paused = True
         try:
             yield
@@ -226,7 +228,7 @@ class ScriptWatcher:
             torch.save = self._save
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Warn on the second step if the script has reduced nothing, not even by hand."""
+        """Warn at the second step if the script has reduced nothing, not even by hand."""
         if self._paused:
             return
         self._steps += 1
@@ -252,10 +254,10 @@ def warn_stalled(
     timeout: float,
     status_server: StatusServer,
 ) -> None:
-    """Warn on stderr that `missing` ranks have not requested an operation, and what they do."""
+    """Write a warning about ranks that have not requested an operation, with their status."""
     lines = [
-        f"{request.kind} {request.name!r} has waited {seconds:g} s for {named(missing)}. It fails "
-        f"after {timeout:g} s (--timeout)."
+        f"{request.kind} {request.name!r} has waited {seconds:g} s for {named(missing)}. It will "
+        f"fail after {timeout:g} s (--timeout)."
     ]
     for rank, found in sorted(status_server.ask(list(missing), stack=True).items()):
         if isinstance(found, RankStatus):

@@ -1,4 +1,4 @@
-"""Reduces sparse COO tensors by gathering their rows, and finds parameters with sparse gradients.
+"""Reduction of sparse COO tensors by gathering their rows; parameters with sparse gradients.
 
 rank 0   rows 1 4        ─┐
                           ├─ allgather ─▶ 1 4 4 7 ─▶ rows 1 4 7 on all ranks
@@ -23,7 +23,7 @@ from shardwise.horovod.process_sets import ProcessSet, global_process_set
 
 
 class SparseHandle(OperationHandle):
-    """A handle that can also be called, as in Horovod; `synchronize` and `poll` take it too."""
+    """A handle that can also be called, as in Horovod. `synchronize` and `poll` accept it too."""
 
     def __call__(self) -> Tensor:
         """Wait for the result and return it."""
@@ -38,18 +38,37 @@ def sparse_allreduce_async(
     *,
     note: Mapping[str, str] | None = None,
 ) -> SparseHandle:
-    """Return a handle to the mean or sum of every rank's sparse COO `tensor`; call it to wait.
+    """Request the mean or sum of every rank's sparse COO tensor.
 
-    The tensors have one shape. Ranks may have different numbers of elements, also none. The result
-    is coalesced: it has each index once. `note` is sent with the request. Raises BadCall for other
-    tensors and ops.
+    Args:
+        tensor: Sparse COO tensor of the same shape on every rank. Ranks may have different numbers
+            of elements, including none.
+        name: The name of the operation, the same on all ranks. Default: a number.
+        op: hvd.Average or hvd.Sum.
+        process_set: The ranks that take part.
+        note: Text for rank 0 that is sent with the request.
+
+    Returns:
+        A handle; call it to wait for the result. The result is coalesced: it has each index once.
+
+    Raises:
+        BadCall: For a dense tensor, a tensor of truth values, or another op.
+
+    Example:
+        ```python
+        handle = hvd.sparse_allreduce_async(weight.grad, name="embedding")
+        weight.grad = handle()
+        ```
     """
     if tensor.layout != torch.sparse_coo:
-        raise BadCall(f"sparse_allreduce of a tensor of layout {tensor.layout}: use hvd.allreduce.")
+        raise BadCall(
+            f"sparse_allreduce of a tensor of layout {tensor.layout}, which is not sparse COO: use "
+            "hvd.allreduce."
+        )
     if op not in (ReduceOp.Average, ReduceOp.Sum):
-        raise BadCall(f"sparse_allreduce takes hvd.Average or hvd.Sum, not {ReduceOp(op).name}.")
+        raise BadCall(f"sparse_allreduce needs hvd.Average or hvd.Sum, not {ReduceOp(op).name}.")
     if tensor.dtype == torch.bool:
-        raise BadCall("sparse_allreduce of truth values, which have no sum: convert them first.")
+        raise BadCall("sparse_allreduce cannot sum truth values: convert them first.")
     current().reduces = True
     given = tensor.detach()
     handle = submit(
@@ -58,7 +77,7 @@ def sparse_allreduce_async(
         name,
         process_set,
         handle_type=SparseHandle,
-        finish=partial(_put_together, tensor.shape, op, process_set.size()),
+        finish=partial(_combine_rows, tensor.shape, op, process_set.size()),
         note=note,
         op=ReduceOp(op).name,
         layout=f"a tensor of shape {tuple(tensor.shape)}",
@@ -67,7 +86,7 @@ def sparse_allreduce_async(
     return handle
 
 
-def _put_together(shape: torch.Size, op: ReduceOp, size: int, gathered: Sequence[Tensor]) -> Tensor:
+def _combine_rows(shape: torch.Size, op: ReduceOp, size: int, gathered: Sequence[Tensor]) -> Tensor:
     """Reduce the gathered indices (count, sparse dims) and values (count, ...) of all ranks."""
     places, values = gathered
     # 16-bit values are summed in fp32 and rounded once, as in a dense allreduce.
@@ -84,7 +103,7 @@ def _put_together(shape: torch.Size, op: ReduceOp, size: int, gathered: Sequence
 
 
 def empty_sparse_gradient(like: Tensor) -> Tensor:
-    """Return the sparse gradient without rows of an embedding that was not used."""
+    """Return a sparse gradient without rows, for an embedding that was not used."""
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.int64, device=like.device),
         torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device),
@@ -94,13 +113,17 @@ def empty_sparse_gradient(like: Tensor) -> Tensor:
 
 
 def sparse_parameters(optimizer: optim.Optimizer) -> set[Tensor]:
-    """Return the parameters of `optimizer` with sparse gradients: all of a SparseAdam, and the
-    weights of nn.Embedding(sparse=True) and EmbeddingBag."""
+    """Return the parameters of `optimizer` that have sparse gradients.
+
+    These are all parameters of a SparseAdam, and the weights of nn.Embedding(sparse=True) and
+    nn.EmbeddingBag(sparse=True).
+    """
     params = {param for group in optimizer.param_groups for param in group["params"]}
     if isinstance(optimizer, optim.SparseAdam):
         return params
-    # An optimizer does not know its modules, so look for them in memory. Why not wait for the first
-    # gradients: a rank whose backward does not reach the embedding would never know.
+    # An optimizer does not know its modules, so look for them in memory. Waiting for the first
+    # gradients is no alternative: a rank whose backward does not reach the embedding would never
+    # know that its gradient is sparse.
     kinds = {*_with_subclasses(nn.Embedding), *_with_subclasses(nn.EmbeddingBag)}
     weights = {
         one._parameters.get("weight")

@@ -1,7 +1,7 @@
-"""Orders an accelerator's work between the communication thread and the other threads.
+"""The order of an accelerator's work between the communication thread and the other threads.
 
-A kernel is enqueued long before it runs. So one thread records an event on its stream, and another
-thread's stream waits for that event before it runs more. On the CPU all of this does nothing.
+A kernel is enqueued long before it runs. So one thread records an event on its stream, and the
+stream of another thread waits for that event. On the CPU all of this does nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 def _streams_of(device: torch.device) -> Any:
-    """Return torch's module for the streams of `device`; None for a device without streams."""
+    """Return torch's module for the streams of `device`, None if the device has no streams."""
     module = torch.get_device_module(device)
     return module if device.type != "cpu" and hasattr(module, "Stream") else None
 
 
 class StreamEvent:
-    """An event on some stream; without one, waiting does nothing."""
+    """An event on a stream. Without an event, `wait` does nothing."""
 
     def __init__(self, event: Any = None, device: torch.device | None = None) -> None:
         self._event = event
@@ -61,7 +61,7 @@ def record_use(tensors: Sequence[Tensor], stream: Any = None) -> None:
 
 
 class CommunicationStream:
-    """The stream of the collectives, none on the CPU."""
+    """The stream of the collectives. On the CPU it has no effect."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = _streams_of(device)

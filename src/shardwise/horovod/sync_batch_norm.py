@@ -31,8 +31,21 @@ class _Rows:
 
 
 class SyncBatchNorm(sync_batch_norm._SyncBatchNorm):
-    """BatchNorm of (N, C, ...) with training statistics over all ranks of `process_set`, weighted
-    by their rows. All of them run it in the same order."""
+    """BatchNorm of (N, C, ...) with training statistics over all ranks of a process set.
+
+    The statistics of each rank are weighted by its rows. All ranks of the set must run their
+    SyncBatchNorm modules in the same order.
+
+    Args:
+        num_features: C.
+        eps, momentum, affine, track_running_stats: As in torch.nn.BatchNorm2d.
+        process_set: The ranks whose rows are normalised together (default: all).
+
+    Example:
+        ```python
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), hvd.SyncBatchNorm(8), nn.ReLU())
+        ```
+    """
 
     def __init__(
         self,
@@ -49,8 +62,10 @@ class SyncBatchNorm(sync_batch_norm._SyncBatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:  # torch's name
         if input.ndim < 2:
-            raise ValueError(f"SyncBatchNorm takes (N, C, ...), not {input.ndim} dimension(s).")
+            raise ValueError(
+                f"SyncBatchNorm needs an input (N, C, ...), not one of {input.ndim} dimension(s)."
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as any module: a copy is a SyncBatchNorm too."""
+        """Pickle like any other module, so that a copy is a SyncBatchNorm too."""
         return nn.Module.__reduce_ex__(self, cast(Any, protocol))

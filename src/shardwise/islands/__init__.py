@@ -1,12 +1,12 @@
-"""Islands are groups of ranks that step apart, and exchange parameters or gradients.
+"""Islands: groups of ranks that step separately, and exchange parameters or gradients.
 
 hooks.py               chooses what an engine calls around its steps, and checks its settings
-parameter_averaging.py each island makes its own updates; every H steps they average parameters
+parameter_averaging.py each island updates separately; every H steps islands average parameters
 bounded_staleness.py   all islands make the same updates, from gradients that are S steps old
 anchor.py              the last common parameters, and the outer optimizer's step
-difference_exchange.py what is in transit of the differences to the anchor
-delayed_sums.py        what is in transit of gradient sums
-wire.py                compression of what is sent
-checkpoint.py, checkpoint_tensors.py  what islands add to a checkpoint
-elastic/               islands that end and come back while the others go on
+difference_exchange.py sends differences to the anchor, and applies their mean
+delayed_sums.py        sends gradient sums, and applies them some steps later
+wire.py                compression of messages
+checkpoint.py, checkpoint_tensors.py  the islands' part of a checkpoint
+elastic/               islands that can fail and return while the others train
 """

@@ -1,16 +1,16 @@
-"""Keeps the anchor: the last common values of the parameters that islands train by themselves.
+"""Keeps the anchor: the last common values of the parameters that islands train separately.
 
-Each rank has the anchor of its interval of every bucket, whether or not optimizer state is sharded,
-so that no two ranks of an island send the same. Its tensors are in the master dtype, on the tier of
-the optimizer state:
+Each rank keeps the anchor of its interval of every bucket, even if optimizer state is replicated,
+so that no two ranks of an island send the same elements. Its tensors have the master dtype, and
+are on the tier of the optimizer state:
 
     value       the last common value
-    velocity    of the outer update, if that has momentum
-    residual    what the wire has lost so far, if it loses
+    velocity    of the outer update, if it has momentum
+    residual    the loss of the wire that is not sent yet, if the wire rounds
     sent        the master when its difference was sent, if differences are used late
 
-All islands have the same bits of the first two, since they compute them from the same bytes in the
-same order.
+All islands have the same bits of `value` and `velocity`, because they compute them from the same
+bytes in the same order.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Anchor:
 
     Args:
         rule: How islands average.
-        factory: Makes the storage of the tensors.
+        factory: Creates the storage of the tensors.
         group: The ranks that shard the states.
         scattered: Whether the optimizer state is sharded.
-        start: Tensors of an earlier layout. Without them the anchor is the weights.
+        start: Tensors of an earlier layout. Default: the current weights.
 
     Attributes:
-        keys: The keys of the tensors that there are.
+        keys: Keys of the tensors that exist.
     """
 
     def __init__(
@@ -68,15 +68,17 @@ class Anchor:
         self._wire = Wire(rule.wire)
         self._group = group
         self._scattered = scattered
+        # No memory for a tensor that this rule does not use.
         self.keys = [VALUE]
         self.keys += [VELOCITY] if rule.outer.momentum else []
         self.keys += [RESIDUAL] if self._wire.loses else []
         self.keys += [SENT] if rule.late else []
         self.parts: list[Span] = [
+            # With replicated states, the interval that this rank would own if they were sharded.
             interval.own if scattered else interval.bucket.interval(group.rank)
             for interval in optimizer.intervals
         ]
-        """By bucket, the elements [first, end) of which this rank sends the differences."""
+        """By bucket, the elements [first, end) whose differences this rank sends."""
         lengths = [end - first for first, end in self.parts]
         kinds = [
             (interval.master.dtype, self.device(index))
@@ -86,60 +88,61 @@ class Anchor:
         """By key and bucket."""
         self.restart()
         for key in self.keys:
-            self._go_on(key, (start or {}).get(key, {}))
+            self._restore(key, (start or {}).get(key, {}))
 
     def restart(self) -> None:
-        """Set the anchor to the present weights, and velocity and residual to zero."""
+        """Set the anchor to the current weights, and velocity and residual to zero."""
         for index in range(len(self.parts)):
             master = self._master(index)
             for key in self.keys:
-                held = self.storages[key][index]
-                held.store(torch.zeros_like(master) if key in (VELOCITY, RESIDUAL) else master)
+                storage = self.storages[key][index]
+                storage.store(torch.zeros_like(master) if key in (VELOCITY, RESIDUAL) else master)
 
     def forget_losses(self) -> None:
-        """Clear what the wire has lost, after a load of the losses of another island."""
-        for held in self.storages.get(RESIDUAL, ()):
-            held.store(torch.zeros_like(held.loaded()))
+        """Clear the residual, after a load of another island's residual."""
+        for storage in self.storages.get(RESIDUAL, ()):
+            storage.store(torch.zeros_like(storage.loaded()))
 
-    def _go_on(self, key: str, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set the tensors of `key` to `values`, as far as there are any."""
+    def _restore(self, key: str, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Set the tensors of `key` to `values`, for the parameters that have some."""
         for index, (first, end) in enumerate(self.parts):
-            held = self.storages[key][index]
-            value = held.loaded()
+            storage = self.storages[key][index]
+            value = storage.loaded()
             for piece in self._bucket(index).pieces(first, end):
                 named = self._parameters.named[piece.parameter]
+                # By parameter, because the new layout may have other buckets.
                 if named.parameter in values:
                     flat = named.flattened(values[named.parameter])[piece.offset :]
                     length = piece.end - piece.start
                     value[piece.start - first :][:length] = flat[:length]
-            _keep(held, value)
+            _keep(storage, value)
 
     def _bucket(self, index: int) -> Bucket:
         return self._optimizer.intervals[index].bucket
 
     def _master(self, index: int) -> Tensor:
-        """Return this rank's part of the present masters."""
+        """Return this rank's part of the current masters."""
         interval, (first, end) = self._optimizer.intervals[index], self.parts[index]
         return interval.master.loaded()[first - interval.own[0] : end - interval.own[0]]
 
     def _value(self, key: str, index: int) -> Tensor:
         return self.storages[key][index].loaded()
 
-    # -- what is sent and what comes --------------------------------------------------------
+    # -- differences --------------------------------------------------------------------------
 
     def nbytes(self, index: int) -> int:
-        """Bytes of a packed difference of bucket `index`."""
-        held = self.storages[VALUE][index]
-        return self._wire.nbytes(held.numel, held.dtype)
+        """Return the number of bytes of a packed difference of bucket `index`."""
+        storage = self.storages[VALUE][index]
+        return self._wire.nbytes(storage.numel, storage.dtype)
 
     def pack(self, index: int) -> Tensor:
         """Return the difference between anchor and masters of bucket `index`, (nbytes,) uint8.
 
-        What the wire loses is added to the next difference. Raises NonFiniteError.
+        The loss of the wire is added to the next difference. Raises NonFiniteError.
         """
         master = self._master(index)
         difference = self._value(VALUE, index) - master
-        # Error feedback: rounding errors are sent later instead of adding up.
+        # Error feedback: rounding errors are sent later and do not accumulate.
         if self._wire.loses:
             difference.add_(self._value(RESIDUAL, index))
         try:
@@ -154,21 +157,22 @@ class Anchor:
         return packed
 
     def take_back(self, index: int, packed: Tensor) -> None:
-        """Restore the residual of bucket `index` as it was before `packed` was made.
+        """Restore the residual of bucket `index` to its value before `packed` was computed.
 
-        For differences that are dropped in transit: the anchor has not moved, so the next
+        Call it for differences that are dropped in transit. The anchor has not moved, so the next
         difference contains them.
         """
-        # Without `late` a difference has moved the anchor before anybody could drop it.
+        # Without `late`, a difference moves the anchor before anything can drop it.
         if not (self._wire.loses and self.rule.late):
             return
         residual = self._value(RESIDUAL, index)
+        # residual = difference + old residual - sent, so this gives the old residual.
         sent = self._wire.unpack(packed.to(residual.device), residual.numel(), residual.dtype)
         difference = self._value(VALUE, index) - self._value(SENT, index)
         self.storages[RESIDUAL][index].store(residual + sent.sub_(difference))
 
     def _refusal(self, index: int, difference: Tensor, error: ValueError) -> str:
-        """Say why a difference cannot be sent, with the first parameter at fault."""
+        """Describe why a difference cannot be sent, naming the first parameter."""
         start = self.parts[index][0]
         names = [
             self._parameters.named[piece.parameter].name
@@ -176,22 +180,25 @@ class Anchor:
             if not self._wire.holds(difference[piece.start - start : piece.end - start])
         ]
         return (
-            f"How far {names[0]} has come since islands were equal has {error} in it, which no "
-            "other island is to get. Look at what the optimizer made of it: a rate that is too "
-            "high, or weights that were written."
+            f"The difference of {names[0]} to its last common value contains {error}, so it was "
+            "not sent to the other islands. Check the optimizer's updates: the learning rate may "
+            "be too high, or user code may have written the weights."
         )
 
     def mean(self, index: int, packed: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """Return the weighted mean of the islands' differences of bucket `index`."""
-        held = self.storages[VALUE][index]
-        parts = (self._wire.unpack(each.to(held.device), held.numel, held.dtype) for each in packed)
+        storage = self.storages[VALUE][index]
+        parts = (
+            self._wire.unpack(each.to(storage.device), storage.numel, storage.dtype)
+            for each in packed
+        )
         return weighted_mean(parts, weights)
 
     def apply(self, index: int, mean: Tensor) -> None:
         """Move the anchor of bucket `index` by the `mean` difference, and the weights with it.
 
-        With `late`, the updates since the difference was sent stay. Collective over the island;
-        call `publish` afterwards.
+        With `late`, updates since the difference was sent are kept. Collective over the island.
+        Call `publish` afterwards.
         """
         value = self._value(VALUE, index)
         velocity = self._value(VELOCITY, index) if VELOCITY in self.keys else None
@@ -200,7 +207,7 @@ class Anchor:
         if velocity is not None:
             self._keep(VELOCITY, index, velocity)
         if self.rule.late:
-            # The updates since the difference was sent are not in it: they stay on top.
+            # The difference does not contain the updates since it was sent. Add them again.
             value = self._master(index) - self._value(SENT, index) + value
         self.write(index, value)
 
@@ -208,16 +215,16 @@ class Anchor:
         _keep(self.storages[key][index], value)
 
     def write(self, index: int, value: Tensor) -> None:
-        """Set this rank's part of the weights of bucket `index` to `value`. Collective over the
-        island."""
+        """Set this rank's part of the weights of bucket `index`. Collective over the island."""
         interval = self._optimizer.intervals[index]
         own = value if self._scattered else self.whole(index, value)
         interval.master.store(own)
+        # Without a separate master, the parameters themselves are the master.
         if interval.has_master:
             interval.target.store(own)
 
     def whole(self, index: int, part: Tensor) -> Tensor:
-        """Return all of bucket `index` from this rank's `part`. Collective over the island."""
+        """Gather all of bucket `index` from this rank's `part`. Collective over the island."""
         if self._group.size == 1:
             return part
         bucket, (first, end) = self._bucket(index), self.parts[index]
@@ -227,17 +234,18 @@ class Anchor:
         return flat
 
     def device(self, index: int) -> torch.device:
-        """The device of messages about bucket `index`."""
+        """Return the device of messages about bucket `index`."""
         return self._parameters.kind(index)[1]
 
     def meet(self) -> None:
-        """Wait until no rank reads the old weights, before `apply` and `write`. Collective."""
+        """Wait until no rank reads the old weights. Call it before `apply` and `write`.
+        Collective."""
         self._parameters.meet()
 
     def publish(self, indices: Sequence[int]) -> None:
-        """Gather what was written of these buckets on all ranks of the island. Collective."""
-        # Replicated states were written on every rank by `write`. All gathers start before the
-        # first wait, so that they overlap.
+        """Gather the written parts of these buckets on all ranks of the island. Collective."""
+        # With replicated states, `write` has written the whole bucket on every rank. All gathers
+        # start before the first wait, so that they overlap.
         handles = [self._parameters.publish(i) for i in indices] if self._scattered else []
         for handle in handles:
             handle.wait()
@@ -247,10 +255,9 @@ class Anchor:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Context manager: the weights are the anchor inside it. All ranks of the island enter and
-        leave.
+        """Context manager: the weights are the anchor inside it. Collective over the island.
 
-        Weights and anchor are exchanged, so that both have their bits again afterwards.
+        Weights and anchor are swapped, so that both have their old bits afterwards.
         """
         self.swap()
         try:
@@ -260,56 +267,57 @@ class Anchor:
                 self.swap()
 
     def swap(self) -> None:
-        """Exchange anchor and weights. Collective over the island."""
+        """Swap anchor and weights. Collective over the island."""
         self.meet()
         for index in range(len(self.parts)):
-            mine, value = self._master(index).clone(), self._value(VALUE, index)
+            # A clone, because `write` overwrites the master.
+            weights, value = self._master(index).clone(), self._value(VALUE, index)
             self.write(index, value)
-            self.storages[VALUE][index].store(mine)
+            self.storages[VALUE][index].store(weights)
         self.publish(range(len(self.parts)))
 
     @property
     def is_reached(self) -> bool:
-        """Whether the weights of this rank are the anchor, bit for bit."""
+        """Whether the weights of this rank equal the anchor, bit for bit."""
         return all(
             torch.equal(self._master(index), self._value(VALUE, index))
             for index in range(len(self.parts))
         )
 
     def checksum(self) -> int:
-        """32 bits of this rank's part of the anchor: equal on the ranks of equal place in all
-        islands."""
-        several = [fingerprints.sums_of(self._value(VALUE, i)) for i in range(len(self.parts))]
-        return crc32(repr(several).encode())
+        """Return 32 bits of this rank's part of the anchor. They are equal on the peers."""
+        sums = [fingerprints.sums_of(self._value(VALUE, i)) for i in range(len(self.parts))]
+        return crc32(repr(sums).encode())
 
     def loaded_value(self, index: int) -> Tensor:
         """Return this rank's part of the anchor of bucket `index`."""
         return self._value(VALUE, index)
 
-    # -- what there is ----------------------------------------------------------------------
+    # -- for checkpoints ----------------------------------------------------------------------
 
     def loaded(self, key: str) -> Iterator[Tensor]:
-        """Yield by bucket the tensor `key` over what this rank updates. Collective over the island
-        if states are replicated."""
-        for index, held in enumerate(self.storages[key]):
-            yield held.loaded() if self._scattered else self.whole(index, held.loaded())
+        """Yield the tensor `key` of each bucket, for the elements that this rank updates.
+        Collective over the island if states are replicated."""
+        for index, storage in enumerate(self.storages[key]):
+            yield storage.loaded() if self._scattered else self.whole(index, storage.loaded())
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the anchor that this rank keeps, on any tier."""
-        return sum(held.nbytes for storages in self.storages.values() for held in storages)
+        """Bytes of the anchor on this rank, on any tier."""
+        return sum(storage.nbytes for storages in self.storages.values() for storage in storages)
 
 
-def _keep(held: Storage, value: Tensor) -> None:
-    """Store `value`."""
-    # In memory, `loaded` returned the storage itself, which was changed in place.
-    if held.memory is None or held.memory.data_ptr() != value.data_ptr():
-        held.store(value)
+def _keep(storage: Storage, value: Tensor) -> None:
+    # In memory, `loaded` returned the storage's own tensor, which was changed in place.
+    if storage.memory is None or storage.memory.data_ptr() != value.data_ptr():
+        storage.store(value)
 
 
 def weighted_mean(parts: Iterator[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the mean of `parts` by `weights`, added in their order; if all weights are 0, the
-    plain mean."""
+    """Return the mean of `parts` by `weights`, or the plain mean if all weights are 0.
+
+    Parts are added in order.
+    """
     total = sum(weights)
     shares = [w / total for w in weights] if total else [1.0 / len(weights)] * len(weights)
     mean: Tensor | None = None

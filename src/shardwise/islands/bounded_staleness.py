@@ -1,11 +1,11 @@
-"""Sums gradients over islands at every step, and updates with the sums of some steps before.
+"""Sums gradients over islands at every step, and updates with the sums of an earlier step.
 
     step n    this island's sums are ready    send them, with a SumsReport
-              those of step n - S, of all     wait, and use them in this update
+              all islands' sums of step n - S    wait, and use them in this update
 
-The gradients of a step are so computed with weights that at most S updates have changed since:
-bounded staleness, as in the stale synchronous parallel parameter server (Ho et al., 2013). Here the
-delay is always S steps, whichever island is early, so that every run has the same bits.
+So a step's gradients are computed with weights that at most S updates have changed since: bounded
+staleness, as in the stale synchronous parallel parameter server (Ho et al., 2013). Here the delay
+is always exactly S steps, even if an island is early, so that every run has the same bits.
 """
 
 from __future__ import annotations
@@ -35,45 +35,47 @@ from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.timeline import span
 
 CHECK_EVERY = 30
-"""Steps from one comparison of the islands' weights to the next."""
+"""Number of steps between two comparisons of the islands' weights."""
 
 
 class SumsReport(NamedTuple):
-    """What an island sends to the others with the sums of a step, 8 bytes per field; flags of the
-    parameters that had a gradient follow, packed."""
+    """The message that an island sends with the sums of a step, 8 bytes per field.
+
+    Packed flags of the parameters that had a gradient follow.
+    """
 
     step: float
-    """From 1 on; 0 says that this island sends no sums any more."""
+    """The step, from 1; 0 if this island sends no more sums."""
     weight: float
     shown: float
-    """What users see of the weight."""
+    """The weight that users see."""
     loss: float
     backwards: float
     divisor: float
     several: float
     asked: float
-    """The signal by which it was asked to end, or 0."""
+    """The signal that asked the island to end, or 0."""
     unsaved: float
     """Whether a save has failed."""
     finite: float
     options: float
     """A checksum of the optimizers' options."""
     weights: float
-    """A checksum of the weights, at steps that compare them; else 0."""
+    """A checksum of the weights at steps that compare them, else 0."""
     scale: float
     """The loss scale of the gradients."""
     updates: float
-    """How many updates had changed the weights with which they were computed."""
+    """Number of updates to the weights that computed the gradients."""
 
     def row(self, used: list[bool]) -> list[float]:
-        """The report as numbers, with a flag by parameter that had a gradient."""
+        """Return the report as numbers, followed by the packed flags."""
         return [*self, *pack(used)]
 
 
 def read_reports(
     rows: Sequence[list[float]], parameters: int
 ) -> tuple[list[SumsReport], list[bool]]:
-    """The reports of all islands, and which of so many parameters had a gradient on any."""
+    """Return the reports of all islands, and the flags of parameters with a gradient on any."""
     count = len(SumsReport._fields)
     reports = [SumsReport(*row[:count]) for row in rows]
     return reports, any_of([row[count:] for row in rows], parameters)
@@ -85,12 +87,12 @@ class BoundedStaleness(StepHooks):
     replaces_sums = True
     bytes_name = "gradients between islands"
     sums: DelayedSums
-    """The sums in transit, in the present layout."""
+    """The sums in transit, in the current layout."""
 
     def __init__(self, *groups: Any) -> None:
         super().__init__(*groups)
         rule = self.settings.staleness_rule
-        assert rule is not None, "islands make gradients equal"
+        assert rule is not None, "hooks_for chooses this class only with --behind"
         self._rule = rule
         self._staleness = 0
         self._waited = 0.0
@@ -118,19 +120,19 @@ class BoundedStaleness(StepHooks):
             len(SumsReport._fields) + len(pack([False] * len(parameters.named))),
             scattered=self.scattered,
         )
-        # Only now, since sums may not fit into memory: then the layout before stays whole.
+        # Assign only now: if the sums do not fit into memory, the old layout stays intact.
         self.parameters = parameters
         self._optimizer = optimizer
 
     def take_apart(self, parameters: Parameters, gathering: IntervalGather) -> Kept | None:
-        # Sums in transit have the old layout, so nobody uses them.
+        # Sums in transit have the old layout, so they cannot be used.
         self.sums.forget()
         return None
 
     def finish(self) -> None:
         self.sums.forget()
 
-    # -- what there is ------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------
 
     @property
     def state_bytes(self) -> int:
@@ -149,24 +151,25 @@ class BoundedStaleness(StepHooks):
     # -- around a step ----------------------------------------------------------------------
 
     def after_exchange(self, engine: HookedEngine, totals: StepTotals) -> StepTotals:
-        """Send the sums of this step, and replace them by those of `behind` steps before.
+        """Send the sums of this step, and replace them by the sums of `behind` steps before.
 
-        Returns the totals of those; in the first steps of a run there are none, and the totals
-        weigh nothing. Collective over all ranks. Raises if islands have diverged, and ModelError
-        for a model whose forward changes buffers.
+        Returns the totals of that step. In the first steps of a run, when no such step exists, the
+        totals have weight 0. Collective over all ranks. Raises if islands have diverged, and
+        ModelError if the model's forward changes buffers.
         """
         if engine.buffers.form():
             raise ModelError(
-                f"--behind {self._rule.behind} with a model whose forward changes its "
-                "buffers, as BatchNorm does its running statistics: those would be other ones on "
-                "each island. Take GroupNorm or LayerNorm, or leave --behind out, so that islands "
-                "make parameters and buffers equal every --equal-every steps."
+                f"--behind {self._rule.behind} does not work with a model whose forward changes "
+                "buffers, such as BatchNorm's running statistics: each island would have other "
+                "ones. Use GroupNorm or LayerNorm, or remove --behind, so that islands average "
+                "parameters and buffers every --equal-every steps."
             )
         step = engine.steps + 1
         with torch.no_grad():
+            # Send first: with --behind 0 the sums of this very step are used.
             self._send(engine, step, totals)
             with span("islands"):
-                flight = self.sums.due(step - self._rule.behind)
+                flight = self.sums.take_due(step - self._rule.behind)
                 if flight is None:
                     return replace(
                         totals,
@@ -186,10 +189,10 @@ class BoundedStaleness(StepHooks):
     def _send(self, engine: HookedEngine, step: int, totals: StepTotals) -> None:
         finite = math.isfinite(totals.squared_norm)
         weights = 0.0
-        if step % CHECK_EVERY == 1:  # reading all weights takes as long as an update
+        if step % CHECK_EVERY == 1:  # reading all weights takes about as long as an update
             intervals = self._optimizer.intervals
-            several = [fingerprints.sums_of(interval.master.loaded()) for interval in intervals]
-            weights = float(crc32(repr(several).encode()))
+            sums = [fingerprints.sums_of(interval.master.loaded()) for interval in intervals]
+            weights = float(crc32(repr(sums).encode()))
         report = SumsReport(
             step,
             totals.weight,
@@ -207,47 +210,52 @@ class BoundedStaleness(StepHooks):
             self.sums.updates,
         )
         row = torch.tensor(report.row(totals.used), dtype=torch.float64)
-        # Each step chooses the seeds of its backwards anew. What is sent is divided by them, so
-        # that sums of different steps have one unit.
+        # Each step chooses new seeds for its backwards. Divide by them, so that sums of different
+        # steps have the same unit.
         self.sums.send(step, row, 1.0 / engine.weighting.divisor(1.0), counts=finite)
 
     def _use(self, engine: HookedEngine, flight: Flight, totals: StepTotals) -> StepTotals:
-        """Replace the gradients by the sums of `flight`; returns their totals."""
-        sums, begun = self.sums, time.monotonic()
-        reports, used = read_reports(sums.reported(flight), len(totals.used))
+        """Replace the gradients by the sums of `flight`. Returns the totals of its step."""
+        sums, start = self.sums, time.monotonic()
+        reports, used = read_reports(sums.receive_reports(flight), len(totals.used))
         _check(reports)
-        sums.land(flight)
-        self._waited += time.monotonic() - begun
+        sums.receive(flight)
+        # The time that the other islands were late, for the statistics of the step.
+        self._waited += time.monotonic() - start
         self._staleness = sums.updates - int(reports[0].updates)
-        theirs = _joined(totals, reports, used, engine.replicas)
-        if not theirs.weight:
-            return theirs
-        if not math.isfinite(theirs.squared_norm):
-            # All islands skip: one that updated alone would have other weights from then on.
-            sums.spoil(used)
-            return theirs
-        # Before the sums are stored: they are stored in the unit of their own step.
-        engine.weighting.follow_step(theirs)
+        joined = _join(totals, reports, used, engine.replicas)
+        # All islands had an empty batch, so there is nothing to update with.
+        if not joined.weight:
+            return joined
+        if not math.isfinite(joined.squared_norm):
+            # All islands skip: an island that updated alone would have other weights from then on.
+            sums.fill_with_nan(used)
+            return joined
+        # Before the sums are stored, because they have the unit of the step that computed them.
+        engine.weighting.follow_step(joined)
         sums.use(flight, engine.weighting.divisor(1.0))
-        return replace(theirs, squared_norm=engine.squared_norm())
+        # The norm of the total, by which the step is clipped.
+        return replace(joined, squared_norm=engine.squared_norm())
 
     def after_update(
         self, engine: HookedEngine, totals: StepTotals, stats: StepStats
     ) -> tuple[StepTotals, StepStats]:
-        # Not in `after_exchange`: until the update is made, a step may be abandoned and begun
-        # again, and then needs the same sums.
-        self.sums.stepped(engine.steps)
+        # Not in `after_exchange`: until the update is made, a step may be abandoned and repeated,
+        # and then needs the same sums.
+        self.sums.commit(engine.steps)
         self.sums.updates += not stats.skipped
         stats = replace(stats, staleness=self._staleness, waited=self._waited)
         self._staleness, self._waited = 0, 0.0
         return totals, stats
 
 
-def _joined(
+def _join(
     totals: StepTotals, reports: Sequence[SumsReport], used: list[bool], replicas: int
 ) -> StepTotals:
-    """What all islands know of the step that was reported. If gradients of any are not finite, the
-    squared norm is infinite."""
+    """Return the totals of a step over all islands.
+
+    If gradients of any island are not finite, the squared norm is infinite.
+    """
     backwards = sum(report.backwards for report in reports)
     return replace(
         totals,
@@ -256,8 +264,8 @@ def _joined(
         loss=sum(report.loss for report in reports),
         squared_norm=0.0 if all(report.finite for report in reports) else math.inf,
         backwards=int(backwards),
-        # Islands report no shares: the unit that follows from them is an estimate, which only has
-        # to be the same on all.
+        # Islands do not report shares. This estimate decides the unit of gradients, and it only
+        # has to be equal on all islands.
         shares=backwards / (1 if reports[0].divisor else replicas),
         used=used,
         several=any(report.several for report in reports),
@@ -268,37 +276,37 @@ def _joined(
     )
 
 
-_ALIKE = {
-    "options": "Options of the optimizers, such as the learning rate, are others on island {k} "
-    "than on island 0 at step {step:g}, so islands would train different models. Set them alike on "
-    "all; give a scheduler what all know, such as engine.step().loss.",
-    "divisor": 'Losses of step {step:g} are sums on some islands (reduction="sum" or "ddp") and '
-    "means, or the other kind of sums, on others: write them in one way.",
-    "weights": "Weights before step {step:g} are others on island {k} than on island 0: something "
-    "has changed them there alone, since all make the same updates. Write the same values on every "
-    "worker, or rank 0's on all: with engine.full_parameters(write=True).",
+_MUST_AGREE = {
+    "options": "The optimizers' options, such as the learning rate, differ between island {k} and "
+    "island 0 at step {step:g}, so islands would train different models. Set the same options on "
+    "all islands. Give schedulers only values that all know, such as engine.step().loss.",
+    "divisor": "Islands disagree on `reduction` at step {step:g}: pass the same value "
+    '("mean", "sum" or "ddp") on every worker.',
+    "weights": "The weights before step {step:g} differ between island {k} and island 0. All "
+    "islands make the same updates, so something else has changed them. Write the same values on "
+    "every worker, or rank 0's values on all: with engine.full_parameters(write=True).",
 }
-"""What all islands have to report alike, and the message if one does not."""
+"""Fields that must be equal on all islands, with the error message if they are not."""
 
 
 def _check(reports: Sequence[SumsReport]) -> None:
-    """Raise if islands have diverged; the ranks of equal place all raise."""
+    """Raise if islands have diverged. All peers raise."""
     first = reports[0]
     for island, report in enumerate(reports):
         if not report.step:
             step = max(other.step for other in reports)
             raise UsageError(
                 f"Island {island} has closed its engine, loaded a checkpoint or changed its "
-                f"parameters before step {step:g}, and others make that step. Let all islands make "
-                "as many, and do these between the same two."
+                f"parameters before step {step:g}, but other islands make that step. All "
+                "islands must make the same number of steps, and do this between the same two."
             )
     for island, report in enumerate(reports):
         if report.step != first.step:
             raise UsageError(
-                f"Island {island} has made {report.step - 1:g} steps, and island 0 "
-                f"{first.step - 1:g}: gradients are added of the same ones. Let all islands make "
-                "as many, and go on from the same checkpoint."
+                f"Island {island} has made {report.step - 1:g} steps, but island 0 "
+                f"{first.step - 1:g}. Islands add the gradients of the same step, so all must make "
+                "the same number of steps, and continue from the same checkpoint."
             )
-        for name, words in _ALIKE.items():
+        for name, message in _MUST_AGREE.items():
             if getattr(report, name) != getattr(first, name):
-                raise ModelMismatch(words.format(k=island, step=first.step))
+                raise ModelMismatch(message.format(k=island, step=first.step))

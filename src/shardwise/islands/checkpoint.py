@@ -1,7 +1,7 @@
-"""Saves and loads what islands keep next to model and optimizer, by the hook of checkpoints.
+"""Saves and loads the states of islands, through the checkpoint's hook for extra sets.
 
-A checkpoint of as many islands as there are here gives each its own sets. With another number, each
-reads the mean of the sets of all.
+If the checkpoint has the same number of islands as this run, each island loads its own sets. If the
+numbers differ, each island loads the mean over all sets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.checkpoint import json_values
 from shardwise.checkpoint.extra_sets import ExtraSets, ExtraTensors, Places, Sets, SetsToRead
 from shardwise.checkpoint.format import TensorSpec, dtype_of
 from shardwise.checkpoint.reader import TensorReader
-from shardwise.checkpoint.tensor_spans import GROUP, OPTIMIZER, TensorSpan
+from shardwise.checkpoint.tensor_spans import GROUP, OPTIMIZER, StoredTensors
 from shardwise.comm import Collectives, Solo
 from shardwise.islands.bounded_staleness import BoundedStaleness
 from shardwise.islands.checkpoint_tensors import (
@@ -24,7 +24,7 @@ from shardwise.islands.checkpoint_tensors import (
     OWN,
     DelayedTensors,
     IslandTensors,
-    joined,
+    join_numbers,
     set_name,
 )
 from shardwise.islands.parameter_averaging import ParameterAveraging
@@ -34,7 +34,7 @@ from shardwise.states.step_hooks import StepHooks
 class IslandSets(ExtraSets):
     """The sets `island-K`, `island-K-optimizer` and `outer`, and the fields `islands` and `behind`.
 
-    Without islands, it reads the checkpoints of runs that had some.
+    Without islands, it loads checkpoints of runs with islands.
     """
 
     def __init__(self, hooks: StepHooks | None, peers: Collectives) -> None:
@@ -42,7 +42,7 @@ class IslandSets(ExtraSets):
         self._staleness = hooks if isinstance(hooks, BoundedStaleness) else None
         self._peers = peers
         self._apart = peers if self._staleness is None else Solo()
-        """The ranks of equal place in the islands that have weights of their own."""
+        """The peers, if islands have different weights; else this rank alone."""
 
     # -- saving ---------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ class IslandSets(ExtraSets):
 
     def tensors(self, places: Mapping[str, Places]) -> ExtraTensors | None:
         averaging, staleness = self._averaging, self._staleness
-        if averaging is not None and averaging.exchange.begun:
+        if averaging is not None and averaging.exchange.has_begun:
             exchange = averaging.exchange
             moved = averaging.world_group.gather_plain(not exchange.anchor.is_reached)
             return IslandTensors(averaging.parameters, exchange, places, moved=any(moved))
@@ -60,54 +60,59 @@ class IslandSets(ExtraSets):
         return None
 
     def fields(
-        self, mine: Mapping[str, Any], of_all_layers: Callable[[Any], list[Any]]
+        self, own_fields: Mapping[str, Any], gather_from_layers: Callable[[Any], list[Any]]
     ) -> dict[str, Any]:
         averaging, staleness = self._averaging, self._staleness
-        if averaging is not None and averaging.exchange.begun:
-            beside: dict[str, dict[str, Any]] = {"weights": {}, "due": {}}
+        if averaging is not None and averaging.exchange.has_begun:
+            numbers: dict[str, dict[str, Any]] = {"weights": {}, "due": {}}
             tensors = IslandTensors(averaging.parameters, averaging.exchange, {}, moved=False)
-            for each in of_all_layers(tensors.numbers()):
+            for each in gather_from_layers(tensors.numbers()):
                 for key, values in each.items():
-                    beside[key] |= values
-            of_island = {"state": mine["state"], "borders": mine["borders"]}
-            of_island |= beside | {"scaling": mine["scaling"]}
+                    numbers[key] |= values
+            of_island = {"state": own_fields["state"], "borders": own_fields["borders"]}
+            of_island |= numbers | {"scaling": own_fields["scaling"]}
             return {"islands": self._peers.gather_objects(of_island)}
         if staleness is not None:
-            waiting = DelayedTensors(staleness.parameters, staleness.sums, {})
-            return {FIELD: joined(of_all_layers(waiting.numbers(self._peers.size)))}
+            delayed = DelayedTensors(staleness.parameters, staleness.sums, {})
+            return {FIELD: join_numbers(gather_from_layers(delayed.numbers(self._peers.size)))}
         return {}
 
     # -- loading --------------------------------------------------------------------------
 
-    def read_as(
+    def select_sets(
         self, sets: Sets, fields: Mapping[str, Any], buffers: Set[str], *, model_only: bool
     ) -> SetsToRead:
         apart = self._apart
-        mine, seen = _seen_by_island(sets, fields, apart)
-        mine |= _residual_of(sets, fields, self._peers)
-        own = {}
-        if GROUP in mine and not model_only:
+        visible, visible_fields = _select_for_island(sets, fields, apart)
+        # A checkpoint of another number of islands has no residuals of gradients for this island,
+        # because its islands had other gradients.
+        residuals, saved = set_name(GROUP, self._peers.rank), fields.get(FIELD, {}).get("islands")
+        if saved == self._peers.size and residuals in sets:
+            visible[GROUP] = sets[residuals]
+        own_tensors = {}
+        if GROUP in visible and not model_only:
             names = {
-                n.removesuffix(f".{OWN}"): n for n in mine[GROUP].specs if n.endswith(f".{OWN}")
+                n.removesuffix(f".{OWN}"): n for n in visible[GROUP].specs if n.endswith(f".{OWN}")
             }
-            # A run without islands continues from the mean of the weights that islands trained,
-            # an island from what they had in common, but with its own buffers.
-            own = {
-                name: (mine[GROUP], theirs)
-                for name, theirs in names.items()
+            # A run without islands continues from the mean of the islands' weights. An island
+            # continues from the common weights, but with its own buffers.
+            own_tensors = {
+                name: (visible[GROUP], stored_name)
+                for name, stored_name in names.items()
                 if apart.size == 1 or name in buffers
             }
-        return SetsToRead(mine, seen, own)
+        return SetsToRead(visible, visible_fields, own_tensors)
 
     def before_model(self) -> None:
-        # What strict=False leaves as it is must be the same on all islands.
+        # With strict=False some parameters may keep their values, which must be equal on all
+        # islands.
         if self._averaging is not None:
             self._averaging.restore_common_weights()
 
     def start_again(self) -> None:
         if self._averaging is not None:
             self._averaging.exchange.forget()
-            self._averaging.exchange.begun = False
+            self._averaging.exchange.has_begun = False
         if self._staleness is not None:
             self._staleness.sums.restart()
 
@@ -116,123 +121,118 @@ class IslandSets(ExtraSets):
         source: SetsToRead,
         step: int,
         places: Mapping[str, Places],
-        fill: Callable[[Iterable[TensorSpan]], None],
+        fill: Callable[[Iterable[StoredTensors]], None],
     ) -> None:
         averaging, staleness = self._averaging, self._staleness
         if averaging is not None:
             exchange = averaging.exchange
             exchange.forget()
-            exchange.begun = "weights" in source.fields  # several islands wrote it
-            if exchange.begun:  # else the first step begins from the weights
+            exchange.has_begun = "weights" in source.fields  # several islands wrote it
+            if exchange.has_begun:  # otherwise the first step begins from the weights
                 tensors = IslandTensors(averaging.parameters, exchange, places, moved=True)
                 with torch.no_grad():
                     exchange.anchor.restart()
                     tensors.take_numbers(source.fields, step)
                     fill(tensors)
-                    # The weights are the anchor now, and `own` was read into its place.
+                    # The weights are the anchor now, and `own` was read into the anchor's storage.
                     exchange.anchor.swap()
         if staleness is not None:
             staleness.sums.restart()
-            waiting = DelayedTensors(staleness.parameters, staleness.sums, places)
-            waiting.take_numbers(source.fields.get(FIELD, {"updates": 0, "waiting": []}))
-            fill(waiting)
+            delayed = DelayedTensors(staleness.parameters, staleness.sums, places)
+            delayed.take_numbers(source.fields.get(FIELD, {"updates": 0, "waiting": []}))
+            fill(delayed)
 
     def notes(self, fields: Mapping[str, Any]) -> Iterator[str]:
         if fields.get(FIELD, {}).get("waiting") and self._staleness is None:
             yield (
-                "the checkpoint has gradients that islands were to use yet (--behind): this run "
-                "leaves them out."
+                "the checkpoint has gradients that islands have not used yet (--behind): this run "
+                "drops them."
             )
         saved, here = _count(fields), self._apart.size
         if saved not in (1, here):
             yield (
-                f"the checkpoint is of {saved} islands, and here {'is' if here == 1 else 'are'} "
-                f"{here}: their weights and optimizer states become the mean of those."
+                f"the checkpoint is of {saved} islands, but this run has {here}: weights and "
+                "optimizer states become their mean."
             )
 
 
-# -- what an island reads -----------------------------------------------------------------------
+# -- the part of one island ---------------------------------------------------------------------
 
 
 class MeanReader(TensorReader):
-    """Reads the mean of the tensors that several `readers` have under one name.
+    """Reads the mean of the tensors with one name in several `readers`.
 
-    Tensors that are not floating-point are those of the first reader.
+    Tensors that are not floating-point are read from the first reader.
     """
 
     def __init__(self, readers: Sequence[TensorReader]) -> None:
         self._readers = readers
         specs: dict[str, TensorSpec] = {}
+        # Reversed, so that the spec of the first reader with a name wins.
         for reader in reversed(readers):
             specs |= reader.specs
         self.specs = specs
 
     def read(self, name: str, first: int, into: Tensor) -> None:
-        held = [reader for reader in self._readers if name in reader.specs]
+        readers = [reader for reader in self._readers if name in reader.specs]
         dtype = dtype_of(self.specs[name].dtype)
         if not dtype.is_floating_point:
-            held[0].read(name, first, into)
+            readers[0].read(name, first, into)
             return
-        # In fp64, so that the mean of equal values is exactly that value.
+        # In fp64, so that the mean of equal values is exactly this value.
         total = torch.zeros(into.numel(), dtype=torch.float64)
         part = torch.empty(into.numel(), dtype=dtype)
-        for reader in held:
+        for reader in readers:
             reader.read(name, first, part)
             total += part
-        into.copy_(total / len(held))
+        into.copy_(total / len(readers))
 
 
 def _count(fields: Mapping[str, Any]) -> int:
-    """Return the number of islands that wrote the checkpoint with these `fields`."""
+    """Return the number of islands that wrote the checkpoint."""
     return len(fields.get("islands") or [None])
 
 
-def _seen_by_island(
+def _select_for_island(
     sets: Sets, fields: Mapping[str, Any], peers: Collectives
 ) -> tuple[dict[str, TensorReader], dict[str, Any]]:
-    """Return the `sets` and `fields` that this rank's island reads, out of those of all."""
+    """Return the `sets` and `fields` that this rank's island reads."""
     saved, islands = _count(fields), fields.get("islands")
     if not islands:
         return dict(sets), dict(fields)
     if saved == peers.size:
-        mine = {kind: [set_name(kind, peers.rank)] for kind in (OPTIMIZER, GROUP)}
-        found = dict(fields) | islands[peers.rank]
+        names_by_kind = {kind: [set_name(kind, peers.rank)] for kind in (OPTIMIZER, GROUP)}
+        merged = dict(fields) | islands[peers.rank]
     else:
-        mine = {kind: [set_name(kind, k) for k in range(saved)] for kind in (OPTIMIZER, GROUP)}
-        found = dict(fields) | {"weights": {}, "due": islands[0]["due"]}
-        found["state"] = _most([each["state"] for each in islands])
-        found["borders"] = sorted({name for each in islands for name in each["borders"]})
-    view = {kind: held for kind, held in sets.items() if kind != OPTIMIZER}
-    for kind, names in mine.items():
-        if held := [sets[name] for name in names if name in sets]:
-            view[kind] = held[0] if len(held) == 1 else MeanReader(held)
-    return view, found
+        names_by_kind = {
+            kind: [set_name(kind, k) for k in range(saved)] for kind in (OPTIMIZER, GROUP)
+        }
+        merged = dict(fields) | {"weights": {}, "due": islands[0]["due"]}
+        merged["state"] = _merge_largest([each["state"] for each in islands])
+        merged["borders"] = sorted({name for each in islands for name in each["borders"]})
+    visible = {kind: readers for kind, readers in sets.items() if kind != OPTIMIZER}
+    for kind, names in names_by_kind.items():
+        if readers := [sets[name] for name in names if name in sets]:
+            visible[kind] = readers[0] if len(readers) == 1 else MeanReader(readers)
+    return visible, merged
 
 
-def _residual_of(sets: Sets, fields: Mapping[str, Any], peers: Collectives) -> Sets:
-    """Return the set with the wire's losses of this island's gradients.
+def _merge_largest(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return for each parameter the largest value over the islands, such as the number of steps.
 
-    A checkpoint of another number of islands has none for it: its islands had other gradients.
+    An island may never have used a parameter.
     """
-    name = set_name(GROUP, peers.rank)
-    saved = fields.get("behind", {}).get("islands")
-    return {GROUP: sets[name]} if saved == peers.size and name in sets else {}
-
-
-def _most(several: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return by parameter the largest of the values that islands have, such as numbers of steps:
-    some may never have used a parameter."""
-    found: dict[str, dict[str, Any]] = {}
-    for each in several:
+    largest: dict[str, dict[str, Any]] = {}
+    for each in states:
         for name, values in each.items():
-            mine = found.setdefault(name, {})
+            values_here = largest.setdefault(name, {})
             for key, value in values.items():
-                mine[key] = max(mine.get(key, value), value, key=_size)
-    return found
+                values_here[key] = max(values_here.get(key, value), value, key=_as_number)
+    return largest
 
 
-def _size(value: Any) -> float:
-    """Return an encoded value as a number to compare; 0 if it is none."""
+def _as_number(value: Any) -> float:
+    """Decode a value into a number to compare, or 0 if it is not a number."""
     number = json_values.decode(value)
     if isinstance(number, Tensor) and number.numel() == 1:
         number = number.item()

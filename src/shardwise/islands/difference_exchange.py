@@ -1,8 +1,8 @@
 """Sends the differences of buckets to the other islands, and moves the anchor by their mean.
 
-    send      | weight of the steps | packed difference |    all-gather over peers of equal place
-    receive   unpack, mean by weight: in the order of the islands, so that all have the same bits
-    arrive    anchor and weights move, island by island alike
+    send            | weight of the steps | packed difference |    all-gather over the peers
+    receive_mean    unpack, weighted mean in the order of the islands: the same bits on all
+    arrive          move anchor and weights, in the same way on every island
 
 With `--late`, steps continue between `send` and `arrive`.
 """
@@ -22,31 +22,31 @@ from shardwise.islands.elastic.collectives import ElasticPeers
 from shardwise.timeline import recorder
 
 _HEADER = 8
-"""Bytes of the weight, fp64."""
+"""Bytes of the weight (fp64) before each packed difference."""
 
 _AHEAD = 3
-"""Buckets that are in transit at once, without `--late`."""
+"""Number of buckets in transit at once, without `--late`."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message of each island, in transit to all of them."""
+    """The messages of all islands, in transit."""
 
     handle: Handle
     rows: Tensor
     """(islands, bytes) uint8."""
 
     def wait(self) -> Tensor:
-        """Wait for the messages of all islands, and return the rows."""
+        """Wait for the messages of all islands, and return them."""
         self.handle.wait()
         self.handle.reusable()
         return self.rows
 
 
 def send(peers: Collectives, mine: Tensor) -> Message:
-    """Send `mine`, flat uint8 of one length on all, to the other islands. Collective."""
-    # Not an all-reduce: all islands unpack the same bytes and add them in the same order, so they
-    # have the same bits. A reduction would round quantised values again at every hop.
+    """Send `mine` (flat uint8, of the same length on all) to the other islands. Collective."""
+    # Not an all-reduce, because it would round quantised values again at every hop. All islands
+    # unpack the same bytes and add them in the same order, so they have the same bits.
     length = mine.numel()
     rows = mine.new_empty(peers.size * length)
     cuts = [length * place for place in range(peers.size + 1)]
@@ -57,28 +57,28 @@ def send(peers: Collectives, mine: Tensor) -> Message:
 
 
 class DifferenceExchange:
-    """The differences to `anchor` in transit over `peers`, the ranks of equal place in all
+    """Exchanges differences to `anchor` over `peers`, the ranks with this position in all
     islands."""
 
     def __init__(self, anchor: Anchor, peers: Collectives, *, begun: bool) -> None:
         self.anchor = anchor
         self._peers = peers
         self.weights = [0.0] * len(anchor.parts)
-        """By bucket, the weight of this island's steps since it was sent last."""
+        """By bucket, the weight of this island's steps since it was last sent."""
         self._flying: dict[int, Message | Tensor] = {}
         self.due: dict[int, int] = {}
         """By bucket in transit, the step after which it moves the anchor."""
         self._sent: dict[int, tuple[float, Tensor]] = {}
-        """By bucket in transit from this process: its weight and the packed difference."""
+        """By bucket sent by this process, its weight and the packed difference."""
         self.report: Message | None = None
-        """The reports of the islands in transit, see parameter_averaging.py."""
-        self.begun = begun
-        """Whether there is an anchor: from the first step on. Until then user code may change the
+        """The islands' reports in transit, see parameter_averaging.py."""
+        self.has_begun = begun
+        """Whether the anchor exists, from the first step on. Before it, user code may change
         weights."""
 
     @property
     def buckets(self) -> int:
-        """The number of buckets."""
+        """Number of buckets."""
         return len(self.weights)
 
     @property
@@ -87,48 +87,49 @@ class DifferenceExchange:
         return sum(_HEADER + self.anchor.nbytes(index) for index in range(self.buckets))
 
     @property
-    def flying(self) -> frozenset[int]:
-        """The buckets in transit."""
+    def in_transit(self) -> frozenset[int]:
+        """Buckets in transit."""
         return frozenset(self._flying)
 
     def count(self, weight: float) -> None:
         """Add the weight of a step of this island."""
+        # Of all buckets: each one counts the steps since it was sent itself.
         self.weights = [before + weight for before in self.weights]
 
     def send(self, index: int, due: int) -> None:
-        """Send the difference of bucket `index`, which is used after step `due`. Collective over
-        the peers."""
-        self._flying[index] = send(self._peers, self._packed(index, due))
+        """Send the difference of bucket `index`, to be used after step `due`. Collective over the
+        peers."""
+        self._flying[index] = send(self._peers, self._pack(index, due))
 
-    def _packed(self, index: int, due: int) -> Tensor:
-        """Return the weight and the packed difference of bucket `index`, and note them as sent."""
+    def _pack(self, index: int, due: int) -> Tensor:
+        """Return the weight and packed difference of bucket `index`, and record them as sent."""
         packed = self.anchor.pack(index).to(self.anchor.device(index))
         weight = torch.tensor([self.weights[index]], dtype=torch.float64).view(torch.uint8)
-        # Kept until the bucket moves, so that `forget` can take the difference back.
+        # Keep it until the bucket moves, so that `forget` can take the difference back.
         self._sent[index] = self.weights[index], packed
         self.weights[index] = 0.0
         self.due[index] = due
         return torch.cat([weight.to(packed.device), packed])
 
-    def landed(self, index: int) -> Tensor:
-        """Wait for the differences of bucket `index`, and return their mean, which stays in memory
-        until it is used."""
+    def receive_mean(self, index: int) -> Tensor:
+        """Wait for the differences of bucket `index`, and return their mean. It is kept until it is
+        used."""
         sent = self._flying[index]
         if isinstance(sent, Message):
             sent = self._flying[index] = self._mean_of(index, sent.wait())
         return sent
 
     def expect(self, index: int, due: int) -> None:
-        """Add zeros as the mean of bucket `index`, to be used after step `due`; a load fills them
-        in."""
-        # A run with other settings may use nothing after that step, and drops the difference.
+        """Add a difference of zeros for bucket `index`, to be used after step `due`. A load of a
+        checkpoint fills it in."""
+        # With other settings than at the save, nothing may be due after that step. Drop it then.
         if self.anchor.rule.late and self.anchor.rule.is_due(due, index, self.buckets):
             self._flying[index] = torch.zeros_like(self.anchor.loaded_value(index))
             self.due[index] = due
 
     def arrive(self, indices: Sequence[int]) -> None:
-        """Move the anchor and the weights of these buckets by the differences in transit.
-        Collective over the peers, and over the island."""
+        """Move anchor and weights of these buckets by the differences in transit. Collective over
+        the peers and the island."""
         if not indices:
             return
         self.anchor.meet()
@@ -137,9 +138,9 @@ class DifferenceExchange:
         self.anchor.publish(indices)
 
     def exchange(self, indices: Sequence[int], due: int) -> None:
-        """Send these buckets, and move the anchor by them. Collective over the peers, and over the
+        """Send these buckets, and move the anchor by them. Collective over the peers and the
         island."""
-        # A few at a time: the messages of all islands for all buckets would fill the memory.
+        # A few at a time, because messages of all islands for all buckets would fill the memory.
         self.anchor.meet()
         following = iter(indices)
         for index in islice(following, _AHEAD):
@@ -150,40 +151,41 @@ class DifferenceExchange:
                 self.send(another, due)
         self.anchor.publish(indices)
 
-    def gather_at_once(self, indices: Sequence[int], due: int, beside: Tensor) -> list[Tensor]:
-        """Send these buckets and the bytes `beside` in one message of each elastic island; return
-        the latter of all islands that take part. Collective over all ranks.
+    def gather_at_once(self, indices: Sequence[int], due: int, report: Tensor) -> list[Tensor]:
+        """Send these buckets and a report (flat uint8) in one message per elastic island.
 
-        The anchor moves in `arrive`.
+        Returns the reports of all islands that take part. Collective over all ranks. The anchor
+        moves later, in `arrive`.
         """
-        # One message, since an island may end between two: it is in the mean of all buckets, or of
-        # none, on every rank.
+        # One message, because an island may end between two. So it is in the mean of all buckets or
+        # of none, on every rank.
         assert isinstance(self._peers, ElasticPeers)
-        mine = [beside, *(self._packed(index, due).cpu() for index in indices)]
-        lengths = [each.numel() for each in mine]
-        messages = self._peers.gather_at_once(due, torch.cat(mine))
+        parts = [report, *(self._pack(index, due).cpu() for index in indices)]
+        lengths = [each.numel() for each in parts]
+        messages = self._peers.gather_at_once(due, torch.cat(parts))
         rows = [torch.split(message, lengths) for message in messages]
         for place, index in enumerate(indices, 1):
             self._flying[index] = self._mean_of(index, torch.stack([row[place] for row in rows]))
         return [row[0] for row in rows]
 
     def _apply(self, index: int) -> None:
-        """Move the anchor and the weights of bucket `index`."""
-        self.anchor.apply(index, self.landed(index))
+        """Move anchor and weights of bucket `index`."""
+        self.anchor.apply(index, self.receive_mean(index))
         self._sent.pop(index, None)
         del self._flying[index], self.due[index]
 
     def _mean_of(self, index: int, rows: Tensor) -> Tensor:
-        """Return the weighted mean of `rows`, the messages of all islands."""
+        """Return the weighted mean of the islands' messages `rows`, (islands, bytes)."""
+        # To the CPU in one copy, because each weight would wait for the device.
         heads = rows[:, :_HEADER].contiguous().cpu().view(torch.float64)
         return self.anchor.mean(index, list(rows[:, _HEADER:]), heads.flatten().tolist())
 
     def forget(self) -> None:
-        """Drop what is in transit. All islands call it.
+        """Drop everything in transit. All islands must call it.
 
         Nothing is lost: neither anchor nor weights have moved, so the next difference contains it.
         """
-        # Wait first, since a message that this rank has not received would be taken for the next.
+        # Wait first, because a message that was not received would be mistaken for the next one.
         for sent in [*self._flying.values(), self.report]:
             if isinstance(sent, Message):
                 sent.wait()

@@ -1,6 +1,6 @@
 """Chooses the hooks of an engine whose ranks form several islands, and checks its settings.
 
-ParameterAveraging    each island makes its own updates; every H steps they average parameters
+ParameterAveraging    each island updates separately; every H steps they average parameters
 BoundedStaleness      all islands make the same updates, from gradients that are S steps old
 """
 
@@ -24,9 +24,9 @@ def hooks_for(
     peers: Collectives,
     shard_group: Collectives,
 ) -> StepHooks | None:
-    """Return the hooks of an engine, None if all of its ranks are one island."""
-    # An elastic island has hooks even while it is alone: others may come back.
-    if peers.size == 1 and not peers.comes_and_goes:
+    """Return the hooks of an engine, or None if all of its ranks form one island."""
+    # An elastic island has hooks even if it is the only one now, because others may return.
+    if peers.size == 1 and not peers.has_changing_ranks:
         return None
     kind = ParameterAveraging if settings.behind is None else BoundedStaleness
     return kind(settings, world_group, step_group, peers, shard_group)
@@ -35,32 +35,31 @@ def hooks_for(
 _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
     "--sync-batch-norm": (
         lambda settings: settings.sync_batch_norm,
-        "its statistics would stay those of each island",
+        "batch statistics would differ between islands",
     ),
     "--ema-decay": (
         lambda settings: settings.ema_decay is not None and settings.behind is None,
-        "the anchor is the average that islands have, and another one of each would be its own",
+        "the anchor is already the average over islands, and each island would keep another one",
     ),
     "--shard-within host": (
         lambda settings: settings.shard_within == "host" and settings.placement.level > 0,
-        "an island shards over all of its workers; --islands host makes each host one",
+        "an island shards over all of its workers; --islands host makes each host an island",
     ),
 }
 
 
 def check(settings: Settings, *, elastic: bool) -> None:
-    """Raise ConfigError for a setting that does not work with several islands, or with `elastic`
-    ones."""
+    """Raise ConfigError for a setting that does not work with islands, or with elastic ones."""
     check_contradictions(settings)
-    settings.averaging_rule  # noqa: B018 (raises for numbers that do not fit each other)
-    for given, (is_on, why) in _WITHOUT.items():
+    settings.averaging_rule  # noqa: B018 (raises for values that do not fit together)
+    for flag, (is_on, why) in _WITHOUT.items():
         if is_on(settings):
             raise ConfigError(
-                f"--islands {settings.islands} and {given} cannot be had together: {why}. Leave "
-                "one of them out."
+                f"--islands {settings.islands} cannot be combined with {flag}: {why}. Remove one "
+                "of them."
             )
     if not elastic:
         return
-    for given, value in (("--late", settings.late or None), ("--behind", settings.behind)):
+    for flag, value in (("--late", settings.late or None), ("--behind", settings.behind)):
         if value is not None:
-            raise ConfigError(DELAYS.format(given=f"{given} {value}"))
+            raise ConfigError(DELAYS.format(flag=f"{flag} {value}"))

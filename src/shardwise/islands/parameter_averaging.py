@@ -1,9 +1,9 @@
-"""Averages the parameters of islands after the steps at which that is due.
+"""Averages the parameters of islands every H steps.
 
-    after step n    every bucket whose turn it is: send, receive, move (difference_exchange.py)
-                    n a multiple of H: one small message more, an IslandReport
+    after step n    every bucket that is due: send, receive, move (difference_exchange.py)
+                    if n is a multiple of H: one more small message, an IslandReport
 
-Between these steps nothing leaves an island.
+Between these steps nothing is sent between islands.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.timeline import span
 
 WEIGHT = "weight"
-"""The key, next to those of the anchor, of the weight of the steps since a parameter was sent."""
+"""The key, next to the anchor's, of the weight of the steps since a parameter was sent."""
 
 
 class IslandReport(NamedTuple):
-    """What an island sends to the others next to its differences, 8 bytes per field."""
+    """The message that an island sends with its differences, 8 bytes per field."""
 
     loss: float
     weight: float
     asked: float
-    """The signal by which it was asked to end, or 0."""
+    """The signal that asked the island to end, or 0."""
     unsaved: float
     """Whether a save has failed."""
     form: float
-    """A checksum of the names and shapes of the buffers that forward changes."""
+    """A checksum of names and shapes of the buffers that forward changes."""
     step: float
     anchor: float
-    """A checksum of the anchor as it was before this step."""
+    """A checksum of the anchor before this step."""
 
 
 @dataclass(frozen=True)
 class SentBuffers:
-    """The buffers that forward changes, as they were when a report was sent."""
+    """The buffers that forward changes, when a report was sent."""
 
     form: int
     rows: float
-    """The rows that forwards of the last step saw."""
+    """Number of rows that forwards of the last step saw."""
     values: Tensor
 
 
 class ParameterAveraging(StepHooks):
-    """Hooks of an engine whose islands make their own updates and average parameters."""
+    """Hooks of an engine whose islands update separately and average parameters."""
 
-    bytes_name = "what islands have in common"
+    bytes_name = "common values of islands"
     exchange: DifferenceExchange
-    """The differences of the present layout, and the anchor."""
+    """The differences in the current layout, and the anchor."""
 
     def __init__(self, *groups: Any) -> None:
         super().__init__(*groups)
@@ -97,22 +97,22 @@ class ParameterAveraging(StepHooks):
             scattered=self.scattered,
             start=kept,
         )
-        # Only now, since an anchor may not fit into memory: then the layout before stays whole.
+        # Assign only now: if the anchor does not fit into memory, the old layout stays intact.
         self.parameters = parameters
         self.exchange = DifferenceExchange(anchor, self.peers, begun=kept is not None)
         weights = {} if kept is None else kept[WEIGHT]
         for index, bucket in enumerate(parameters.buckets):
-            several = [parameters.named[slot.parameter].parameter for slot in bucket.slots]
-            # Parameters that an optimizer got later have no weight yet. The bucket counts all steps
-            # since its last exchange, which are those of its oldest parameter.
+            parameters_here = [parameters.named[slot.parameter].parameter for slot in bucket.slots]
+            # Parameters that were added to an optimizer later have no weight yet. The bucket counts
+            # the steps since its last exchange, as its oldest parameter does.
             self.exchange.weights[index] = max(
-                (float(weights[each]) for each in several if each in weights), default=0.0
+                (float(weights[each]) for each in parameters_here if each in weights), default=0.0
             )
 
     def take_apart(self, parameters: Parameters, gathering: IntervalGather) -> Kept | None:
         exchange = self.exchange
-        if not exchange.begun:
-            return None  # islands begin at the weights that they have at the first step
+        if not exchange.has_begun:
+            return None  # islands begin from their weights at the first step
         exchange.forget()
         weights = {
             parameters.named[slot.parameter].parameter: torch.tensor(weight, dtype=torch.float64)
@@ -128,16 +128,16 @@ class ParameterAveraging(StepHooks):
                 parameter.detach().copy_(value)
 
     def restore_common_weights(self) -> None:
-        if self.exchange.begun:
+        if self.exchange.has_begun:
             self.exchange.forget()
             with torch.no_grad():
                 self.exchange.anchor.swap()
 
-    # -- what there is ------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------
 
     @property
     def have_own_weights(self) -> bool:
-        return self.exchange.begun
+        return self.exchange.has_begun
 
     def common_weights(self) -> AbstractContextManager[None]:
         return self.exchange.anchor.swapped_in()
@@ -159,50 +159,56 @@ class ParameterAveraging(StepHooks):
         if self._rule.late:
             turns = f", {many(self.exchange.buckets, 'fragment')} in turn"
         return (
-            f"{self.peers.size} islands of {many(self.step_group.size, 'worker')}, which make "
-            f"steps of their own: {self._rule.in_words()}{turns}: {sent} sent per worker each time"
+            f"{self.peers.size} islands of {many(self.step_group.size, 'worker')}, which update "
+            f"separately: {self._rule.in_words()}{turns}: {sent} sent per worker each time"
         )
 
     # -- around a step ----------------------------------------------------------------------
 
     def before_step(self, engine: HookedEngine) -> None:
-        """At the first step, take the weights as the first anchor. Collective over all ranks then.
+        """At the first step, take the weights as the first anchor. Collective over all ranks.
 
-        Not at the start: user code may load or change weights until the first step.
+        Not earlier, because user code may load or change weights before the first step.
         """
-        if self.exchange.begun:
+        if self.exchange.has_begun:
             return
         anchor, group = self.exchange.anchor, self.world_group
         with torch.no_grad():
             anchor.restart()
-            # Values differ by bits if islands have loaded different files, and then never become
-            # equal: each moves by the same mean difference.
+            # If islands have loaded different files, their bits differ. They would stay different
+            # for ever, because every island moves by the same mean difference.
             checksums = group.gather_plain(anchor.checksum())
         if isinstance(group, ElasticRun):
+            # Only now may an island fail alone: before, there is no anchor to continue from.
             group.begin()
+        # Rank r is compared with its peer in the first island, rank r % length.
         length = self.step_group.size
-        for rank, each in enumerate(checksums):
-            if each != checksums[rank % length]:
+        for rank, checksum in enumerate(checksums):
+            if checksum != checksums[rank % length]:
                 raise ModelMismatch(
-                    f"Islands would begin at different weights: those of worker {rank} are not "
-                    f"those of worker {rank % length}, which has the same part of the model. Write "
-                    "the same values on every worker, or rank 0's on all: "
+                    f"Islands start with different weights: worker {rank} has other values than "
+                    f"worker {rank % length}, which has the same part of the model. Write the same "
+                    "values on every worker, or rank 0's values on all: "
                     "with engine.full_parameters(write=True)."
                 )
-        self.exchange.begun = True
+        self.exchange.has_begun = True
 
     def after_update(
         self, engine: HookedEngine, totals: StepTotals, stats: StepStats
     ) -> tuple[StepTotals, StepStats]:
-        """Average what is due. Between boundaries a request to end, or a save that failed, waits
-        for the next report: all islands have to learn of it at the same step."""
+        """Average the buckets that are due.
+
+        A request to end, or a failed save, waits for the next report, because all islands must
+        learn of it at the same step.
+        """
         self._asked = max(self._asked, totals.asked)
         self._unsaved |= totals.unsaved
+        # A skipped step has changed nothing, so it does not count in the mean.
         self.exchange.count(0.0 if stats.skipped else stats.weight)
         with span("islands"), torch.no_grad():
             reports = self._average(engine, stats)
         if reports is None:
-            # Not yet: an island that saved or ended alone would leave the others waiting.
+            # Hide it for now: an island that saved or ended alone would leave the others waiting.
             return replace(totals, asked=0, unsaved=False), stats
         self._asked, self._unsaved = 0, False
         totals = replace(
@@ -211,7 +217,8 @@ class ParameterAveraging(StepHooks):
             unsaved=any(report.unsaved for report in reports),
         )
         if self._rule.late:
-            return totals, stats  # the reported losses are those of an earlier step
+            return totals, stats  # the reported losses are of an earlier step
+        # The mean over all islands, as one process would report it.
         weight = sum(report.weight for report in reports)
         shares = [1.0 if totals.divisor else report.weight for report in reports]
         loss = math.nan
@@ -220,8 +227,10 @@ class ParameterAveraging(StepHooks):
         return totals, replace(stats, loss=loss, weight=weight)
 
     def _average(self, engine: HookedEngine, stats: StepStats) -> list[IslandReport] | None:
-        """Send and move the buckets whose turn it is; returns the reports of all islands if those
-        are due too."""
+        """Send and apply the buckets that are due.
+
+        Returns the reports of all islands if they are due too.
+        """
         rule, exchange, step = self._rule, self.exchange, engine.steps
         buffers, count = engine.buffers, exchange.buckets
         sent = [i for i in range(count) if rule.sends(step, i, count)]
@@ -229,23 +238,25 @@ class ParameterAveraging(StepHooks):
         is_boundary = rule.sends(step, 0, count)
         reports = None
         if rule.late:
-            # What was sent `late` steps ago moves the anchor before the next differences to it are
-            # taken.
+            # Differences that were sent `late` steps ago must move the anchor before the next
+            # differences to it are computed.
             if rule.is_due(step, 0, count):
                 reports = self._receive_reports(buffers)
-            exchange.arrive([i for i in due if i in exchange.flying])
+            exchange.arrive([i for i in due if i in exchange.in_transit])
             if is_boundary:
                 exchange.report = self._send_report(buffers, step, stats)
             for index in sent:
                 exchange.send(index, step + rule.late)
-        elif is_boundary and self.peers.comes_and_goes:
+        elif is_boundary and self.peers.has_changing_ranks:
             report = self._pack_report(buffers, step, stats)
+            # Elastic islands exchange a whole boundary in one message, because one may fail at any
+            # time.
             rows = exchange.gather_at_once(sent, step, report)
             reports = self._read_reports(rows, buffers)
             exchange.arrive(sent)
         elif is_boundary:
             exchange.report = self._send_report(buffers, step, stats)
-            # Before anything moves: a report may say that islands have diverged.
+            # Read the reports before anything moves: they may show that islands have diverged.
             reports = self._receive_reports(buffers)
             exchange.exchange(sent, step)
         return reports
@@ -259,7 +270,7 @@ class ParameterAveraging(StepHooks):
             checkpoints,
             run,
             self._rule.every,
-            # A function, since a new layout has another anchor.
+            # A function, because each new layout has a new anchor.
             lambda: self.exchange.anchor.forget_losses(),
         )
 
@@ -270,9 +281,9 @@ class ParameterAveraging(StepHooks):
         return send(self.peers, report.to(self.peers.small_device))
 
     def _pack_report(self, buffers: Buffers, step: int, stats: StepStats) -> Tensor:
-        """Return this island's report as bytes, and remember the buffers that belong to it."""
-        # Now, not when the reports arrive: with `--late` steps continue meanwhile, and the mean has
-        # to be over the same step on all islands.
+        """Return this island's report as bytes, and remember the buffers at this moment."""
+        # Not when the reports arrive: with `--late` steps continue meanwhile, and the mean must be
+        # over the same step on all islands.
         self._sent = SentBuffers(_form(buffers), buffers.rows, buffers.values())
         report = IslandReport(
             stats.loss if stats.weight else 0.0,
@@ -286,12 +297,15 @@ class ParameterAveraging(StepHooks):
         return torch.tensor(report, dtype=torch.float64).view(torch.uint8)
 
     def _receive_reports(self, buffers: Buffers) -> list[IslandReport] | None:
-        """Return the reports of all islands, None if they were sent before this run began; average
-        the buffers. Collective over the peers. Raises if islands have diverged."""
+        """Return the reports of all islands, and average the buffers. Collective over the peers.
+
+        Returns None if the reports were sent before this run began. Raises if islands have
+        diverged.
+        """
         message, self.exchange.report = self.exchange.report, None
         if message is not None and self._sent is not None:
             return self._read_reports(list(message.wait().cpu().contiguous()), buffers)
-        # A checkpoint has no report in transit, so after a resume there is none to receive.
+        # A checkpoint contains no report in transit, so after a resume there is nothing to receive.
         sent = SentBuffers(_form(buffers), buffers.rows, buffers.values())
         self._sent = None
         if len(set(self.peers.gather_plain(sent.form))) == 1:
@@ -299,9 +313,11 @@ class ParameterAveraging(StepHooks):
         return None
 
     def _read_reports(self, rows: list[Tensor], buffers: Buffers) -> list[IslandReport]:
-        """Return the reports in `rows` of bytes, and average the buffers. Collective over the
-        peers. Raises if islands have diverged."""
-        # A clone, since fp64 numbers have to be aligned in memory.
+        """Parse the reports in `rows` of bytes, and average the buffers. Collective over the peers.
+
+        Raises if islands have diverged.
+        """
+        # Clone, because fp64 values must be aligned in memory.
         reports = [IslandReport(*row.clone().view(torch.float64).tolist()) for row in rows]
         check_reports(reports, self.peers.places)
         sent, self._sent = self._sent, None
@@ -311,14 +327,16 @@ class ParameterAveraging(StepHooks):
         return reports
 
     def _average_buffers(self, buffers: Buffers, sent: SentBuffers) -> None:
-        """Set buffers to the mean over the islands of what was `sent`, weighted by the rows of each
-        island's last step; with `--late` keep what has changed since."""
+        """Set the buffers to their mean over the islands, weighted by rows of the last step.
+
+        With `--late`, changes since they were `sent` are kept.
+        """
         if not sent.values.numel():
             return
         row = torch.cat([sent.values.new_full((1,), sent.rows), sent.values])
         rows = self.peers.gather_rows(row.to(self.peers.small_device)).cpu()
-        # If forward has begun to change more buffers since, lengths differ from what was sent: the
-        # next boundary averages all of them.
+        # If forward now changes more buffers than before, the lengths differ. The next
+        # boundary averages all of them.
         if float(rows[:, 0].sum()) and _form(buffers) == sent.form:
             values = rows[:, 1:]
             if self._rule.late:
@@ -328,24 +346,26 @@ class ParameterAveraging(StepHooks):
 
 
 def _form(buffers: Buffers) -> int:
-    """Return a checksum of which buffers forward changes here."""
+    """Return a checksum of the set of buffers that forward changes."""
     return crc32(str(buffers.form()).encode())
 
 
 def check_reports(reports: list[IslandReport], islands: Sequence[int]) -> None:
-    """Raise if islands have made different numbers of steps or have different anchors; the ranks of
-    equal place all raise."""
+    """Raise if islands have made different numbers of steps or have different anchors.
+
+    All peers raise.
+    """
     first = islands[0]
     for island, report in zip(islands, reports, strict=True):
         if report.step != reports[0].step:
             raise UsageError(
-                f"Island {island} has made {report.step:g} steps, and island {first} "
-                f"{reports[0].step:g}: parameters are made equal after the same ones. Let all "
-                "islands make as many, and go on from the same checkpoint."
+                f"Island {island} has made {report.step:g} steps, but island {first} "
+                f"{reports[0].step:g}. Islands average parameters after the same step, so all must "
+                "make the same number of steps, and continue from the same checkpoint."
             )
         if report.anchor != reports[0].anchor:
             raise ModelMismatch(
-                f"What islands had in common before step {report.step:g} is another on island "
-                f"{island} than on island {first}, so they would never be equal again. Load a "
-                "checkpoint on all workers alike."
+                f"The last common parameters before step {report.step:g} differ between island "
+                f"{island} and island {first}, so the islands would never be equal again. Load the "
+                "same checkpoint on all workers."
             )

@@ -1,15 +1,14 @@
 """Starts the ranks of a run, and watches them until they end.
 
-start.py             reads the command line, chooses who starts the ranks
-run_spec.py          what runs where, and how: made once, sent to each host
-one_host.py, ssh/    start them: on this host, on several hosts over ssh
-elastic.py           leave it to torch's elastic agent
-allocations.py       the hosts of a batch job, for runs over ssh
-supervisor.py        watches the ranks, and ends all when one fails
-function_rank.py, function_fork.py  a rank that calls a function, for sw.launch
-failure_report.py    says which rank failed and why
-function.py          sw.launch
-deepspeed_flags.py   the command line of DeepSpeed's launcher, as flags of ours
+start.py             interprets the command line, and chooses the program that starts the ranks
+run_spec.py          the description of a run, which is sent to each host
+one_host.py, ssh/    start the ranks on this host, or on several hosts over ssh
+elastic.py           starts torch's elastic agent
+allocations.py       the hosts of a batch job
+supervisor.py        watches the ranks, and ends all of them when one fails
+failure_report.py    finds the rank that failed first, and words the report
+function.py          sw.launch; function_rank.py, function_fork.py: its ranks
+deepspeed_flags.py   translates command lines of DeepSpeed's launcher
 """
 
 import sys
@@ -19,12 +18,12 @@ from typing import Any
 
 
 class _Module(ModuleType):
-    """This package, which can be called: `shardwise.launch(function)` starts ranks."""
+    """This package, made callable: `shardwise.launch(function)` starts ranks."""
 
     def __call__(self, *args: Any, **keywords: Any) -> list[Any]:
         """See `shardwise.launch.function.launch`."""
-        called: list[Any] = import_module("shardwise.launch.function").launch(*args, **keywords)
-        return called
+        values: list[Any] = import_module("shardwise.launch.function").launch(*args, **keywords)
+        return values
 
 
 sys.modules[__name__].__class__ = _Module

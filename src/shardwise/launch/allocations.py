@@ -1,6 +1,6 @@
-"""Reads which hosts a scheduler has allocated to this job, for `shardwise run` without `-H`.
+"""Reads the hosts that a scheduler has allocated to this job, for `shardwise run` without `-H`.
 
-Each scheduler names the hosts in a file or a variable for the batch script:
+Schedulers list the hosts in a file or a variable of the batch script:
 
     PBS, Torque     PBS_NODEFILE          a line per slot: n1 n1 n2 n2
     Cobalt          COBALT_NODEFILE       a line per host
@@ -11,7 +11,7 @@ Each scheduler names the hosts in a file or a variable for the batch script:
     OAR             OAR_NODEFILE          a line per slot, which is a core
     SkyPilot        SKYPILOT_NODE_IPS     a line per host
 
-Slurm's hosts are srun's to start ranks on (see slurm.py).
+On the hosts of Slurm, srun starts the ranks (see slurm.py).
 """
 
 import shutil
@@ -26,9 +26,9 @@ from shardwise.net.hosts import Host
 
 @dataclass(frozen=True)
 class Allocation:
-    """The hosts of a job and the `variable` that names them.
+    """The hosts of a job, and the `variable` that lists them.
 
-    `slots` of a host is None if the scheduler gives only its name.
+    `slots` of a host is None if the scheduler only gives its name.
     """
 
     scheduler: str
@@ -36,11 +36,12 @@ class Allocation:
     hosts: tuple[Host, ...]
 
     def with_ranks(self, gpus: int) -> tuple[Host, ...]:
-        """Return the hosts with the number of ranks of each as slots. Pure.
+        """Return the hosts, with their number of ranks as slots. Pure.
 
-        Slots above 1 are the job's own request. On hosts with GPUs (`gpus` on each) there is at
-        most one rank per GPU, because batch systems often count cores as slots.
+        `gpus` is the number of GPUs on each host. With GPUs there is at most one rank per GPU.
         """
+        # Slots above 1 were requested by the job. But batch systems often count cores as slots, and
+        # more ranks than GPUs would be wrong.
         counts = {host.slots or 1 for host in self.hosts}
         if not gpus:
             return tuple(Host(host.name, host.slots or 1) for host in self.hosts)
@@ -51,10 +52,9 @@ class Allocation:
 
     @property
     def ssh(self) -> str | None:
-        """The command that reaches the hosts in place of ssh; None for ssh itself.
-
-        The scheduler counts and ends what it starts, and many clusters forbid ssh between hosts.
-        """
+        """The scheduler's replacement for ssh; None for ssh itself."""
+        # The scheduler accounts for processes that it starts itself, and ends them with the job.
+        # Many clusters also forbid ssh between hosts.
         command = _INSTEAD_OF_SSH.get(self.scheduler)
         return command if command and shutil.which(command.split()[0]) else None
 
@@ -64,7 +64,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class _Source:
-    """A variable, whether it names a file, and how its text lists hosts, as words of -H."""
+    """A variable with a list of hosts, and a parser of that list into words of -H."""
 
     scheduler: str
     variable: str
@@ -73,19 +73,19 @@ class _Source:
 
 
 def _per_slot(text: str) -> list[str]:
-    """Return each host once with its slots: a host is listed once per slot."""
+    """Parse a list with one entry per slot."""
     words = text.split()
     return [f"{name}:{words.count(name)}" for name in dict.fromkeys(words)]
 
 
 def _in_pairs(text: str) -> list[str]:
-    """Read `n1 2 n2 2`."""
+    """Parse `n1 2 n2 2`."""
     words = text.split()
     return [f"{name}:{slots}" for name, slots in zip(words[::2], words[1::2], strict=True)]
 
 
 def _grid_engine(text: str) -> list[str]:
-    """Read the first two words of each line, a host and its slots; a host may have several."""
+    """Parse lines that start with a host and its slots. A host may have several lines."""
     return _in_pairs(" ".join(" ".join(line.split()[:2]) for line in text.splitlines()))
 
 
@@ -113,9 +113,9 @@ VARIABLES = frozenset(source.variable for source in _SOURCES)
 
 
 def find(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation that this process is in; None outside of one.
+    """Return the allocation of this batch job; None outside of one.
 
-    Raises LaunchError for a list of hosts that cannot be read.
+    Raises LaunchError if its list of hosts cannot be read.
     """
     for source in _SOURCES:
         if not environ.get(source.variable):
@@ -124,15 +124,15 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
         said = f"{source.variable}={value[:80]!r}, set by {source.scheduler},"
         try:
             text = Path(value).read_text() if source.is_file else value
-            found = hosts.merged([hosts.host_of(word) for word in source.listed(text)])
+            found = hosts.merge([hosts.host_of(word) for word in source.listed(text)])
         except OSError as error:
             raise LaunchError(
                 f"{said} cannot be read: {error.strerror}. Name the hosts with -H, or unset it."
             ) from None
         except ValueError:
             raise LaunchError(
-                f"{said} is no list of hosts as {source.scheduler} writes it. Name the hosts with "
-                "-H, or unset it."
+                f"{said} is not a list of hosts as {source.scheduler} writes it. Name the hosts "
+                "with -H, or unset it."
             ) from None
         if "CSM_ALLOCATION_ID" in environ and len(found) > 1 and found[0].slots == 1:
             found = found[1:]  # the launch node of IBM's CSM, which runs no rank

@@ -1,4 +1,4 @@
-"""Builds the flags of commands from the settings, and checks what a command line says of them."""
+"""Builds the flags of commands from the settings, and checks settings on a command line."""
 
 import json
 import os
@@ -22,25 +22,25 @@ WIDTH = 100
 
 
 PROGRAM_LAST = {"allow_interspersed_args": False, "max_content_width": WIDTH}
-"""How commands read their line where everything after the script is the script's."""
+"""click's options for commands whose script takes all arguments after its name."""
 
 
 def check_settings(flags: dict[str, str]) -> None:
-    """Raise here, once and before any rank starts, the errors in settings that every rank would
-    raise."""
+    """Raise the errors in settings that every rank would raise, once and before any rank starts."""
     if environment.current_folder() is None:
-        raise LaunchError(
-            "The folder that this was started in does not exist any more: go to another one (cd)."
-        )
+        raise LaunchError("The current folder does not exist any more: change to another one (cd).")
+    # Resolve all sources as each rank will do later.
     environ = {**os.environ, config.FLAGS_VARIABLE: json.dumps(flags)}
     settings, _ = config.resolve(config.sources(environ, {}))
-    settings.placement  # noqa: B018 an illegal row raises
+    settings.placement  # noqa: B018 raises for an illegal row
     config.check_contradictions(settings)
 
 
 def mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
-    """Warn of our flags among the script's arguments: those of settings, and `more`, but for
-    options that the script itself names."""
+    """Warn of our flags among the script's arguments: flags of settings, and `more`.
+
+    A flag is left out if the script's text names it, because then the script has that option too.
+    """
     ours = {*(config.flag(name) for name in config.FIELDS), *more}
     text = program.text_of(words[0])
     misplaced = [
@@ -51,30 +51,31 @@ def mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
     ]
     if misplaced:
         click.echo(
-            f"shardwise: {' '.join(misplaced)} stands after the script and goes to it. "
+            f"shardwise: {' '.join(misplaced)} follows the script, so the script gets it. "
             "If it is meant for shardwise, put it before the script.",
             err=True,
         )
 
 
 def adopting(names: Sequence[str], words: Sequence[str], *, module: bool) -> tuple[str, ...]:
-    """The words of a module that runs `words` with our classes in the place of those of `names`.
+    """Return the words of a module that runs `words` with the classes of `names` replaced by ours.
 
-    Raises LaunchError where there is nothing of that name, or it is no Python.
+    Raises LaunchError if a library or the program is missing, or the program is not Python.
     """
     for name in names:
-        if name != "deepspeed" and find_spec(name) is None:  # of DeepSpeed nothing is needed
+        # Our classes for DeepSpeed use nothing of its package.
+        if name != "deepspeed" and find_spec(name) is None:
             raise LaunchError(
                 f"--adopt {name} needs the package {name}: pip install 'shardwise[{name}]'"
             )
-    program.command(words[0], tuple(words[1:]), module=module)  # raises where there is none
+    program.command(words[0], tuple(words[1:]), module=module)  # raises if it does not exist
     if not module and not program.is_script(words[0]):
-        raise LaunchError(f"--adopt runs scripts of Python, and {words[0]} is none.")
+        raise LaunchError(f"--adopt needs a Python script, and {words[0]} is not one.")
     return ("shardwise.adopt", ",".join(names), *(("-m",) if module else ()), *words)
 
 
 def spelled(name: str, value: str) -> list[str]:
-    """A setting as words of a command line."""
+    """Return a setting as words of a command line."""
     flag = config.flag(name)
     if name in config.FIELDS and not config.FIELDS[name].metadata["metavar"]:
         return [flag if value == "on" else f"--no-{flag[2:]}"]
@@ -86,24 +87,20 @@ def as_text(value: str | bool) -> str:
 
 
 def _setting_flag(field: "Field[Any]") -> Flag:
-    """The flag of a field of Settings."""
+    """Return the flag of a field of Settings."""
     name, about = config.flag(field.name), field.metadata
     common = {"group": about["group"], "rare": about["rare"], "default": None}
     common["listed"] = about["parse"] in values.OF_SEVERAL
-    if about["metavar"]:
-        shown, default = f"{name} {about['metavar']}", _default(field)
-        return Flag([field.name, name], shown=shown, help=about["help"] + default, **common)
-    both, shown = f"{name}/--no-{name[2:]}", f"--[no-]{name[2:]}"
-    default = f" (default {'on' if field.default else 'off'})"
-    return Flag([field.name, both], shown=shown, help=about["help"] + default, **common)
-
-
-def _default(field: "Field[Any]") -> str:
-    """The default of a setting, unless the help says it already."""
-    if field.default is None or field.default == "auto":
-        return ""
-    value = f"{field.default:g}" if isinstance(field.default, float) else field.default
-    return f" (default {value})"
+    if not about["metavar"]:
+        both, shown = f"{name}/--no-{name[2:]}", f"--[no-]{name[2:]}"
+        default = f" (default {'on' if field.default else 'off'})"
+        return Flag([field.name, both], shown=shown, help=about["help"] + default, **common)
+    default = ""
+    if field.default is not None and field.default != "auto":  # else the help has it already
+        value = f"{field.default:g}" if isinstance(field.default, float) else field.default
+        default = f" (default {value})"
+    shown = f"{name} {about['metavar']}"
+    return Flag([field.name, name], shown=shown, help=about["help"] + default, **common)
 
 
 def all_flags() -> list[click.Parameter]:
@@ -117,7 +114,7 @@ def flags_named(names: Collection[str]) -> list[click.Parameter]:
 
 
 def help_all() -> click.Option:
-    """The flag --help-all, which acts as soon as it is parsed."""
+    """Return the flag --help-all, which prints the help as soon as it is parsed."""
 
     def show(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
         if wanted and isinstance(ctx.command, Command):

@@ -1,6 +1,6 @@
 """Writes the output of all ranks to the launcher's standard output and error.
 
-Also opens standard streams that were closed when the command was started.
+It also opens standard streams that were closed when the command started.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ STDOUT, STDERR = 1, 2
 
 
 class Console:
-    """The screen of a run of `size` ranks.
+    """The screen of a run.
 
-    `piped`: the output of ranks passes through the launcher, as it must with more than one. Rank 0
-    draws live on the terminal, if there is one; all other output is written in whole lines.
-    `broken` says why an output cannot be written any more, "" until then. `streams` are what Python
-    writes to in place of descriptors, such as those of a notebook.
+    Rank 0 draws live on the terminal, if there is one. All other output is written in whole lines.
+    `broken` says why the output cannot be written any more; it is "" while it can.
+
+    Args:
+        size: The number of ranks.
+        environ: The environment variables, for the kind of terminal.
+        piped: The output of ranks goes through the launcher. Always so with more than one rank.
+        streams: Python streams that replace descriptors 1 and 2, as in a notebook.
     """
 
     def __init__(
@@ -49,23 +53,24 @@ class Console:
         ]
         is_smart = environ.get("TERM") != "dumb"
         self._color = is_smart and not environ.get("NO_COLOR")
+        # Without pipes, the only rank writes to the terminal itself.
         self._live = None
         if self._terminals and self.piped and is_smart:
             self._live = LiveRow(self.prefix(0, self._terminals[0]))
 
     @property
     def drawn(self) -> tuple[int, ...]:
-        """Which of its streams rank 0 draws live on the terminal."""
+        """The streams of rank 0 that are drawn live on the terminal."""
         return () if self._live is None else tuple(self._terminals)
 
     def prefix(self, rank: int, fd: int) -> bytes:
-        """Return what stands before the lines of `rank` on `fd`; nothing if it is the only one."""
+        """Return the prefix for lines of `rank` on `fd`; empty if there is only one rank."""
         if self.size == 1:
             return b""
         return prefix(rank, self.size, color=self._color and fd in self._terminals)
 
     def window(self) -> tuple[int, int] | None:
-        """Return rows and columns of the terminal, less the prefix; None without a terminal."""
+        """Return the rows, and the columns without the prefix, or None without a terminal."""
         if not self._terminals:
             return None
         columns, rows = os.get_terminal_size(self._terminals[0])
@@ -73,24 +78,24 @@ class Console:
         return (rows, columns - taken) if columns > taken else None
 
     def lines(self, text: bytes, fd: int = STDERR) -> None:
-        """Write whole lines, above a bar that rank 0 draws on the same terminal."""
+        """Write whole lines, above a progress bar of rank 0 on the same terminal."""
         if fd in self._terminals:
-            fd = self._terminals[0]  # output and error are one screen
+            fd = self._terminals[0]  # output and error share the screen
             if text and self._live is not None:
                 text = self._live.clear() + text + self._live.redraw()
         self._write(fd, text)
 
     def draw(self, data: bytes) -> None:
-        """Write output that rank 0 draws live."""
+        """Write live output of rank 0."""
         assert self._live is not None
         self._write(self._terminals[0], self._live.feed(data))
 
     def say(self, words: str) -> None:
-        """Show whole lines of our own."""
+        """Show whole lines from the launcher."""
         self.lines(as_utf8(words))
 
     def close(self) -> None:
-        """Put the cursor at the start of a new line."""
+        """Move the cursor to the start of a new line."""
         if self._live is not None:
             self._write(self._terminals[0], self._live.close())
 
@@ -99,12 +104,13 @@ class Console:
             self._streams[fd].write(self._decoders[fd].decode(data))
             self._streams[fd].flush()
             return
+        # Raw descriptors instead of sys.stdout: the output of ranks may be any bytes.
         while data and fd not in self._lost:
             try:
                 data = data[os.write(fd, data) :]
-            except BlockingIOError:  # somebody has set our output to non-blocking
+            except BlockingIOError:  # another process has made our output non-blocking
                 select.select([], [fd], [])
-            except OSError as error:  # the reader, or the terminal, is gone
+            except OSError as error:  # the reader or the terminal is gone, or the disk is full
                 self._lost.add(fd)
                 gone = error.errno in (errno.EPIPE, errno.EIO)
                 self.broken = self.broken or (
@@ -115,14 +121,18 @@ class Console:
 
 
 def open_standard_streams() -> str:
-    """Open standard streams that are closed, so that nothing else is opened in their place.
+    """Replace closed standard streams by /dev/null. Return an error if the output was closed.
 
-    A closed input becomes an empty one, and what goes to closed errors is lost. From then on the
-    output takes any text, file names that are not UTF-8 included.
-
-    Returns, as a sentence, that the output is closed; "" where it is not.
+    The output then accepts any text, including file names that are not UTF-8.
     """
-    closed = [fd for fd in (0, 1, 2) if not _is_open(fd)]
+    closed = []
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            closed.append(fd)
+    # Otherwise the next file or socket that is opened would get the number of a standard stream,
+    # and a print would write into it.
     for fd in closed:
         flags = os.O_RDONLY if fd == 0 else os.O_WRONLY
         opened = os.open(os.devnull, flags)
@@ -137,22 +147,14 @@ def open_standard_streams() -> str:
     if 1 not in closed:
         return ""
     return (
-        "standard output is closed, where ranks are to be heard: lead it to a file, or to "
-        "/dev/null."
+        "standard output is closed, so the output of ranks would be lost: redirect it to a file "
+        "or to /dev/null."
     )
 
 
 def forget_unwritten() -> None:
-    """Drop what standard output did not take, so that Python does not try again at its end."""
+    """Drop unwritten output, so that Python does not try to write it again when it exits."""
     with suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True

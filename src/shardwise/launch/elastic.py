@@ -1,9 +1,9 @@
-"""Runs torch's elastic agent, for runs that are started on each host by itself, like torchrun's.
+"""Runs torch's elastic agent, for runs that the user starts on each host, as with torchrun.
 
-    on each:   shardwise run --nnodes 2 --nproc-per-node 4 --rdzv-endpoint node1:29500 train.py
+    on each host:   shardwise run --nnodes 2 --nproc-per-node 4 --rdzv-endpoint node1:29500 train.py
 
-The agent counts the hosts that have come, numbers the ranks, and after a failure starts all of
-them again with the hosts that are there, between MIN and MAX of them.
+The agents wait until between MIN and MAX hosts have joined, and number the ranks. After a failure
+they restart all ranks on the hosts that are left.
 """
 
 import ipaddress
@@ -23,9 +23,15 @@ from shardwise.net.python_command import python_words
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticRendezvous:
-    """How `fewest` to `most` hosts find each other: at `host` and `port`, None for one host alone.
+    """The meeting of hosts, for torch's elastic agent.
 
-    With `node_rank` they are numbered beforehand, else in the order of their coming.
+    Args:
+        fewest: The smallest number of hosts.
+        most: The largest number of hosts.
+        host: Their meeting place; None for a run on one host.
+        port: Its port.
+        node_rank: The number of this host; None to number hosts in order of arrival.
+        name: A name that distinguishes runs with the same endpoint.
     """
 
     fewest: int
@@ -39,22 +45,22 @@ class ElasticRendezvous:
     def of(
         cls, nnodes: str, endpoint: str | None, node_rank: int | None, name: str
     ) -> "ElasticRendezvous":
-        """The meeting that flags describe. Raises LaunchError where they cannot be."""
+        """Return the meeting that flags describe. Raises LaunchError if they do not fit."""
         count = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", nnodes, re.ASCII)
         fewest, most = (int(count[1]), int(count[2] or count[1])) if count else (0, 0)
         if not 0 < fewest <= most:
             raise LaunchError(
-                f"--nnodes {nnodes}: write a number of hosts, or MIN:MAX, such as 2:4."
+                f"--nnodes takes a number of hosts, or MIN:MAX such as 2:4, not {nnodes!r}."
             )
         if node_rank is not None and (fewest < most or node_rank >= most):
             raise LaunchError(
-                f"--node-rank {node_rank} with --nnodes {nnodes}: numbers from 0 to one less than "
-                "the number of hosts, which must be fixed. Leave it out, and they are given."
+                f"--node-rank {node_rank} does not fit --nnodes {nnodes}: it needs a fixed number "
+                "of hosts N, and takes 0 to N - 1. Leave it out to number the hosts automatically."
             )
         if endpoint is None and most > 1:
             raise LaunchError(
-                f"--nnodes {nnodes}: hosts must know where to meet. Add --rdzv-endpoint HOST:PORT, "
-                "alike on all of them, with a port that is free on HOST, which is one of them."
+                f"--nnodes {nnodes}: the hosts need a meeting place. Add the same --rdzv-endpoint "
+                "HOST:PORT on all of them: one of the hosts, and a port that is free there."
             )
         host, port = (None, 0) if endpoint is None else _place(endpoint)
         return cls(fewest=fewest, most=most, host=host, port=port, node_rank=node_rank, name=name)
@@ -69,13 +75,14 @@ def agent_command(
     address: str | None,
     log_dir: str | None,
 ) -> list[str]:
-    """The command that is torch's agent for this host, which others reach at `address`. Pure."""
+    """Return the command of torch's agent for this host, which others reach at `address`. Pure."""
     found = [*python_words("torch.distributed.run")]
     found += [f"--nnodes={meeting.fewest}:{meeting.most}", f"--nproc-per-node={per_host}"]
     if meeting.host is None:
         found += ["--standalone"]
     else:
         bracketed = f"[{meeting.host}]" if ":" in meeting.host else meeting.host
+        # torch's c10d backend ignores --node-rank, so numbered hosts need the static one.
         numbered = meeting.node_rank is not None
         found += [f"--rdzv-backend={'static' if numbered else 'c10d'}"]
         found += [f"--rdzv-endpoint={bracketed}:{meeting.port}", f"--rdzv-id={meeting.name}"]
@@ -83,13 +90,14 @@ def agent_command(
     found += [f"--max-restarts={restarts}"]
     found += [f"--local-addr={address}"] if address is not None else []
     found += [f"--log-dir={log_dir}", "--tee=3"] if log_dir is not None else []
-    return [*found, "--no-python", *command]
+    return [*found, "--no-python", *command]  # `command` names its interpreter itself
 
 
 def own_address(meeting: ElasticRendezvous, name: str | None) -> str | None:
-    """The address of this host for the others: of interface `name`, else of the way to them.
+    """Return the address of this host for the others: on interface `name`, or on the route to them.
 
-    None where the route does not say: on the host where they meet, by a name that is local to it.
+    Returns None if the route does not tell, as on the meeting host if its own name is a loopback
+    address there.
     """
     if name is not None:
         return network.address_of_interface(name)
@@ -103,8 +111,8 @@ def own_address(meeting: ElasticRendezvous, name: str | None) -> str | None:
 def agent_environment(
     base: Mapping[str, str], settings: Mapping[str, str], leads: str | None
 ) -> dict[str, str]:
-    """The variables that the agent passes on; `leads` is the interface to the others."""
-    # torch's store warns of every rank whose host has no name by its address.
+    """Return the variables for the agent and its ranks. `leads` is the interface to the others."""
+    # torch's store warns about each rank whose address does not resolve to a name.
     defaults = {"PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if leads is not None:
         defaults |= {"GLOO_SOCKET_IFNAME": leads, "NCCL_SOCKET_IFNAME": leads}
@@ -113,23 +121,23 @@ def agent_environment(
     return defaults | kept | given
 
 
-def exposed(meeting: ElasticRendezvous, environ: Mapping[str, str]) -> str:
-    """What torch's agent leaves open, for who starts it. Pure."""
-    said = (
-        "torch's elastic agent, which --nnodes uses, listens on all interfaces and believes who "
-        "connects: whoever reaches it can run code as this user. docs/security.md says how to shut "
-        "its ports."
+def open_agent_warning(meeting: ElasticRendezvous, environ: Mapping[str, str]) -> str:
+    """Return the warning about torch's agent. Pure."""
+    warning = (
+        "torch's elastic agent, which --nnodes uses, listens on all interfaces without "
+        "authentication: anybody who reaches it can run code as this user. Close its ports as in "
+        "docs/security.md."
     )
     if meeting.most > 1 and environment.SECRET_VARIABLE not in environ:
-        said += (
-            f" For the ranks themselves, start every host with the same "
-            f"{environment.SECRET_VARIABLE}, such as openssl rand -hex 32 prints."
+        warning += (
+            f" To protect the ranks themselves, set the same {environment.SECRET_VARIABLE} on all "
+            "hosts, such as the output of openssl rand -hex 32."
         )
-    return said
+    return warning
 
 
 def run(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Become the agent, so that Ctrl-C and the exit code are its own."""
+    """Replace this process by the agent, which handles Ctrl-C and sets the exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], list(command), dict(environ))
@@ -141,6 +149,7 @@ def _place(endpoint: str) -> tuple[str, int]:
     number = values.port(port)
     if not host or number is None:
         raise LaunchError(
-            f"--rdzv-endpoint {endpoint}: write HOST:PORT, such as node1:29500 or [fd00::1]:29500."
+            f"--rdzv-endpoint takes HOST:PORT, such as node1:29500 or [fd00::1]:29500, not "
+            f"{endpoint!r}."
         )
     return host, number

@@ -1,7 +1,7 @@
-"""Finds the rank that caused a failure, and says how the run ended in words.
+"""Finds the rank that caused a failure, and words the report of a run.
 
-`judge` picks the rank to blame, `described_exit` says what its exit code most likely means,
-`closing_words` builds the last lines of a run. Nothing here starts or ends a process.
+`judge` finds the rank to blame, `describe_exit` explains its exit code, and `closing_words` builds
+the last lines of a run. Nothing here starts or ends a process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _CHAINED = (
 _LINES_WITHOUT_TRACE = 20
 
 _LINES_OF_TRACE = 250
-"""How far back from the end of its output a rank's last traceback may begin: two stacks of
-faulthandler, which have 100 lines each, and some more."""
+"""Number of last lines to search for the start of a traceback: room for two stacks of faulthandler,
+which have up to 100 lines each, and some more."""
 
 _CRASH = "Fatal Python error:"
 
@@ -43,15 +43,19 @@ _TRACE = re.compile(
     r"|Fatal Python error:)",
     re.MULTILINE,
 )
-"""The start of a traceback, maybe behind an unfinished progress bar; not inside a group's own."""
+"""The start of a traceback, possibly after an unfinished progress bar, but not one nested inside an
+exception group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitStatus:
-    """How a rank ended.
+    """The exit status of a rank.
 
-    `code` is as subprocess has it (negative for a signal), `time` in seconds since the epoch,
-    `stopped` when the launcher had asked it to end by then.
+    Args:
+        rank: The rank.
+        code: The exit code, or the negative number of a signal, as in subprocess.
+        time: The time of the end, in seconds since the epoch.
+        stopped: The launcher had told the rank to end before.
     """
 
     rank: int
@@ -64,9 +68,12 @@ class ExitStatus:
 class Verdict:
     """The rank to blame and the exit code of the run.
 
-    `waiting` is a rank that could not go on because of `rank`, None where that failed itself.
-    `late`: `rank` did not come, nor say anything until it was ended; else it had ended well, but
-    too early.
+    Args:
+        rank: The rank to blame.
+        exit_code: The exit code of the run.
+        waiting: A rank that waited for `rank`; None if `rank` itself failed.
+        late: `rank` never arrived and reported nothing until it was ended. Otherwise, if a rank
+            waited, `rank` had ended with code 0 too early.
     """
 
     rank: int
@@ -76,17 +83,21 @@ class Verdict:
 
 
 def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Verdict | None:
-    """Judge a run whose ranks have all ended; None when all ended well.
+    """Judge a run whose ranks have all ended; None if all ended well.
 
-    The cause is the first failure that is not merely about another rank. Where there is none
-    but a rank ended by itself with code 0, that rank left too early; where none did but those that
-    waited name one that said nothing, it is that one.
+    The cause is, in this order:
+
+    1. the first failure that is not about another rank
+    2. the first rank that ended on its own with code 0: it left too early
+    3. a rank that reported nothing, and that waiting ranks name
+    4. the first failure
     """
-    # A rank that the launcher ended has failed by itself only if it reported an error before.
+    # A rank that the launcher ended counts as failed only if it had reported an error before.
     failures = [end for end in ends if end.code != 0 and (not end.stopped or end.rank in reports)]
     if not failures:
         return None
     first = min(failures, key=lambda end: _moment(end, reports))
+    # If even the first failure is about a lost peer, no rank failed for a reason of its own.
     if _is_secondary(first, reports):
         left = [end for end in ends if end.code == 0 and not end.stopped]
         if left:
@@ -95,16 +106,16 @@ def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Ver
         late = _silent_rank(ends, failures, reports)
         if late is not None:
             return late
-    by_shell = 128 - first.code if first.code < 0 else first.code
+    by_shell = 128 - first.code if first.code < 0 else first.code  # as shells count signals
     return Verdict(rank=first.rank, exit_code=1 if first.stopped else by_shell)
 
 
 def _silent_rank(
     ends: Sequence[ExitStatus], failures: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]
 ) -> Verdict | None:
-    """Blame the rank that the first of the waiting ones names, and that had to be ended.
+    """Blame the first rank that waiting ranks name and that reported nothing before it was ended.
 
-    Where none is named, that is the only one that said nothing.
+    If they name none, blame the only rank that reported nothing, if there is exactly one.
     """
     silent = {end.rank for end in ends} - {end.rank for end in failures}
     waited = sorted(failures, key=lambda end: _moment(end, reports))
@@ -118,20 +129,20 @@ def _silent_rank(
 
 
 def is_explained(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> bool:
-    """Whether the cause of a failure is among `ends`: not all of them lost another rank."""
+    """Return whether `ends` has the cause of a failure: one that is not about a lost peer."""
     return any(not _is_secondary(end, reports) for end in ends)
 
 
 def is_consequence(judged: Verdict, reports: Mapping[int, ErrorReport]) -> bool:
-    """Whether all that failed had only lost others, so that the cause lies elsewhere."""
+    """Return whether the judged failure is only about a lost peer."""
     found = reports.get(judged.rank if judged.waiting is None else judged.waiting)
     return found is not None and found.secondary
 
 
 def common_refusal(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> str:
-    """Return the one refusal that all ranks have died of; "" where one of them ended otherwise.
+    """Return the refusal that ended all ranks; "" if one rank ended for another reason.
 
-    Those that were ended before they could say anything do not count.
+    Ranks that the launcher ended before they could report anything do not count.
     """
     own = [end.rank for end in ends if not end.stopped or end.rank in reports]
     found = {reports[rank].refusal if rank in reports else "" for rank in own}
@@ -143,34 +154,37 @@ def _is_secondary(end: ExitStatus, reports: Mapping[int, ErrorReport]) -> bool:
 
 
 def _moment(end: ExitStatus, reports: Mapping[int, ErrorReport]) -> tuple[bool, float]:
-    """The order of blame: causes before consequences, then by time."""
+    """Return a sort key for blame: causes before consequences, then by time."""
     time = reports[end.rank].time if end.rank in reports else end.time
     return _is_secondary(end, reports), time
 
 
 def last_traceback(tail: str) -> str:
-    """Cut the last traceback and those it is chained to from a rank's output; else some lines."""
+    """Return the last traceback in `tail`, with the ones it is chained to; else the last lines."""
     text = tail.rstrip()
     starts = [match.start(1) for match in _TRACE.finditer(text)]
     if not starts:
         return "\n".join(text.splitlines()[-_LINES_WITHOUT_TRACE:])
     start = starts.pop()
+    # "During handling of the above exception" stands between two tracebacks of one error.
     while starts and any(words in text[starts[-1] : start] for words in _CHAINED):
         start = starts.pop()
     return text[start:]
 
 
 def last_words(tail: str) -> str:
-    """Cut the last traceback from what a rank without an error report has written; of a crash the
-    stacks of the current and of the main thread; else some lines."""
+    """Return the last traceback in the output of a rank without an error report.
+
+    For a crash, return the stacks of the current and the main thread; else the last lines.
+    """
     before, crash, after = tail.rpartition(_CRASH)
     text = before + crash + (_two_stacks(after) if crash else after)
     return last_traceback("\n".join(text.rstrip().splitlines()[-_LINES_OF_TRACE:]))
 
 
 def _two_stacks(text: str) -> str:
-    """faulthandler's dump without the stacks of threads that are neither the current nor, as the
-    last one is, the main one."""
+    """Return faulthandler's dump with only the stacks of the current and the main thread."""
+    # faulthandler writes the main thread last.
     stacks = [match[0] for match in _STACK.finditer(text)]
     others = [stack for stack in stacks[:-1] if not stack.startswith("Current")]
     for stack in others:
@@ -179,17 +193,24 @@ def _two_stacks(text: str) -> str:
     return f"{text}\n\n({len(others)} other threads are left out.)" if others else text
 
 
-_KILL_HINT = "Once more kills them at once."
+_AGAIN_HINT = "A second one kills them immediately."
 
 
 def closing_words(
     judged: Verdict, how: str, trace: str, *, size: int, where: str = "", host: str = ""
 ) -> str:
-    """Build the closing words of a failed run, with the traceback of the rank at fault last.
+    """Return the last lines of a failed run, which end with a traceback.
 
-    `how` says how the blamed rank ended, `where` at which line of the user's the one that waited
-    for it was, `host` where it ran if there are several. A run of one rank that ended by itself
-    has said all.
+    Args:
+        judged: The rank to blame.
+        how: Its exit status in words.
+        trace: The traceback of the rank that failed or waited.
+        size: The number of ranks.
+        where: The line of the user's code that the waiting rank was in.
+        host: The host of the blamed rank; "" if there is one host.
+
+    Returns:
+        The lines; "" for a run of one rank that ended on its own, whose output is on the screen.
     """
     by_itself = how.startswith("exit code")
     if size == 1:
@@ -197,7 +218,7 @@ def closing_words(
     who = f"rank {judged.rank} of {size}" + (f" on {host}" if host else "")
     if judged.late:
         return (
-            f"\nshardwise: {who} did not come, nor say anything until it was ended. Rank "
+            f"\nshardwise: {who} did not arrive, and reported nothing until it was ended. Rank "
             f"{judged.waiting} was waiting for it:\n\n{trace}\n"
         )
     if judged.waiting is not None:
@@ -208,22 +229,25 @@ def closing_words(
             f"Rank {judged.waiting} was waiting for it here:\n\n{where or trace}\n"
         )
     head = f"{who} failed ({how})" if by_itself else f"{who} was ended by {how}"
-    last = f" Its last words:\n\n{trace}" if trace else ""
+    last = f" Its last output:\n\n{trace}" if trace else ""
     return f"\nshardwise: {head}.{last}\n"
 
 
 def unjoined_copies(size: int) -> str:
-    """The closing words of a run of `size` ranks, none of which joined the others."""
+    """Return the last lines of a run of `size` ranks that never joined each other."""
     return (
-        f"\nshardwise: no rank called sw.init or hvd.init: unless a library joined them, {size} "
-        "copies of the program have run, each by itself with all of the work. To train as one: "
-        "world = sw.init() and an sw.Engine, or shardwise.horovod in a script of Horovod's.\n"
+        "\nshardwise: no rank called sw.init or hvd.init. Unless a library connected them, "
+        f"{size} independent copies of the program have run, and each did all of the work. To "
+        "train as one: world = sw.init() and an sw.Engine, or shardwise.horovod in a Horovod "
+        "script.\n"
     )
 
 
 def refusal_words(sentence: str, ranks: Sequence[int], size: int) -> str:
-    """The closing words of a run in which `ranks`, of `size`, died of one `sentence`; the others
-    were ended before they came to it."""
+    """Return the last lines of a run whose `ranks`, of `size`, all failed with one `sentence`.
+
+    The launcher ended the other ranks before they could fail too.
+    """
     who = "" if len(ranks) == size else f"rank {min(ranks)} of {size}: "
     return f"\nshardwise: {who}{sentence}\n"
 
@@ -231,10 +255,10 @@ def refusal_words(sentence: str, ranks: Sequence[int], size: int) -> str:
 def in_few_words(
     judged: Verdict, how: str, size: int, report: ErrorReport | None
 ) -> tuple[str, str]:
-    """Say in a few words what happened to whom, and why."""
+    """Return in a few words the event with its rank, and the cause."""
     who = "the program" if size == 1 else f"rank {judged.rank} of {size}"
     if judged.late:
-        return f"{who} did not come", report.message.partition("\n")[0] if report else ""
+        return f"{who} did not arrive", report.message.partition("\n")[0] if report else ""
     if judged.waiting is not None:
         return f"{who} ended", "while the others were still training"
     if report is not None:
@@ -245,12 +269,12 @@ def in_few_words(
 
 
 def saving_line(asked: signal.Signals) -> str:
-    """The line when ranks that were asked to end save first."""
-    return f"shardwise: {asked.name}: ranks save after this step first. {_KILL_HINT}\n"
+    """Return the line for ranks that save before they end."""
+    return f"shardwise: {asked.name}: the ranks save after this step. {_AGAIN_HINT}\n"
 
 
 def unsaved_line(asked: signal.Signals, progress: Progress | None) -> str:
-    """The closing words of a run that someone ended without a save; "" if it has lost no step."""
+    """Return the last lines of a run that was ended without a save; "" if no step is lost."""
     if progress is None or not progress.step or progress.kept >= progress.step:
         return ""
     by = "Ctrl-C" if asked == signal.SIGINT else asked.name
@@ -262,49 +286,52 @@ def unsaved_line(asked: signal.Signals, progress: Progress | None) -> str:
 
 
 def stopping_line(asked: signal.Signals, size: int, *, again: bool, broken: str = "") -> str:
-    """Build the line for when someone wants the run to end, or its output is `broken`."""
+    """Return the line for a signal that ends the run, or for a `broken` output."""
     by = {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: broken}
     reason = by.get(asked, asked.name)
     ranks = "the program" if size == 1 else f"{size} ranks"
     if again:
         return f"shardwise: {reason} again: killing {ranks}.\n"
-    hint = f" {_KILL_HINT}" if asked == signal.SIGINT else ""
+    hint = f" {_AGAIN_HINT}" if asked == signal.SIGINT else ""
     return f"shardwise: {reason}: stopping {ranks}.{hint}\n"
 
 
 def lost_hosts(losses: Sequence[str]) -> str:
-    """List the hosts that went out of reach, each with its reason; "" where there are none."""
+    """Return the lines about lost hosts, each with its reason; "" if none was lost."""
     return "".join(f"\nshardwise: {why}\n" for why in losses)
 
 
 GIGABYTE = 10**9
 
 UNCAUGHT = "exit code 1"
-"""The end of a Python process by an error that nobody caught."""
+"""The end of a Python process by an uncaught exception."""
 
 _SIGNAL_CAUSES = {
-    signal.SIGSEGV: "a crash in native code: a driver, an extension, or memory used after its end",
-    signal.SIGABRT: "native code gave up; what it said stands above",
+    signal.SIGSEGV: "a crash in native code: a driver, an extension, or a use of freed memory",
+    signal.SIGABRT: "native code aborted; its message is above",
     signal.SIGFPE: "a crash in native code: an integer division by zero",
-    signal.SIGILL: "an instruction that this CPU does not have: a package built for another one",
-    signal.SIGTERM: "something outside asked it to end: a scheduler's limit, or a person",
+    signal.SIGILL: "an instruction that this CPU lacks: a package was built for another CPU",
+    signal.SIGTERM: "something outside ended it: a scheduler's limit, or a person",
     signal.SIGINT: "it was interrupted",
     signal.SIGHUP: "its terminal was closed",
-    signal.SIGPIPE: "what read its output was gone",
-    signal.SIGXCPU: "it used up its limit of CPU time (ulimit -t)",
-    signal.SIGXFSZ: "a file grew beyond its limit (ulimit -f)",
+    signal.SIGPIPE: "the reader of its output was gone",
+    signal.SIGXCPU: "it reached the limit of CPU time (ulimit -t)",
+    signal.SIGXFSZ: "a file reached the limit of file sizes (ulimit -f)",
 }
 
 
-def described_exit(code: int, *, before: HostMemory, now: HostMemory, peak: int) -> str:
-    """Say how a process ended and what it most likely means: `code` is negative for a signal.
+def describe_exit(code: int, *, before: HostMemory, now: HostMemory, peak: int) -> str:
+    """Describe the end of a process, with its most likely cause.
 
-    `before` and `now` are the host's memory at the start and after, `peak` the process's largest
-    resident set in bytes.
+    Args:
+        code: The exit code, or the negative number of a signal.
+        before: The memory of the host when the process started.
+        now: The memory of the host now.
+        peak: The largest resident set of the process, in bytes.
     """
     if code >= 0:
         by_signal = signal_name(code - 128) if code > 128 else ""
-        shell = f" (a shell's word for {by_signal})" if by_signal.startswith("SIG") else ""
+        shell = f" (a shell's code for {by_signal})" if by_signal.startswith("SIG") else ""
         return f"exit code {code}{shell}"
     name = signal_name(-code)
     if -code == signal.SIGKILL:
@@ -316,7 +343,7 @@ def described_exit(code: int, *, before: HostMemory, now: HostMemory, peak: int)
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
+    """Return the name of a signal: SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -325,16 +352,16 @@ def signal_name(number: int) -> str:
 
 def _killed(before: HostMemory, now: HostMemory, peak: int) -> str:
     if before.kills is not None and now.kills is not None and now.kills > before.kills:
-        who = "by the out-of-memory killer: the kernel has counted it"
+        who = "by the out-of-memory killer, according to the kernel"
     else:
         who = "most likely by the out-of-memory killer (if nobody typed kill -9)"
     used = f"Its memory had reached {_gigabytes(peak)}"
     if now.total is not None and now.available is not None:
         total, free = _gigabytes(now.total), _gigabytes(now.available)
-        used += f"; the host has {total}, of which {free} are free now"
+        used += f"; the host has {total}, and {free} are free now"
     return (
-        f"{who}. {used}. Against a lack of memory: a smaller --micro-batch-size, "
-        "a higher --zero, fewer ranks on this host, or fewer DataLoader workers"
+        f"{who}. {used}. To use less memory: a smaller --micro-batch-size, a higher --zero, fewer "
+        "ranks on this host, or fewer DataLoader workers"
     )
 
 
@@ -344,8 +371,8 @@ def _bus_error() -> str:
         usage = shutil.disk_usage("/dev/shm")
         free = f" ({_gigabytes(usage.free)} of {_gigabytes(usage.total)} free now)"
     return (
-        f"shared memory may be full: /dev/shm{free}, through which DataLoader workers hand over "
-        "batches. Make it larger (docker run --shm-size) or use fewer workers"
+        f"shared memory may be full: DataLoader workers pass batches through /dev/shm{free}. Make "
+        "it larger (docker run --shm-size) or use fewer workers"
     )
 
 
@@ -363,35 +390,35 @@ OS_ERROR_HINTS = {
     errno.ENOMEM: "start fewer ranks here, or raise the limit on memory (ulimit -v)",
     errno.EACCES: "check its permissions, or name another one",
     errno.EPERM: "check its permissions, or name another one",
-    errno.EROFS: "name a place on a file system that may be written to",
+    errno.EROFS: "name a place on a writable file system",
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ENOTDIR: "a part of its path is a file: name another place",
     errno.EISDIR: "it is a folder: name a file",
-    errno.EEXIST: "it is there already: name another one",
-    errno.ELOOP: "its links lead to each other: name another one",
+    errno.EEXIST: "it exists already: name another one",
+    errno.ELOOP: "its symbolic links form a loop: name another one",
     errno.ENOENT: "check that it exists",
 }
 
 
 def disk_hint(error: OSError, place: Path) -> str:
-    """What to do about an error of the disk at `place`, without a full stop; "" if nothing is
-    known. "No space left" may also mean that a file system holds no more files."""
+    """Return advice for an error of the disk at `place`, without a full stop; "" if unknown."""
     if error.errno == errno.ENOSPC:
+        # "No space left on device" may also mean that no inodes are left.
         with suppress(OSError):
             found = os.statvfs(next(f for f in (place, *place.absolute().parents) if f.exists()))
             if found.f_files and not found.f_favail:
-                return "its file system holds no more files (no inodes are left): remove some there"
+                return "its file system can hold no more files (no inodes left): remove some there"
     return OS_ERROR_HINTS.get(error.errno or 0, "")
 
 
 def os_error_sentence(error: OSError, place: Path | None = None) -> str:
-    """Say what the operating system refused, and what to do about it.
+    """Return an error of the operating system as a sentence, with advice.
 
-    `place` is the file concerned where the error itself may name none.
+    `place` is the file that the error is about, for errors that do not name it.
     """
     named = (error.filename, error.filename2) if error.filename is not None else (place,)
     files = [str(name)[:200] for name in named if name is not None]
     what = f"{' to '.join(files)}: " if files else ""
     hint = disk_hint(error, Path(*files[:1]))
     why = error.strerror or str(error) or type(error).__name__
-    return f"{what}{why}" + (f"; {hint}." if hint else ". Check that this place can be used.")
+    return f"{what}{why}" + (f"; {hint}." if hint else ". Check that this file can be used.")

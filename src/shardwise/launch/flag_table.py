@@ -1,6 +1,6 @@
 """The table of flags: one row for each flag of a command, in the order of its help.
 
-Flags of settings are not in it: `command_line.py` makes them from the fields of the settings.
+The flags of settings are missing here: `command_line.py` makes them from the fields of `Settings`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import click
 
 from shardwise.config import values
 from shardwise.config.outer_optimizer import FORMATS
-from shardwise.launch.flags import ADOPTED, Flag, Typed, adopted
+from shardwise.launch.flags import ADOPTED, Flag, Typed, parse_adopted
 
 
 class FlagRow(NamedTuple):
-    """A flag: how the help shows it, its help, and what it takes (text if there is no type)."""
+    """A flag: its left column in the help, its help, and the type of its value (default: text)."""
 
     shown: str
     help: str
@@ -33,7 +33,7 @@ def row(
     names: str = "",
     **options: Any,
 ) -> FlagRow:
-    """Return a row. `names` are click's, if they are not the first word of `shown` alone."""
+    """Return a row. `names` are the names for click, by default the first word of `shown`."""
     takes = parse if parse is None or isinstance(parse, click.ParamType) else Typed(parse)
     return FlagRow(shown, help, takes, (names or shown.split()[0]).split(), options)
 
@@ -53,12 +53,12 @@ def flags_of(command: str) -> Iterator[Flag]:
 
 
 def amount(text: str) -> float:
-    """A number above 0, such as 2e9."""
+    """Parse a number above 0, such as 2e9."""
     return values.number(0, 1e30, above=True)(text)
 
 
 def days(text: str) -> float:
-    """Days: 10d, 12h or a number of days."""
+    """Parse days, such as 10d, 12h or a plain number of days."""
     wanted = "days or hours, such as 10d or 12h"
     try:
         found = values.duration("d", units="dh")(text) / 86400
@@ -70,7 +70,7 @@ def days(text: str) -> float:
 
 
 def above_zero(parse: Callable[[str], float]) -> Callable[[str], float]:
-    """Return `parse` for durations that are not 0."""
+    """Return a parser like `parse` that rejects 0."""
 
     def parsed(text: str) -> float:
         seconds = parse(text)
@@ -82,7 +82,7 @@ def above_zero(parse: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def interval(text: str) -> float | None:
-    """Seconds; None for the best interval."""
+    """Parse an interval in seconds; return None for "best"."""
     return None if text.strip() == "best" else above_zero(values.duration("s"))(text)
 
 
@@ -91,7 +91,7 @@ PORT = values.whole(1, 65535)
 
 JSON = row(
     "--json FILE",
-    "write all of it there too; - is the standard output",
+    "also write the results to this file, as JSON; - is the standard output",
     values.file,
     names="--json json_file",
 )
@@ -99,95 +99,103 @@ JSON = row(
 WHERE = (
     row(
         "-n N",
-        "ranks in all; left out, one for each GPU or slot, else 1",
+        "total number of ranks (default: one per GPU or slot, else 1)",
         values.whole(1, values.MOST_RANKS),
         names="size -n -np",
     ),
     row(
         "--nproc-per-node N",
-        "ranks on each host",
+        "number of ranks on each host",
         values.whole(1, values.MOST_ON_A_HOST),
         names="per_host --nproc-per-node --nproc_per_node",
         rare=True,
     ),
     row(
         "-H HOST:N,...",
-        "hosts over ssh, and ranks on each: alice@node1:4,[fd00::2]:4",
+        "hosts to reach over ssh, with ranks: alice@node1:4,[fd00::2]:4",
         names="hosts -H --host --hosts",
         listed=True,
     ),
     row(
         "--hostfile FILE",
-        "the same, a host on each line: node1 slots=4, or node1:4",
+        "read hosts from a file, one per line: node1 slots=4 or node1:4",
         names="hostfile --hostfile -hostfile --machinefile",
     ),
     row(
         "-x NAME[=VALUE]",
-        "a variable for the ranks on all hosts; may be repeated",
+        "set an environment variable for all ranks; repeatable",
         names="pass_on -x",
         rare=True,
         multiple=True,
     ),
-    row("--ssh COMMAND", "how to reach hosts, such as 'ssh -J gate' (default ssh)", rare=True),
+    row("--ssh COMMAND", "command to reach hosts, such as 'ssh -J gate' (default ssh)", rare=True),
     row(
         "--ssh-port PORT",
-        "where ssh listens on the hosts",
+        "port of the ssh server on the hosts (default: ssh's own)",
         PORT,
         names="--ssh-port --ssh_port",
         rare=True,
     ),
     row(
-        "--python PATH", "the Python of the other hosts; left out, the path of this one", rare=True
+        "--python PATH",
+        "Python interpreter on the other hosts (default: this one's path)",
+        rare=True,
     ),
-    row("--dry-run", "say what would run where, and stop", rare=True, is_flag=True),
+    row("--dry-run", "print the command of each host, and stop", rare=True, is_flag=True),
     row(
         "--nnodes N|MIN:MAX",
-        "hosts, each of which starts this same command, as with torchrun",
+        "number of hosts that each start this same command, as with torchrun",
         rare=True,
     ),
     row(
         "--rdzv-endpoint HOST:PORT",
-        "where those hosts meet, which is one of them",
+        "with --nnodes: meeting place, one of the hosts",
         names="--rdzv-endpoint --rdzv_endpoint",
         rare=True,
     ),
     row(
         "--rdzv-id NAME",
-        "tells runs apart that meet at the same place",
+        "with --nnodes: name that distinguishes runs with the same endpoint",
         names="--rdzv-id --rdzv_id",
         rare=True,
     ),
     row(
         "--node-rank I",
-        "which of those hosts this is; left out, in the order of their coming",
+        "with --nnodes: number of this host (default: in order of arrival)",
         values.whole(0, values.MOST_RANKS),
         names="--node-rank --node_rank",
         rare=True,
     ),
     row("-m MODULE", "run a module, as python -m does", names="module -m", is_flag=True),
-    row("--adopt NAMES", f"ours for {', '.join(ADOPTED)}", adopted, listed=True),
+    row("--adopt NAMES", f"run scripts of {', '.join(ADOPTED)}", parse_adopted, listed=True),
     row(
         "--port PORT",
-        "where rank 0 listens, and each host of elastic islands; left out, one that is free",
+        "port of rank 0, and of each host of elastic islands (default: a free one)",
         values.whole(0, 65535),
         rare=True,
     ),
-    row("--interface NAME", "between hosts; left out, the one that leads to rank 0", rare=True),
-    row("--config FILE", "a TOML file of settings; weaker than flags and environment"),
-    row("--deepspeed JSON", "a DeepSpeed JSON as settings; weaker than all of these", rare=True),
+    row(
+        "--interface NAME",
+        "network interface between hosts (default: the route to rank 0)",
+        rare=True,
+    ),
+    row("--config FILE", "read settings from TOML; flags and environment override it"),
+    row(
+        "--deepspeed JSON", "read settings from a DeepSpeed JSON; all others override it", rare=True
+    ),
 )
 
 RECOVER = (
     row(
         "--restarts K",
-        "after a failure all ranks start again, so often at most",
+        "restart all ranks after a failure, at most K times (default 0)",
         values.whole(0),
         names="restarts --restarts --max-restarts --max_restarts",
         default=0,
     ),
     row(
         "--elastic-islands",
-        "an island that fails is left out, and starts again by itself (--islands N)",
+        "with --islands N: continue without a failed island, and restart it",
         names="--elastic-islands --elastic_islands",
         is_flag=True,
         rare=True,
@@ -197,67 +205,71 @@ RECOVER = (
 WATCH = (
     row(
         "--log-dir DIR",
-        "keep what each rank says in a file of its own there",
+        "write the output of each rank to a file in this folder",
         values.folder,
         names="--log-dir --log_dir",
     ),
     row(
         "--show RANKS",
-        "show only what these ranks say, such as 0,2-3",
+        "show only the output of these ranks, such as 0,2-3",
         names="shown --show",
         rare=True,
         listed=True,
     ),
     row(
         "--host-timeout SECONDS",
-        "silence after which a host is lost (default 10)",
+        "seconds of silence after which a host counts as lost (default 10)",
         values.number(2, values.LONGEST),
         names="--host-timeout --host_timeout",
         rare=True,
     ),
     row(
         "--grace SECONDS",
-        "between asking ranks to end and killing them (default 5)",
+        "seconds between SIGTERM and SIGKILL when a run ends (default 5)",
         values.number(0, values.LONGEST),
         rare=True,
     ),
 )
 
-DOCTOR = (row("--explain", "only say which variables told this process who it is", is_flag=True),)
+DOCTOR = (row("--explain", "only show how this process found its rank", is_flag=True),)
 
 PLAN = (
-    row("--on CLUSTER", "8xH100, 4x8xH100 (hosts x devices), or here"),
-    row("--tokens N", "tokens to train on, such as 2e9: gives days", amount),
-    row("--within 10d", "mark what takes longer", days),
-    row("--budget DOLLARS", "mark what costs more", amount),
+    row("--on CLUSTER", "cluster: 8xH100, 4x8xH100 (hosts x devices), or here"),
+    row("--tokens N", "tokens to train on, such as 2e9, to show days of training", amount),
+    row("--within 10d", "mark placements that take longer", days),
+    row("--budget DOLLARS", "mark placements that cost more", amount),
     row("--calibrate", "measure this machine for a minute, for --on here", is_flag=True),
     row(
         "--hf CONFIG.json",
-        "a model of transformers by its configuration, without a script",
+        "plan a Transformers model from its configuration, without a script",
         values.file,
     ),
-    row("--hardware FILE", "devices and links of your own, as TOML", values.file),
-    row("--disk DIR", "also try states on a disk, in this folder of the hosts", values.folder),
+    row("--hardware FILE", "read your own devices and links from TOML", values.file),
+    row("--disk DIR", "also consider states on disk, in this folder of the hosts", values.folder),
     row(
         "--explain",
-        "which tensors, at which line, make the peak of the first placement",
+        "show the tensors, with their lines, at the memory peak of the first placement",
         is_flag=True,
     ),
     JSON,
-    row("--page DIR", "draw memory over the step there: plan.html and plan.png", values.folder),
+    row("--page DIR", "plot memory over the step there: plan.html and plan.png", values.folder),
 )
 
 VERIFY = (
     row(
         "--steps S",
-        "steps that are compared (default 20); fewer where the script ends",
+        "number of steps to compare (default 20); fewer if the script ends",
         values.whole(1),
         default=20,
     ),
-    row('--also "FLAGS"', 'a further placement, such as --also "-n 2 --tensor 2"', multiple=True),
+    row(
+        '--also "FLAGS"',
+        'add a placement, such as --also "-n 2 --tensor 2"; repeatable',
+        multiple=True,
+    ),
     row(
         '--against "PLAIN.py ARGS"',
-        "the original script, without Shardwise, in place of -n 1 --zero 0",
+        "compare with this script without Shardwise, not with -n 1 --zero 0",
     ),
     row(
         "--stock",
@@ -267,24 +279,24 @@ VERIFY = (
     row("--junit FILE", "with --stock: also write the result as a JUnit XML file", values.file),
     row(
         "--[no-]causes",
-        "try out why a placement differs (default on)",
+        "find out by further runs why a placement differs (default on)",
         names="--causes/--no-causes",
         default=True,
     ),
     row(
         "--accept bits|rounding",
-        "rounding: exit with 0 for what is equal within rounding too",
+        "rounding: also exit with 0 if results are equal within rounding (default bits)",
         click.Choice(["bits", "rounding"]),
         default="bits",
     ),
     JSON,
-    row("--out DIR", "for page, plot and logs (default runs/verify-SCRIPT)", values.folder),
+    row("--out DIR", "folder of page, plot and logs (default runs/verify-SCRIPT)", values.folder),
 )
 
 SCALE = (
     row(
         "-n 1,2,4,8",
-        "numbers of workers",
+        "numbers of workers to measure (default 1,2,4,8)",
         values.counts,
         names="sizes -n -np",
         listed=True,
@@ -292,136 +304,147 @@ SCALE = (
     ),
     row(
         "--kind strong|weak|both",
-        "strong: the same total batch; weak: the same per worker",
+        "strong: constant total batch; weak: constant batch per worker (default strong)",
         click.Choice(["strong", "weak", "both"]),
         names="kinds --kind",
         default="strong",
     ),
-    row("--warmup K", "steps of each run that are dropped (default 5)", values.whole(0), default=5),
     row(
-        "--steps S", "end a run after so many more; left out, when the script ends", values.whole(1)
+        "--warmup K",
+        "drop the first K steps of each run (default 5)",
+        values.whole(0),
+        default=5,
     ),
-    row("--out DIR", "for table, plots and page (default runs/scale-SCRIPT)", values.folder),
+    row(
+        "--steps S",
+        "end a run S steps after the warm-up (default: when the script ends)",
+        values.whole(1),
+    ),
+    row("--out DIR", "folder of table, plots and page (default runs/scale-SCRIPT)", values.folder),
 )
 
 PIPELINE_PLAN = (
     row(
         "--pipeline P",
-        "pipeline stages, one for each worker (default 2)",
+        "number of pipeline stages, one per worker (default 2)",
         values.whole(2, values.MOST_RANKS),
         names="stages --pipeline",
         default=2,
     ),
     row(
         "--microbatches M",
-        "micro-batches of a batch (default 4 P)",
+        "micro-batches per batch (default 4 x P)",
         values.whole(1),
         names="micros --microbatches",
     ),
     row(
         "--by time|parameters",
-        "what the stages are balanced by",
+        "quantity to balance across stages (default time)",
         click.Choice(["time", "parameters"]),
         default="time",
     ),
-    row("--steps S", "steps that are timed (default 8)", values.whole(1), default=8),
+    row("--steps S", "number of steps to time (default 8)", values.whole(1), default=8),
 )
 
 SIMULATE = (
     row(
         "--on HOSTSxNxDEVICE",
-        "the hosts that the run takes, such as 2048x8xH100",
+        "hosts and devices of the run, such as 2048x8xH100",
         names="cluster --on",
         required=True,
     ),
     row(
         "--failures NAME|FILE.toml",
-        "llama3 (default), rsc1, rsc2, none, or a file of yours",
+        "failure rates: llama3, rsc1, rsc2, none, or a TOML file (default llama3)",
         default="llama3",
     ),
-    row("--spares N", "hosts that stand by (default 0)", values.whole(0), default=0),
+    row("--spares N", "number of spare hosts (default 0)", values.whole(0), default=0),
     row(
         "--min-hosts N",
-        "go on with so few, slower; left out, the run waits until all are there",
+        "continue with this few hosts, slower (default: wait for all hosts)",
         values.whole(1),
         names="least --min-hosts",
     ),
-    row("--hardware FILE", "devices of yours, a TOML file or a folder of them", multiple=True),
+    row(
+        "--hardware FILE",
+        "read your own devices from a TOML file or a folder of them; repeatable",
+        multiple=True,
+    ),
     row(
         "--days D",
-        "days of steps that the training takes where nothing is lost (default 30)",
+        "days of training without any loss (default 30)",
         above_zero(values.duration("d")),
         default="30",
     ),
-    row("--step S", "seconds of a step (default 10)", above_zero(SECONDS), default="10"),
+    row("--step S", "seconds per step (default 10)", above_zero(SECONDS), default="10"),
     row(
         "--jitter F",
-        "how steps of a device differ: standard deviation / mean (default 0)",
+        "standard deviation / mean of a device's step times (default 0)",
         values.number(0.0, 1.0),
         default=0.0,
     ),
     row(
         "--save-every T|best",
-        "between checkpoints, such as 30m (default: the best one is looked for)",
+        "time between checkpoints, such as 30m (default best: search for the best one)",
         interval,
         default="best",
     ),
-    row("--save S", "seconds for which a save holds all up (default 10)", SECONDS, default="10"),
+    row("--save S", "seconds that a save stops training (default 10)", SECONDS, default="10"),
     row(
         "--background S",
-        "seconds after that until a checkpoint is complete (default 0)",
+        "further seconds until the checkpoint is complete (default 0)",
         SECONDS,
         default="0",
     ),
-    row("--detect S", "a failure is noticed after S at most; left out, as the file says", SECONDS),
+    row("--detect S", "seconds to detect a failure, at most (default: from --failures)", SECONDS),
     row(
         "--restart S",
-        "from a start to the first step, loading included (default 300)",
+        "seconds from a start to the first step, loading included (default 300)",
         SECONDS,
         default="300",
     ),
     row(
         "--islands N|host",
-        "hosts, or the devices of one, in N groups that step by themselves",
+        "groups of devices that step on their own; host: one per host (default 1)",
         values.islands,
         default="1",
     ),
     row(
         "--equal-every H",
-        "steps between two boundaries, at which islands are made equal (default 30)",
+        "synchronise parameters across islands every H steps (default 30)",
         values.whole(1),
     ),
     row(
         "--parameters P",
-        "of the model, such as 8e9: what a boundary sends",
+        "parameters of the model, such as 8e9, which islands exchange",
         values.number(0, 1e15, above=True),
     ),
     row(
         "--between MBITS",
-        "Mbit/s of the link of each island to the others; left out, a boundary takes no time",
+        "Mbit/s of each island's link to the others (default: infinitely fast)",
         values.number(0, 1e9, above=True),
     ),
     row(
         "--wire W",
-        f"what is sent as: {', '.join(FORMATS)} (default {FORMATS[0]})",
+        f"format that islands send values in: {', '.join(FORMATS)} (default {FORMATS[0]})",
         values.one_of(*FORMATS),
     ),
     row(
         "--late T",
-        "used T steps after it was sent: steps go on meanwhile (default 0)",
+        "apply differences T steps after sending them; steps continue (default 0)",
         values.whole(0),
     ),
-    row("--trials N", "simulated runs (default 20)", values.whole(2, 10_000), default=20),
+    row("--trials N", "number of simulated runs (default 20)", values.whole(2, 10_000), default=20),
     row(
         "--seed N",
-        "of the random numbers (default 0)",
+        "seed of the random numbers (default 0)",
         values.whole(0, values.LARGEST_SEED),
         default=0,
     ),
     JSON,
     row(
         "--out DIR",
-        "for page and plot (default runs/simulate)",
+        "folder of page and plot (default runs/simulate)",
         values.folder,
         default="runs/simulate",
     ),
@@ -436,4 +459,4 @@ TABLE: dict[str, dict[str, tuple[FlagRow, ...]]] = {
     "pipeline-plan": {"pipeline_plan": PIPELINE_PLAN},
     "simulate": {"simulate": SIMULATE},
 }
-"""By command and group of its help, the rows of its own flags."""
+"""The rows of each command's own flags, by command and group of the help."""

@@ -1,4 +1,4 @@
-"""Defines flags and commands with a help in groups, and refuses flags that have no effect."""
+"""Defines flags and commands with grouped help, and refuses flags that have no effect."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,12 +22,18 @@ GROUPS = {
     "recover": "Recover",
     "watch": "Watch",
 }
-"""The headings of the help; every setting and every flag of the launcher belongs to one."""
+"""The headings of the help. Every setting and every flag belongs to one."""
 
 
 class Flag(click.Option):
-    """A flag with its place in the help: a group, the words of its left column, and whether it is
-    rare, so that only `--help-all` shows it; `listed` where its one value is a list."""
+    """A flag of click with its place in the help.
+
+    Args:
+        group: The heading that the flag stands under.
+        shown: The left column of the help, such as "--port PORT".
+        rare: Only `--help-all` shows the flag.
+        listed: The value is a list, so giving the flag twice is an error.
+    """
 
     def __init__(
         self,
@@ -47,14 +53,14 @@ class Flag(click.Option):
 
 
 class Typed(click.ParamType):  # type: ignore[type-arg]
-    """What a flag takes, as settings' texts become types (see config/values.py)."""
+    """A type of click that parses values as settings do (see config/values.py)."""
 
     def __init__(self, parse: values.Parse[Any]) -> None:
         self.name = "value"
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The value in its type. Raises ConfigError, which names the flag."""
+        """Convert the value to its type. Raises ConfigError, naming the flag."""
         del ctx
         try:
             return self._parse(values.as_text(value, self._parse))
@@ -64,39 +70,41 @@ class Typed(click.ParamType):  # type: ignore[type-arg]
 
 
 ADOPTED = ("accelerate", "deepspeed", "transformers", "lightning")
-"""The libraries whose classes `--adopt` puts ours in the place of, as adopt.py does it."""
+"""Libraries whose classes `--adopt` replaces with ours (see adopt.py)."""
 
 
-def adopted(text: str) -> tuple[str, ...]:
-    """Names of libraries whose scripts run unchanged."""
+def parse_adopted(text: str) -> tuple[str, ...]:
+    """Parse names of libraries for `--adopt`, separated by commas."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names or any(name not in ADOPTED for name in names):
-        raise ValueError("names out of " + ", ".join(ADOPTED))
+        raise ValueError("one or more of " + ", ".join(ADOPTED))
     return names
 
 
 def refuse_twice(order: Iterable[click.Parameter]) -> None:
-    """Raise ConfigError for a list that comes twice in `order`: both may be meant.
+    """Raise ConfigError if `order` has a flag twice whose value is a list.
 
-    Of other flags the last one holds, so that `shardwise run --zero 2 "$@"` can be overridden.
+    The user may have meant both lists. For other flags the last one wins, so that a wrapper's
+    `shardwise run --zero 2 "$@"` can be overridden.
     """
     seen: set[click.Parameter] = set()
     for each in order:
         if isinstance(each, Flag) and each in seen and each.listed:
             name = each.shown.split()[0]
-            raise ConfigError(f"{name} is given twice: give one list, with commas.")
+            raise ConfigError(f"{name} is given twice: give one list, separated by commas.")
         seen.add(each)
 
 
 class Command(click.Command):
-    """A command whose help fits on one screen: examples in `top`, then its flags in groups."""
+    """A command whose help fits on one screen: the examples in `top`, then its flags in groups."""
 
     def __init__(self, name: str, *, top: str, **options: Any) -> None:
         super().__init__(name, **options)
         self.top = top
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take the arguments apart. Raises LaunchError for a list that is given twice."""
+        """Parse the arguments. Raises ConfigError for a list that is given twice."""
+        # click itself keeps only the last of repeated flags, so parse once more to see all.
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         refuse_twice(order)
         return super().parse_args(ctx, args)
@@ -127,26 +135,26 @@ _OF_HOSTS = ("ssh", "ssh_port", "python", "host_timeout")
 _OF_OURS = ("grace", "port", *_OF_HOSTS)
 
 ON_THIS_HOST = "a run on this host alone"
-BY_SRUN = "the hosts of a Slurm job, which are srun's"
+BY_SRUN = "a Slurm job, whose ranks srun starts"
 BY_TORCH = "a run with --nnodes, whose ranks torch's elastic agent starts"
 
 NO_EFFECT = {
     ON_THIS_HOST: {
         **dict.fromkeys(_OF_HOSTS, "give hosts with -H or --hostfile"),
         "rdzv_id": "give --nnodes, the number of hosts",
-        "rendezvous": "start ranks by mpirun or srun, which it is for",
+        "rendezvous": "start the ranks with mpirun or srun",
     },
     BY_SRUN: dict.fromkeys(("grace", "rdzv_id", *_OF_HOSTS), "give hosts with -H or --hostfile"),
     BY_TORCH: {
         **dict.fromkeys(_OF_OURS, "give hosts with -H instead of --nnodes"),
-        "rendezvous": "start ranks by mpirun or srun, which it is for",
+        "rendezvous": "start the ranks with mpirun or srun",
     },
 }
-"""By way a run starts: what has no effect there, and what to do instead of leaving it out."""
+"""For each way to start a run, the flags without effect, and what to write instead."""
 
 
 def refuse_without_effect(way: str, given: Mapping[str, Any]) -> None:
-    """Raise LaunchError for a flag in `given` (None where it was not) that has no effect."""
+    """Raise LaunchError if `given` has a flag that has no effect when the run starts this `way`."""
     for name, instead in NO_EFFECT[way].items():
         if given.get(name) is not None:
             raise LaunchError(
@@ -155,8 +163,8 @@ def refuse_without_effect(way: str, given: Mapping[str, Any]) -> None:
 
 
 def started_by_others(where: str) -> LaunchError:
-    """Return the error for `--elastic-islands` if another launcher starts the ranks."""
+    """Return the error for `--elastic-islands` when another launcher starts the ranks."""
     return LaunchError(
-        f"--elastic-islands is for ranks that we start, and {where} others start them: leave "
-        "it out, or name the hosts with -H or --hostfile."
+        f"--elastic-islands needs ranks that shardwise run starts itself, and {where} another "
+        "launcher starts them: leave it out, or name the hosts with -H or --hostfile."
     )

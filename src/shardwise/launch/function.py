@@ -1,6 +1,6 @@
-"""Starts the ranks of a run from Python: `shardwise.launch` calls a function on each.
+"""Starts the ranks of a run from Python: `shardwise.launch` calls a function on each rank.
 
-settings ─▶ fork or new process ─▶ launch/one_host.py, as `shardwise run` ─▶ one value per rank
+settings ─▶ fork or new process ─▶ launch/one_host.py, as `shardwise run` ─▶ one result per rank
 """
 
 from __future__ import annotations
@@ -61,33 +61,33 @@ def launch(
 ) -> list[Any]:
     """Call `function(*args)` on each of several ranks of this host, and return their results.
 
-    This is `shardwise run` for a function: from a notebook cell, a prompt or a script. The function
-    calls `sw.init` itself. The output of ranks is shown with the rank in front. Ctrl-C ends all
-    ranks, and so does the failure of one. No process outlives the call.
+    This is `shardwise run` for a function, from a notebook cell, a prompt or a script. The function
+    calls `sw.init` itself. Output of ranks is shown with a prefix. Ctrl-C, or the failure of one
+    rank, ends all ranks. No process outlives the call.
 
     Args:
-        function: What each rank runs.
+        function: The function that each rank calls.
         *args: Its arguments, the same on every rank.
-        workers: The number of ranks. By default one for each visible GPU, or 1 without one.
+        workers: The number of ranks. By default one per visible GPU, or 1 without a GPU.
         start_method: `"spawn"` starts new processes, which import `function` and get `args`
             pickled. A script needs `if __name__ == "__main__":` around the call, as with
-            multiprocessing. `"fork"` copies this process, so that the function may use everything
-            that is in memory; not possible once this process has used CUDA. `"auto"` spawns if the
-            function can be imported by a new process, and forks if it cannot, as one that is
-            defined in a notebook.
+            multiprocessing. `"fork"` copies this process, so that the function can use everything
+            in memory. It is not possible once this process has used CUDA. `"auto"` (the default)
+            spawns if a new process can import the function, and forks otherwise, such as for a
+            function that is defined in a notebook.
         restarts: Restart all ranks after a failure, at most this many times.
-        grace: Seconds between asking ranks to end and killing them.
+        grace: Seconds between SIGTERM and SIGKILL when the ranks have to end.
         show: The ranks whose output is shown, such as `"0,2-3"` or `[0]`. By default all.
-        log_dir: A folder for a log of each rank.
+        log_dir: A folder for the output of each rank, as one file per rank.
         **settings: Settings of `shardwise run`, under the names of its flags: `zero=3`,
             `micro_batch_size=8`, `config="run.toml"`. They override all other sources, as flags do.
 
     Returns:
-        The value that each rank returned, in the order of ranks. Tensors are on the CPU.
+        The return value of each rank, in the order of ranks. Tensors are on the CPU.
 
     Raises:
-        ConfigError: A setting is unknown or wrong. Nothing was started.
-        UsageError: The call itself is wrong, such as one inside a rank. Nothing was started.
+        ConfigError: A setting is unknown or invalid. No rank was started.
+        UsageError: The call itself is wrong, such as one inside a rank. No rank was started.
         LaunchError: The ranks cannot be started.
         RankFailed: A rank failed. The message names it and ends with its traceback.
         KeyboardInterrupt: Ctrl-C ended the ranks.
@@ -112,7 +112,7 @@ def launch(
             losses = sw.launch(train, 5, workers=2, zero=3)
         ```
 
-    The interface is that of Accelerate's `notebook_launcher` and of torch's `mp.spawn`.
+    The interface follows Accelerate's `notebook_launcher` and torch's `mp.spawn`.
     """
     _refuse_nested()
     _check_call(function, args)
@@ -136,6 +136,8 @@ def launch(
     )
     method = _parsed("start_method", start_method, values.one_of(*METHODS))
     with ExitStack() as stack:
+        # One file per rank, opened before anything is started, so that every rank inherits them.
+        # Not pipes: a large result would block its rank until somebody reads it.
         results = [_unnamed_file(stack) for _ in range(size)]
         fds = [file.fileno() for file in results]
         begin = _begin(function, args, method, fds, stack)
@@ -143,7 +145,7 @@ def launch(
         ending = one_host.run_begun(spec, console, begin)
         _raise_if_it_failed(ending, console)
         console.say(ending.words)
-        return [function_rank.received(file) for file in results]
+        return [function_rank.read_result(file) for file in results]
 
 
 # -- checks before the start -------------------------------------------------------------------
@@ -152,26 +154,27 @@ def launch(
 def _refuse_nested() -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
-            "sw.launch ran while a new process was importing the script. Put the call below "
+            "sw.launch was called while a new process imported the script. Put the call under "
             '`if __name__ == "__main__":`.'
         )
-    # A notebook may run in a job, whose variables say nothing of ranks yet.
+    # Outside a rank ask only for commands, not for ranks: a notebook may run in a batch job, whose
+    # variables do not describe ranks yet.
     is_rank = RANK_VARIABLE in os.environ
     size = (launcher_detection.identify if is_rank else launcher_detection.around_command)().size
     if is_rank or size > 1:
         raise UsageError(
-            f"sw.launch starts ranks, and this process is one of the {size} ranks of a run itself. "
-            "Call the function directly here."
+            f"sw.launch was called in one of the {size} ranks of a run, but it starts ranks "
+            "itself. Call the function directly here."
         )
     if has_joined():
         raise UsageError(
-            "sw.launch starts ranks, and this process has called sw.init itself. Call sw.init in "
-            "the function alone, and restart the kernel of a notebook."
+            "sw.launch was called after sw.init, but its ranks call sw.init themselves. Call "
+            "sw.init only in the function, and restart the kernel of a notebook."
         )
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
-            "sw.launch was called in another thread than the main one, where Python delivers no "
-            "signals, such as Ctrl-C. Call it in the main thread."
+            "sw.launch was called outside the main thread, but Python delivers signals such as "
+            "Ctrl-C only there. Call it in the main thread."
         )
 
 
@@ -183,20 +186,22 @@ def _check_call(function: Any, args: tuple[Any, ...]) -> None:
         )
     if inspect.iscoroutinefunction(function):
         raise UsageError(
-            "sw.launch takes a plain function, not a coroutine. Use asyncio.run in it."
+            "sw.launch takes a plain function, not a coroutine. Call asyncio.run in a function."
         )
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a function of C
+    except ValueError:  # a function written in C has no signature
         return
     try:
         signature.bind(*args)
     except TypeError as error:
-        raise UsageError(f"{_name(function)}{signature} cannot be called so: {error}.") from None
+        raise UsageError(
+            f"{_name(function)}{signature} cannot be called with these arguments: {error}."
+        ) from None
 
 
 def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings as texts of flags. Raises ConfigError for one that cannot be."""
+    """Return the settings as texts of flags. Raises ConfigError."""
     own = list(inspect.signature(launch).parameters)[2:-1]
     flags = {}
     for name, value in settings.items():
@@ -241,14 +246,14 @@ def _begin(
     results: Sequence[int],
     stack: ExitStack,
 ) -> Begin:
-    """Return a starter of ranks that call the function and write to their file of `results`.
+    """Return a function that starts a rank, which calls `function` and writes to `results`.
 
-    Raises UsageError if there is no way, with the reason why each fails.
+    Raises UsageError if no start method works, with the reason for each.
     """
     faults: list[str] = []
     pickled = None if method == "fork" else _pickled_by_reference(function, args, faults)
     if pickled is None and method != "spawn":
-        # Preferred to a copy of the function: forked ranks see everything that is in memory.
+        # Fork rather than pickle the source: forked ranks see everything that is in memory.
         if not _has_used_cuda():
             call = partial(function_rank.call, partial(function, *args), results)
             return function_fork.fork(call, results, stack)
@@ -257,9 +262,9 @@ def _begin(
         pickled = _pickled_by_value(function, args, faults)
     if pickled is None:
         reasons = "".join(f"\n- {fault}" for fault in faults)
-        raise UsageError(f"sw.launch has no way to start ranks of {_name(function)}:{reasons}")
+        raise UsageError(f"sw.launch cannot start ranks of {_name(function)}:{reasons}")
     file = _unnamed_file(stack)
-    file.write(function_rank.dumped(pickled))
+    file.write(function_rank.dump_call(pickled))
     file.flush()
     inherited = [file.fileno(), *results]
     begin = program([*python_words(function_rank.__name__), *map(str, inherited)])
@@ -267,10 +272,9 @@ def _begin(
 
 
 _USED_CUDA = (
-    "fork: this process has used CUDA, which a forked process cannot use then. Restart it (the "
-    "kernel of a notebook), and call sw.launch before anything uses CUDA. torch.cuda.is_available()"
-    " uses it too, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is in the environment. Or write "
-    "start_method='spawn'."
+    "fork: this process has used CUDA, so a forked process cannot. Restart it (the kernel of a "
+    "notebook), and call sw.launch before anything uses CUDA. torch.cuda.is_available() uses it "
+    "too, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set. Or write start_method='spawn'."
 )
 
 
@@ -280,7 +284,7 @@ def _has_used_cuda() -> bool:
         return True
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return False
-    # Counting GPUs starts the driver as well, and only a forked process can tell.
+    # Counting GPUs initialises the driver too, and only a forked process can detect that.
     pid = os.fork()
     if pid == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
@@ -290,10 +294,13 @@ def _has_used_cuda() -> bool:
 def _pickled_by_reference(
     function: Callable[..., Any], args: tuple[Any, ...], faults: list[str]
 ) -> bytes | None:
-    """Pickle a call that a new process can import; None, with a line in `faults`, if it cannot."""
+    """Pickle a call whose function a new process can import.
+
+    Returns None, and appends a line to `faults`, if it cannot.
+    """
     if not _is_importable(function):
         faults.append(
-            "spawn: it is defined in a notebook or at a prompt, and a new process cannot "
+            "spawn: the function is defined in a notebook or at a prompt, so a new process cannot "
             "import it. Put it into a module."
         )
         return None
@@ -301,26 +308,29 @@ def _pickled_by_reference(
         return pickle.dumps((function, args))
     except Exception as error:  # objects may raise anything when they are pickled
         faults.append(
-            f"spawn: it or its arguments cannot be pickled ({error}). Define the function at the "
-            "top level of a module, and create in it what cannot be pickled."
+            f"spawn: the function or its arguments cannot be pickled ({error}). Define it at the "
+            "top level of a module, and create objects that cannot be pickled inside of it."
         )
         return None
 
 
 def _is_importable(function: Callable[..., Any]) -> bool:
-    """Return whether a new process finds the function where pickle would look for it."""
-    plain = inspect.unwrap(getattr(function, "func", function))  # of a partial
+    """Return whether a new process finds the function under its name in the main module."""
+    plain = inspect.unwrap(getattr(function, "func", function))  # `func` of a partial
     if getattr(plain, "__module__", None) != "__main__":
-        return True  # pickle itself looks
+        return True  # pickle checks other modules itself
     script, code = function_rank.main_file(), getattr(plain, "__code__", None)
-    # At the prompt of `python -i train.py` a function may be defined that train.py does not have.
+    # The function may be from the prompt of `python -i train.py` and not from train.py.
     return script is not None and (code is None or os.path.abspath(code.co_filename) == script)
 
 
 def _pickled_by_value(
     function: Callable[..., Any], args: tuple[Any, ...], faults: list[str]
 ) -> bytes | None:
-    """Pickle a call with all that it refers to; None, with a line in `faults`, if that fails."""
+    """Pickle a call with everything that it refers to.
+
+    Returns None, and appends a line to `faults`, if that fails.
+    """
     if find_spec("cloudpickle") is None:
         faults.append("spawn with its source: pip install cloudpickle")
         return None
@@ -336,30 +346,31 @@ def _pickled_by_value(
 
 
 def _streams() -> dict[int, TextIO]:
-    """Return the streams that replace descriptors 1 and 2, as in a notebook."""
+    """Return the Python streams that replace descriptors 1 and 2, as in a notebook."""
     pairs = (STDOUT, sys.stdout, sys.__stdout__), (STDERR, sys.stderr, sys.__stderr__)
     found = {}
     for fd, stream, original in pairs:
         if stream is not None:
-            stream.flush()  # earlier output of the caller is shown first
+            stream.flush()  # so that earlier output of the caller is shown first
             if stream is not original:
                 found[fd] = stream
     return found
 
 
 def _raise_if_it_failed(ending: Ending, console: Console) -> None:
-    """Raise the error for the caller, unless all ranks have returned."""
+    """Raise the error for the caller if the run did not succeed."""
     if ending.code == 0:
         return
     if ending.asked is not None:
         console.say(ending.words)
         if ending.code == SAVED:
-            sys.exit(SAVED)  # as `shardwise run`: the next start continues
+            sys.exit(SAVED)  # like `shardwise run`: the next start resumes
         if ending.asked == signal.SIGINT:
             raise KeyboardInterrupt
         if ending.asked == signal.SIGPIPE:
             raise BrokenPipeError(errno.EPIPE, console.broken)
-        signal.raise_signal(ending.asked)  # the ranks have ended; now this process, as it was asked
+        # The signal was meant for this process too. Raise it now that the ranks have ended.
+        signal.raise_signal(ending.asked)
     words = ending.words.strip().removeprefix("shardwise: ")
     failure = ending.failure
     said = words or (f"{failure.what} ({failure.why})" if failure else "The ranks were ended.")

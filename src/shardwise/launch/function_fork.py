@@ -1,9 +1,9 @@
-"""Forks the ranks of `sw.launch`, each with everything that its parent has in memory.
+"""Forks the ranks of `sw.launch`, which share everything that the parent has in memory.
 
     parent, main thread    ─▶ a new thread ─▶ fork          waits until the rank leads a session
     rank                      the main thread ─▶ descriptors, signals, variables ─▶ the function
 
-multiprocessing does the fork itself, so that the rank forgets the parent's own children.
+multiprocessing performs the fork, so that the rank forgets the parent's own children.
 """
 
 import atexit
@@ -28,40 +28,43 @@ from shardwise.net import error_file
 from shardwise.net.environment import REPORTS_VARIABLE
 
 FORKED_IN_THREADS = r".*use of fork\(\) may lead to deadlocks"
-"""The warning of Python 3.12 and later at each fork of a process with threads."""
+"""The warning of Python 3.12 and later when a process with threads forks."""
 
 
 def fork(run: Callable[[], None], kept: Collection[int], stack: ExitStack) -> Begin:
-    """Return a starter that forks a rank. The rank calls `run`, and keeps the descriptors `kept`.
-    `stack` closes ours to it, after it has ended.
+    """Return a function that forks a rank. Call this before the launcher opens any file.
 
-    Call this before the launcher opens anything. A forked rank closes all later descriptors, such
-    as the pipe whose end tells the orphan reaper that the launcher is gone.
+    Args:
+        run: Called in the rank.
+        kept: Descriptors that the rank keeps.
+        stack: Closes our descriptor of the rank after its end.
     """
+    # A rank closes all descriptors that were opened after this call. One of them is the pipe whose
+    # end tells the orphan reaper that the launcher is gone.
     before = {*_open_descriptors(), *kept}
 
     def begin(environ: Mapping[str, str], pass_fds: Sequence[int], streams: Streams) -> Process:
         opened = _open_descriptors() - {*before, *pass_fds}
-        said, says = os.pipe()
-        rank = _ForkedRank(run, environ, streams, {*opened, said}, says)
+        ready, ready_writer = os.pipe()
+        rank = _ForkedRank(run, environ, streams, {*opened, ready}, ready_writer)
         try:
             child = _in_new_thread(lambda: popen_fork.Popen(rank))
             stack.callback(child.close)
-            os.close(says)
-            # The rank must lead a process group before anybody may signal that.
-            if not os.read(said, 1):
-                raise LaunchError("A forked rank ended before it began.")
+            os.close(ready_writer)
+            # Wait until the rank leads its process group: a signal to the group would fail before.
+            if not os.read(ready, 1):
+                raise LaunchError("A forked rank ended before it called the function.")
         finally:
-            os.close(said)
+            os.close(ready)
         return child
 
     return begin
 
 
 class _ForkedRank(ForkProcess):
-    """A rank as multiprocessing forks processes, which forgets the parent's own children."""
+    """A rank as a forked process of multiprocessing."""
 
-    # Processes that the rank itself starts use the default method.
+    # Processes that the rank itself starts use the default start method.
     _start_method = None  # type: ignore[assignment]
 
     def __init__(
@@ -70,31 +73,31 @@ class _ForkedRank(ForkProcess):
         environ: Mapping[str, str],
         streams: Streams,
         closes: Collection[int],
-        says: int,
+        ready: int,
     ) -> None:
         super().__init__(name="MainProcess")
         self._run = run
         self._environ = environ
         self._streams = streams
         self._closes = closes
-        self._says = says
+        self._ready = ready
 
     def run(self) -> None:
-        """Cut the ties to the parent, and call the function."""
-        atexit._clear()  # they are the parent's
+        """Detach from the parent, and call the function."""
+        atexit._clear()  # the callbacks belong to the parent
         atexit.register(vars(multiprocessing.util)["_exit_function"])
         os.setsid()
         _redirect(self._streams)
         for fd in self._closes:
-            with suppress(OSError):  # the one that listed the others
+            with suppress(OSError):  # the listing of open descriptors had one itself
                 os.close(fd)
         begin_anew(self._environ)
         _leave_notebook()
-        if "torch" in sys.modules:  # which has read the parent's OMP_NUM_THREADS at its import
+        if "torch" in sys.modules:  # it read the parent's OMP_NUM_THREADS when it was imported
             threads = int(os.environ["OMP_NUM_THREADS"].split(",")[0])
             sys.modules["torch"].set_num_threads(threads)
-        os.write(self._says, b"+")
-        os.close(self._says)
+        os.write(self._ready, b"+")
+        os.close(self._ready)
         try:
             self._run()
         finally:
@@ -102,13 +105,13 @@ class _ForkedRank(ForkProcess):
 
 
 def begin_anew(environ: Mapping[str, str]) -> None:
-    """Make a forked process look as if it had been started: signals, variables and streams.
+    """Reset signals, variables and streams of a forked process, as in a new process.
 
     Call this in the main thread, after descriptors 0, 1 and 2 were replaced.
     """
-    signal.set_wakeup_fd(-1)  # its pipe is the parent's too
+    signal.set_wakeup_fd(-1)  # the pipe is shared with the parent
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # signals that the parent ignores (nohup) stay so
+        if callable(signal.getsignal(number)):  # signals that the parent ignores stay ignored
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
@@ -122,13 +125,9 @@ def begin_anew(environ: Mapping[str, str]) -> None:
 
 
 def _open_streams(*, buffered: bool) -> None:
-    """Open the standard output and error as the interpreter does at its start.
-
-    A terminal is written to line by line. Unbuffered, no output is lost when the process is
-    killed.
-    """
+    """Open standard output and error as the interpreter does when it starts."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        old = getattr(sys, f"__{name}__") or getattr(sys, name)  # a notebook replaces the second
+        old = getattr(sys, f"__{name}__") or getattr(sys, name)  # a notebook replaces sys.NAME
         file = os.fdopen(fd, "wb", -1 if buffered else 0, closefd=False)
         stream = io.TextIOWrapper(
             file,
@@ -142,36 +141,33 @@ def _open_streams(*, buffered: bool) -> None:
 
 
 def _in_new_thread(function: Callable[[], popen_fork.Popen]) -> popen_fork.Popen:
-    """Call `function` in a thread that has not computed anything yet.
+    """Call `function` in a new thread, which becomes the main thread of a forked child."""
+    # GNU OpenMP has a pool of threads for each thread that has computed something. A child that is
+    # forked from such a thread waits forever for the pool, whose threads it does not have.
+    children: list[popen_fork.Popen] = []
+    errors: list[BaseException] = []
 
-    GNU OpenMP keeps its pool of threads for each thread that computes. A process that is forked by
-    such a thread waits for ever for the pool, which it does not have. The thread that forks is the
-    main thread of the child.
-    """
-    made: list[popen_fork.Popen] = []
-    failed: list[BaseException] = []
-
-    def forks() -> None:
+    def fork_child() -> None:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", FORKED_IN_THREADS, DeprecationWarning)
-                made.append(function())
+                children.append(function())
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
-    thread = threading.Thread(target=forks, name="MainThread")
+    thread = threading.Thread(target=fork_child, name="MainThread")
     thread.start()
     thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
+    if errors:
+        raise errors[0]
+    return children[0]
 
 
 def _redirect(streams: Streams) -> None:
-    """Put `streams` in the place of descriptors 0, 1 and 2."""
+    """Replace descriptors 0, 1 and 2 by `streams`."""
     empty = os.open(os.devnull, os.O_RDONLY)
     wanted = [empty if fd is not None and fd < 0 else fd for fd in streams]
-    # Above the three first, so that none is overwritten before it has been moved.
+    # First copy all to numbers above 2, so that none is overwritten before it is moved.
     high = [None if fd is None else fcntl.fcntl(fd, fcntl.F_DUPFD, 3) for fd in wanted]
     for place, fd in enumerate(high):
         if fd is not None:
@@ -183,14 +179,14 @@ def _open_descriptors() -> set[int]:
 
 
 def _leave_notebook() -> None:
-    """Hide the notebook from libraries: its display and input belong to the kernel."""
+    """Hide the notebook from libraries, because its display and input belong to the kernel."""
     if "IPython" not in sys.modules:
         return
     for name in ("get_ipython", "display"):
         vars(builtins).pop(name, None)
 
     def no_input(prompt: object = "") -> str:
-        """Replace `input`, which would wait for the kernel of the notebook for ever."""
+        """Replace `input`, which would wait forever for the kernel of the notebook."""
         raise EOFError("A rank has no standard input.")
 
     builtins.input = no_input

@@ -1,10 +1,10 @@
-"""Runs the function of `sw.launch` as one rank, and sends its value back.
+"""Runs the function of `sw.launch` as one rank, and sends its result back.
 
-    python -m shardwise.launch.function_rank CALL RESULT ...   a new process: the descriptor of the
-                                                               pickled call, and one for each rank
-    function_fork.py                                           a forked process
+    python -m shardwise.launch.function_rank CALL RESULT ...   in a new process
+    function_fork.py                                           in a forked process
 
-Calls and results are files without a name, which only these processes can open.
+CALL is the descriptor of the pickled call, and each RESULT the descriptor for a rank's result. They
+are files without a name, which no other process can open.
 """
 
 import os
@@ -23,9 +23,9 @@ from shardwise.net.environment import RANK_VARIABLE
 
 
 def call(function: Callable[[], Any], results: Sequence[int]) -> None:
-    """Call `function`, and write its value to the descriptor of this rank.
+    """Call `function`, and write its result to the descriptor of this rank.
 
-    An error is reported like one of a script. Raises SystemExit with the exit code then.
+    An error is reported as for a script. It raises SystemExit with the exit code.
     """
     try:
         value = function()
@@ -35,7 +35,7 @@ def call(function: Callable[[], Any], results: Sequence[int]) -> None:
     except BaseException as error:
         trace = error.__traceback__
         if trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next  # begin with the user's function
+            trace = trace.tb_next  # start the traceback at the user's function
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
@@ -43,7 +43,7 @@ def call(function: Callable[[], Any], results: Sequence[int]) -> None:
 def _send(value: Any, fd: int) -> None:
     import torch  # slow to import, and not needed if the call fails
 
-    os.ftruncate(fd, 0)  # an earlier start of the run may have written here
+    os.ftruncate(fd, 0)  # before a restart, this rank may have written a result
     os.lseek(fd, 0, os.SEEK_SET)
     with os.fdopen(fd, "wb", closefd=False) as file:
         try:
@@ -52,18 +52,18 @@ def _send(value: Any, fd: int) -> None:
             raise UsageError(
                 f"The function returned a {type(value).__name__}, which cannot be sent to the "
                 f"caller of sw.launch: {error}. Return numbers, tensors, or lists and dicts of "
-                "them."
+                "these."
             ) from None
 
 
-def received(file: Any) -> Any:
-    """Return the value that a rank wrote to `file`, with tensors on the CPU; None without one."""
+def read_result(file: Any) -> Any:
+    """Return the result that a rank wrote to `file`, with tensors on the CPU; None without one."""
     import torch
 
-    if file.seek(0, os.SEEK_END) == 0:  # sys.exit(0) in the function
+    if file.seek(0, os.SEEK_END) == 0:  # the function called sys.exit(0)
         return None
     file.seek(0)
-    # The file has no name, and only the ranks of this run inherited it.
+    # Unpickling is safe: the file has no name, and only the ranks of this run inherited it.
     return torch.load(file, map_location="cpu", weights_only=False)
 
 
@@ -71,26 +71,29 @@ def received(file: Any) -> Any:
 
 
 def main(call_fd: str, *results: str) -> None:
-    """Load the call, and be the rank."""
+    """Load the pickled call and run it as a rank."""
     with open(int(call_fd), "rb", closefd=False) as file:
+        # pread, because all ranks share the file's position.
         length = os.fstat(file.fileno()).st_size
         data = os.pread(file.fileno(), length, 0)
-        while len(data) < length:  # one call reads 2 GB at most
+        while len(data) < length:  # one call reads at most 2 GB
             data += os.pread(file.fileno(), length - len(data), len(data))
-    call(_loaded(data), [int(fd) for fd in results])
+    call(_load(data), [int(fd) for fd in results])
 
 
-def _loaded(data: bytes) -> Callable[[], Any]:
-    """Load the pickled call, after the main module of the caller that it may refer to."""
+def _load(data: bytes) -> Callable[[], Any]:
+    """Import the caller's main module, and load the pickled call, which may refer to it."""
     preparation, pickled = pickle.loads(data)
     current = process.current_process()
-    current._inheriting = True  # type: ignore[attr-defined] # as in every process that is spawned
+    # As in processes that multiprocessing spawns: `sw.launch` then refuses to start ranks while the
+    # main module is imported.
+    current._inheriting = True  # type: ignore[attr-defined]
     try:
         spawn.prepare(preparation)
         function, arguments = pickle.loads(pickled)
     except (AttributeError, ImportError) as error:
         raise LaunchError(
-            f"A new process cannot load the function of sw.launch, or its arguments: {error}. "
+            f"A new process cannot load the function of sw.launch or its arguments: {error}. "
             "Import everything that they use from a module, or write start_method='fork'."
         ) from error
     finally:
@@ -98,16 +101,15 @@ def _loaded(data: bytes) -> Callable[[], Any]:
     return partial(function, *arguments)
 
 
-def dumped(pickled: bytes) -> bytes:
-    """Return the input of `main`: the pickled function and arguments, and the main module."""
+def dump_call(pickled: bytes) -> bytes:
+    """Return the input of `main`: the pickled call, and how to import the main module."""
     return pickle.dumps((_preparation(), pickled))
 
 
 def _preparation() -> dict[str, Any]:
-    """Return the data that multiprocessing's `prepare` needs to import our main module.
-
-    Its own function for that also settles the start method of this process, which is the user's.
-    """
+    """Return the data that multiprocessing's `prepare` needs to import our main module."""
+    # multiprocessing's own function for this would also fix the start method of this process, which
+    # the user may still want to choose.
     main_module = sys.modules["__main__"]
     found = {"sys_path": sys.path, "sys_argv": sys.argv, "orig_dir": os.getcwd()}
     spec, path = getattr(main_module, "__spec__", None), main_file()
@@ -119,7 +121,7 @@ def _preparation() -> dict[str, Any]:
 
 
 def main_file() -> str | None:
-    """Return the script that this process runs; None in a notebook and at a prompt."""
+    """Return the script that this process runs; None in a notebook or at a prompt."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return os.path.abspath(path) if path is not None and os.path.isfile(path) else None
 

@@ -1,6 +1,9 @@
-"""Gives a program its local rank as an argument: `python -m shardwise.launch.local_rank COUNT WORD
-...` runs the words with `--local_rank=N` after the first COUNT of them, as DeepSpeed's launcher
-does."""
+"""Runs a program with its local rank as an argument, as DeepSpeed's launcher does.
+
+    python -m shardwise.launch.local_rank COUNT WORD ...
+
+runs the words, with `--local_rank=N` inserted after the first COUNT of them.
+"""
 
 import os
 import sys
@@ -9,7 +12,7 @@ from shardwise.net.launchers import detection as launcher_detection
 
 
 def main(arguments: list[str]) -> None:
-    """Become the program, in this process."""
+    """Replace this process by the program."""
     count, *words = arguments
     place = int(count)
     local_rank = launcher_detection.identify().local_rank

@@ -1,4 +1,4 @@
-"""Starts the ranks of this host, passes their output on, and reports their ends."""
+"""Starts the ranks of this host, forwards their output, and reports their ends."""
 
 import os
 import selectors
@@ -22,13 +22,20 @@ from shardwise.net.progress import Progress
 from shardwise.net.restarts import SAVED
 
 Hear = Callable[[int, int, bytes], None]
-"""Takes a rank, a stream, and new bytes of it; b"" ends the stream."""
+"""Takes a rank, the number of a stream, and new bytes of it; b"" ends the stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """The end of a rank: `how` in words, its error report, if any, and its last progress; `alone`
-    says that it has left no process behind."""
+    """The end of a rank.
+
+    Args:
+        end: The exit status.
+        how: The exit status in words.
+        report: The error report of the rank, if it wrote one.
+        progress: The last progress of the rank, if it recorded any.
+        alone: The rank has left no process behind.
+    """
 
     end: ExitStatus
     how: str
@@ -38,16 +45,24 @@ class RankExit:
 
     @property
     def saved(self) -> bool:
-        """Whether it ended because it was asked to, when it had saved."""
+        """Whether the rank ended because it was asked to, after a save."""
         return self.end.code == SAVED and self.progress is not None and self.progress.ended
 
 
 class LocalWorkers:
-    """The ranks of `spec.share`, as processes of this host that `begin` starts.
+    """The ranks of `spec.share`, as processes of this host.
 
-    Rank 0 has `streams`, and other ranks have pipes. Error files are written to `folder`. `hear`
-    takes the output of ranks, `left` each rank that has ended, and `saves` the signal at which a
-    rank saves before it ends.
+    Args:
+        spec: The run.
+        meeting: The place of its rendezvous.
+        streams: The standard streams of rank 0; other ranks have pipes.
+        begin: Starts a process.
+        folder: The folder for error files of the ranks.
+        reaper: Ends the ranks if this process is killed.
+        selector: The selector of the event loop.
+        hear: Called with output of ranks.
+        left: Called with the end of each rank.
+        saves: Called with the signal when a rank saves before it ends.
     """
 
     def __init__(
@@ -73,14 +88,15 @@ class LocalWorkers:
         self._saves = saves
         self._workers: list[Worker] = []
         self._watched_over: list[Worker] = []
-        """Workers that the orphan reaper would end."""
+        """Workers that the orphan reaper knows."""
         self._stopping = False
         self._memory = resources.host_memory()
 
     def start(self, listener: socket.socket | None) -> None:
-        """Start all ranks; rank 0 inherits the socket that listens. Raises LaunchError."""
+        """Start all ranks. Rank 0 inherits `listener`. Raises LaunchError."""
         columns = self._streams.window[1] if self._streams.window else None
         for local_rank, rank in enumerate(self._spec.share.numbers):
+            # Only the rank that listens inherits the socket, so that the port closes when it ends.
             fds = [listener.fileno()] if listener is not None and rank == self._meets_at else []
             worker = Worker(rank, partial(self._hear, rank))
             environ = rank_environment(
@@ -94,7 +110,7 @@ class LocalWorkers:
             )
             piped = WorkerStreams(piped=self._streams.piped)
             self._start(worker, environ, fds, self._streams if rank == 0 else piped)
-            # At once, and not after all: the launcher may be killed while it starts the others.
+            # After each start rather than after all: the launcher may be killed in between.
             self._reaper.started(worker.group)
             self._workers.append(worker)
             self._watched_over.append(worker)
@@ -102,7 +118,7 @@ class LocalWorkers:
 
     @property
     def _meets_at(self) -> int:
-        """The rank that listens for the others."""
+        """The rank that the others connect to."""
         return 0
 
     def _start(
@@ -111,15 +127,15 @@ class LocalWorkers:
         worker.start(self._begin, environ, fds, outlet)
 
     def listen(self) -> None:
-        """Pass the output of ranks on as they write it."""
+        """Forward the output of ranks as they write it."""
         for source in self._open():
-            with suppress(KeyError):  # it is listened to already
+            with suppress(KeyError):  # it is registered already
                 self._selector.register(
                     source.fd, selectors.EVENT_READ, partial(self._relay, source)
                 )
 
     def pause(self) -> None:
-        """Leave the output of ranks in their pipes, so that ranks wait when these are full."""
+        """Stop reading the output of ranks, so that ranks block when their pipes are full."""
         for source in self._open():
             self._ignore(source)
 
@@ -127,14 +143,14 @@ class LocalWorkers:
         """Report the ranks that have ended."""
         for worker in self._workers:
             if worker.end is None and worker.reap(stopped=self._stopping):
-                # Output first: the end of a rank is judged by the last lines that it wrote.
+                # Read the output first: the report about a rank needs the last lines that it wrote.
                 for source in worker.sources:
                     self._ignore(source)
                     source.drain()
                 self._left(self._rank_exit(worker))
 
     def ended_well(self, rank: int) -> None:
-        """Tell the ranks here that `rank`, of any host, ended with code 0: they may wait for it."""
+        """Tell the ranks here, which may wait for `rank`, that it ended with code 0."""
         progress.mark_ended_early(self._folder, rank)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -142,18 +158,19 @@ class LocalWorkers:
         self._stopping = True
         for worker in self._workers:
             worker.send_signal(number)
-            # A rank that saves when it is asked to end takes SIGTERM for that question. Here the
-            # run has failed, and a save would wait for ranks that are gone.
+            # A rank that saves when it is asked to end would start to save on SIGTERM. But the run
+            # has failed, and the save would wait for ranks that are gone.
             if number == signal.SIGTERM and self._saves_first(worker):
                 worker.send_to_process(signal.SIGKILL)
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Ask the ranks to end, because somebody wants the run to end."""
+        """Ask the ranks to end because the run was asked to. Ranks that save do so first."""
         saving = [
             worker for worker in self._workers if worker.end is None and self._saves_first(worker)
         ]
         for worker in self._workers:
-            if worker in saving:  # not the group: the rank still needs its DataLoader workers
+            # Not the whole group of a rank that saves: it still needs its DataLoader workers.
+            if worker in saving:
                 worker.send_to_process(number)
             else:
                 worker.send_signal(number)
@@ -166,8 +183,10 @@ class LocalWorkers:
             worker.resize(window)
 
     def release(self) -> bool:
-        """Make the orphan reaper forget workers of which no process is left. Return whether these
-        are all: the number of a process group may be given to others then."""
+        """Make the orphan reaper forget workers without any process. Return whether all are gone.
+
+        The system may give the number of an empty process group to other processes.
+        """
         for worker in [each for each in self._watched_over if each.is_gone()]:
             self._reaper.ended(worker.group)
             self._watched_over.remove(worker)
@@ -192,7 +211,7 @@ class LocalWorkers:
             self._ignore(source)
 
     def _ignore(self, source: OutputSource) -> None:
-        with suppress(KeyError):  # it has ended before
+        with suppress(KeyError):  # it is not registered any more
             self._selector.unregister(source.fd)
 
     def _open(self) -> list[OutputSource]:
@@ -205,7 +224,7 @@ class LocalWorkers:
     def _rank_exit(self, worker: Worker) -> RankExit:
         assert worker.end is not None
         now = resources.host_memory()
-        how = failure_report.described_exit(
+        how = failure_report.describe_exit(
             worker.end.code, before=self._memory, now=now, peak=worker.peak
         )
         return RankExit(

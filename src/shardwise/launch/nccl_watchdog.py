@@ -1,9 +1,9 @@
-"""Explains a rank that torch's watchdog of NCCL has ended, from what that wrote to stderr. Pure.
+"""Explains why torch's NCCL watchdog aborted a rank, from its output on stderr. Pure.
 
-NCCL's calls do not stop the host, so no line of the script is in one that fails: a thread of torch
-sees it and aborts the process (SIGABRT), which leaves no error file. What it wrote says which call
-failed; the other ranks, and what they wrote, say more. Python's faulthandler writes after it where
-each thread was, the main one last.
+Calls of NCCL do not block the host, so a failure raises no exception in the script. A thread of
+torch, the watchdog, detects it and aborts the process (SIGABRT), which leaves no error file. The
+watchdog's output names the call that failed. Python's faulthandler then writes the stack of each
+thread, the main thread last. The output of several ranks together shows which of them is missing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ENDED = re.compile(
     r"(?P<more>(?:\n(?!Exception raised from|frame #)[^\n]+)*)"
 )
 _STUCK = re.compile(r"ProcessGroupNCCL's watchdog got stuck for (?P<seconds>\d+) seconds")
-"""What the thread that watches the watchdog says before it ends the process."""
+"""The message of the thread that monitors the watchdog, before it aborts the process."""
 
 _GROUP = re.compile(r"\[PG ID \d+ PG GUID (?P<name>[^\s(]+)")
-"""A process group, by the name that all of its ranks know; the ID is a count of this process."""
+"""The name of a process group, the same on all of its ranks. The ID is only a local count."""
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
@@ -50,46 +50,49 @@ _VERBS = {
 
 @dataclass(frozen=True)
 class Waited:
-    """A call for which a rank has waited too long: its words, such as all-reduce number 7.
+    """A call that a rank waited in until the timeout.
 
-    Calls are counted in their process group, `group`; "" where that is not known.
+    Args:
+        call: The call in words, such as "all-reduce number 7", counted in its process group.
+        seconds: The time that the rank waited.
+        group: The name of the process group; "" if unknown.
     """
 
     call: str
     seconds: float
     group: str = ""
 
-    def is_beside(self, other: Waited) -> bool:
-        """Whether they are of two process groups, so that their numbers say nothing together."""
+    def is_unrelated_to(self, other: Waited) -> bool:
+        """Return whether the calls are of two process groups, so their numbers are unrelated."""
         return "" not in (self.group, other.group) and self.group != other.group
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Another failure of NCCL or of the device, as the watchdog told it: the first line, and
-    those that follow."""
+    """Another failure of NCCL or the device: the first line of the message, and the rest."""
 
     why: str
     more: str = ""
 
     @property
     def is_loss(self) -> bool:
-        """Whether another rank, or the way to it, was lost."""
+        """Whether another rank, or the connection to it, was lost."""
         said = f"{self.why}\n{self.more}".lower()
         return any(sign in said for sign in _LOST)
 
     @property
     def is_of_device(self) -> bool:
-        """Whether the device has failed, or what this rank gave it to do."""
+        """Whether the device failed, or a kernel of this rank."""
         return "CUDA error" in self.why
 
 
 def parse(tail: str) -> Waited | Failed | None:
-    """What the watchdog has told of, in the last that a rank wrote to stderr; None if nothing."""
+    """Return the failure that the watchdog reported in the last output of a rank, or None."""
     late, ended = _TIMEOUT.search(tail), _ENDED.search(tail)
+    # The watchdog reports a timeout first, and then its own end because of it.
     if late is not None and (ended is None or late.start() < ended.end()):
         verb = _VERBS.get(late["kind"], late["kind"].strip("_").lower())
-        group = _GROUP.search(tail, late.end())  # the watchdog's next line says it
+        group = _GROUP.search(tail, late.end())  # the next line of the watchdog names it
         name = "" if group is None else group["name"]
         return Waited(f"{verb} number {late['number']}", int(late["ms"]) / 1000, name)
     if ended is None:
@@ -98,16 +101,21 @@ def parse(tail: str) -> Waited | Failed | None:
             None
             if stuck is None
             else Failed(
-                f"torch's watchdog of NCCL stood still for {stuck['seconds']} s, so that a call of "
-                "CUDA or NCCL has not returned there"
+                f"torch's NCCL watchdog was stuck for {stuck['seconds']} s in a call of CUDA or "
+                "NCCL that did not return"
             )
         )
     return Failed(re.sub(r"^\[.*?\] ", "", ended["why"]).rstrip(". "), ended["more"].strip())
 
 
 def reports(tails: Mapping[int, str], times: Mapping[int, float], size: int) -> list[ErrorReport]:
-    """The error reports of the ranks, of `size`, that the watchdog has ended: what they would have
-    said. `tails` are the last that ranks wrote, `times` when they ended."""
+    """Return error reports for the ranks that the watchdog aborted.
+
+    Args:
+        tails: By rank, the last lines of its output.
+        times: By rank, the time of its end, in seconds since the epoch.
+        size: The number of ranks.
+    """
     told = {rank: found for rank, text in tails.items() if (found := parse(text)) is not None}
     return [
         _report(rank, f"Rank {rank} of {size} {_words(rank, told)}", told[rank], times, tails)
@@ -119,34 +127,33 @@ def _words(rank: int, told: Mapping[int, Waited | Failed]) -> str:
     mine = told[rank]
     if isinstance(mine, Waited):
         return (
-            f"waited {mine.seconds:.0f} s in {mine.call} over NCCL for a rank that did not come."
-            f"{_others(rank, mine, told)} Every rank must make the same calls in the same order; "
-            "--timeout sets how long to wait, --warn-after when the ranks' lines are shown."
+            f"waited {mine.seconds:.0f} s in {mine.call} over NCCL for a rank that did not arrive."
+            f"{_others(rank, mine, told)} Every rank must make the same calls in the same order. "
+            "--timeout sets how long to wait, --warn-after when to show the ranks' lines."
         )
     if mine.is_loss:
         return (
-            f"lost another rank, or the way to it, in a call of NCCL: {mine.why}. The cause is on "
-            "the rank that went away, see its own output; or in the network: shardwise doctor "
-            "looks at it."
+            f"lost another rank, or the connection to it, in a call of NCCL: {mine.why}. The cause "
+            "is on the lost rank (see its own output), or in the network (run shardwise doctor)."
         )
     if mine.is_of_device:
         return (
-            f"failed on its GPU, which torch's watchdog of NCCL was the first to see: {mine.why}. "
-            "The GPU tells of an error some calls later: with CUDA_LAUNCH_BLOCKING=1 the line "
-            "that made it raises; where no line did (ECC, NVLink, Xid), the GPU is at fault."
+            f"failed on its GPU, and torch's NCCL watchdog was the first to notice: {mine.why}. "
+            "The GPU reports an error only some calls later. With CUDA_LAUNCH_BLOCKING=1 the line "
+            "at fault raises the error; if no line does (ECC, NVLink, Xid), the GPU is at fault."
         )
-    return f"failed in a call of NCCL: {mine.why}. NCCL_DEBUG=INFO tells more."
+    return f"failed in a call of NCCL: {mine.why}. Set NCCL_DEBUG=INFO to find out more."
 
 
 def _others(rank: int, mine: Waited, told: Mapping[int, Waited | Failed]) -> str:
-    """Where other ranks waited, if that was in another call."""
+    """Return a sentence about ranks that waited in other calls; "" without any."""
     apart = [
         f"rank {other} waited in {found.call}"
-        + (" of another process group" if found.is_beside(mine) else "")
+        + (" of another process group" if found.is_unrelated_to(mine) else "")
         for other, found in sorted(told.items())
         if other != rank
         and isinstance(found, Waited)
-        and (found.call != mine.call or found.is_beside(mine))
+        and (found.call != mine.call or found.is_unrelated_to(mine))
     ]
     return f" Meanwhile {', '.join(apart)}." if apart else ""
 
@@ -175,7 +182,7 @@ def _report(
 
 
 def users_line(tail: str) -> str:
-    """The innermost line of the user's own at which the main thread was; "" where no stack says."""
+    """Return the innermost line of user code on the main thread's stack, or ""."""
     *_, main = _THREAD.split(tail)
     for frame in _FRAME.finditer(main):
         if is_users(Path(frame["file"])):

@@ -1,7 +1,7 @@
-"""Declares what runs jobs whose parts end and start again by themselves.
+"""The interface of a runner for jobs whose parts end and restart independently.
 
-A package above implements it, and the command passes it in. So the launcher does not depend on that
-package, and other runs need none of it.
+A package in a higher layer implements it (islands/elastic), and the command passes it in. So the
+launcher does not depend on that package, and other runs do not import it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,15 @@ from shardwise.net.restarts import Ending, Restarts
 
 
 class PartRunner(Protocol):
-    """Runs a spec with several `parts`."""
+    """A runner for a spec with several `parts`."""
 
     def checked(
         self, counts: Sequence[int], settings: Mapping[str, str]
     ) -> tuple[int, dict[str, str]]:
-        """Return the number of parts of a run with so many ranks on each of its hosts, and its
-        `settings` with that number. Raises LaunchError if they do not fit."""
+        """Return the number of parts, and the `settings` with that number filled in.
+
+        `counts` are the numbers of ranks on the hosts. Raises LaunchError if they do not fit.
+        """
 
     def on_one_host(
         self, spec: RunSpec, begin: Begin, console: Console, signals: Signals, restarts: Restarts

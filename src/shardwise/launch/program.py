@@ -1,4 +1,4 @@
-"""Finds the program that every rank is to run, before the start: a file, a module, a command."""
+"""Finds the program for the ranks before they start: a script, a module or a command."""
 
 import difflib
 import importlib.util
@@ -20,7 +20,7 @@ _BY_TORCH = re.compile(r"torch\.distributed|torch import distributed|accelerate|
 
 
 def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
-    """The words to execute. Raises LaunchError, naming what is near, when there is no `name`."""
+    """Return the words to execute. Raises LaunchError, with a suggestion, if it is missing."""
     if module:
         _check_module(name)
         return (*python_words(name), *arguments)
@@ -28,53 +28,55 @@ def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str
     if path.is_dir():
         scripts = sorted(path.glob("*.py"))
         example = f", such as {scripts[0]}" if scripts else ""
-        raise LaunchError(f"{name} is a directory; give the script in it{example}.")
+        raise LaunchError(f"{name} is a directory: give the script in it{example}.")
     if is_script(name):
         if not path.is_file():
             raise LaunchError(f"There is no script {name} {_place(path)}.{_near(path)}")
         if not os.access(path, os.R_OK):
-            raise LaunchError(f"The script {name} may not be read: check its permissions.")
+            raise LaunchError(f"The script {name} is not readable: check its permissions.")
         return (sys.executable, name, *arguments)
     if (found := shutil.which(name)) is not None:
         return (found, *arguments)
     if path.is_file():
         raise LaunchError(
-            f"{name} is not executable. Write chmod +x {name}, or give it the ending .py "
-            "if it is Python."
+            f"{name} is not executable: run chmod +x {name}, or rename it to {name}.py if it is "
+            "Python."
         )
     where = _place(path) if os.sep in name else "on PATH"
     raise LaunchError(f"There is no program {name} {where}.{_near(path)}")
 
 
 def is_script(name: str) -> bool:
-    """Whether a program of this name is Python's to run."""
+    """Return whether a program of this name is a Python script."""
     return name.endswith(".py")
 
 
 def text_of(name: str) -> str:
-    """What stands in a Python script; "" for any other program, and where it cannot be read."""
+    """Return the text of a Python script; "" for another program, or if it cannot be read."""
     if not is_script(name):
         return ""
     try:
         return Path(name).read_text(errors="replace")
-    except OSError:  # `command` says what is wrong with it
+    except OSError:  # `command` raises the error for it
         return ""
 
 
 def joins_itself(name: str) -> bool:
-    """Whether a Python script names what joins ranks by the variables of torchrun, and not us."""
+    """Return whether a Python script joins its ranks by torchrun's variables, without us."""
     text = text_of(name)
     return bool(_BY_TORCH.search(text)) and not names_us(text)
 
 
 def names_us(text: str) -> bool:
-    """Whether a script may be one for `sw.init` or `hvd.init`."""
+    """Return whether a script may call `sw.init` or `hvd.init`."""
     return re.search("shardwise|horovod", text) is not None
 
 
 def set_up_python(words: Sequence[str]) -> bool:
-    """Set sys.argv and sys.path[0] as Python has them for `words`, SCRIPT ... or -m MODULE ...;
-    returns whether it is a module, whose name is sys.argv[0] then."""
+    """Set sys.argv and sys.path[0] as Python does for `words`, SCRIPT ... or -m MODULE ...
+
+    Returns whether it is a module. Its name is then in sys.argv[0].
+    """
     module = words[0] == "-m"
     sys.argv = list(words[1:] if module else words)
     if not module:
@@ -85,17 +87,17 @@ def set_up_python(words: Sequence[str]) -> bool:
 
 
 def put_first_on_path(folder: str) -> None:
-    """Let Python look for modules in `folder` first, as it does for a script in that folder."""
+    """Make Python search `folder` for modules first, as for a script in that folder."""
     if os.environ.get("PYTHONSAFEPATH"):
-        return  # the user wants no such folder
+        return  # the user does not want such a folder
     if sys.flags.safe_path:
-        sys.path.insert(0, folder)  # started with -P, so nothing stands there yet
+        sys.path.insert(0, folder)  # we started with -P, so sys.path has no such entry yet
     else:
         sys.path[0] = folder
 
 
 def imports(text: str, *packages: str) -> bool:
-    """Whether a script's text imports one of `packages`, alone or in a list."""
+    """Return whether a script's text imports one of `packages`."""
     names = "|".join(packages)
     line = rf"^[ \t]*(from[ \t]+({names})\b|import\b[^#\n]*\b({names})\b)"
     return re.search(line, text, re.MULTILINE) is not None
@@ -109,7 +111,7 @@ def _place(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """ " Did you mean ...?", from the files beside the one that is missing."""
+    """Return " Did you mean ...?" with a file next to the missing one, or ""."""
     folder = path.parent
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
@@ -117,10 +119,10 @@ def _near(path: Path) -> str:
 
 
 def _check_module(name: str) -> None:
-    """Find a module as `python -m` will, but execute none of it."""
+    """Raise LaunchError unless `python -m` will find the module. Executes none of it."""
     head, *rest = name.split(".")
-    # Python looks in the current folder first. Only the first package is found by find_spec, which
-    # executes the packages around a module.
+    # Python searches the current folder first. Use find_spec only for the outermost package: for an
+    # inner module it would execute the packages around it.
     sys.path.insert(0, str(Path.cwd()))
     try:
         spec = importlib.util.find_spec(head) if head else None
@@ -140,11 +142,12 @@ def _check_module(name: str) -> None:
 
 
 def _inside(package: ModuleSpec, path: str) -> ModuleSpec | None:
-    """The module `path` of `package`, or None; also when `package` is not one."""
+    """Return the module `path` in `package`; None if it does not exist or `package` is a module."""
     places = package.submodule_search_locations or []
     finders = [pkgutil.get_importer(place) for place in places]
     found = [finder.find_spec(path) for finder in finders if isinstance(finder, FileFinder)]
     specs = [spec for spec in found if spec is not None]
+    # Prefer a real module to a namespace package, which has no loader.
     return next((spec for spec in specs if spec.loader), specs[0] if specs else None)
 
 
@@ -154,15 +157,15 @@ def _no_module(name: str, missing: str) -> LaunchError:
     hint = (
         "Did you mean to run the file without -m?"
         if is_script(name)
-        else ("Is it spelt so, and installed for this Python?")
+        else "Check its spelling, and whether it is installed for this Python."
     )
     return LaunchError(f"There is no module {missing!r} for {sys.executable}. {hint}")
 
 
 def wait_for(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:
-    """Wait for a run of `shardwise run`, calling `on_time` meanwhile; returns its exit code.
+    """Wait for a `shardwise run` process, call `on_time` meanwhile, and return the exit code.
 
-    An error, or Ctrl-C, ends the run first.
+    An error or Ctrl-C ends the run before it is raised.
     """
     try:
         while True:
@@ -171,6 +174,7 @@ def wait_for(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> i
             except subprocess.TimeoutExpired:
                 on_time()
     except BaseException:
-        process.send_signal(signal.SIGINT)  # a second one is harmless: it ends its ranks
+        # After Ctrl-C the process may already have a SIGINT. A second one only kills its ranks.
+        process.send_signal(signal.SIGINT)
         process.wait()
         raise

@@ -1,4 +1,4 @@
-"""Counts what this host offers: cores, GPUs, memory; without the seconds that torch takes."""
+"""Counts the cores, GPUs and memory of this host, without importing torch, which takes seconds."""
 
 import os
 import shutil
@@ -9,15 +9,16 @@ from pathlib import Path
 
 
 def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
-    """The GPUs that a process started from here would see."""
+    """Return the number of GPUs that a child of this process would see."""
+    # Counting device files is fast, and creates no CUDA context in the launcher.
     nodes = [node for node in Path("/dev").glob("nvidia*") if node.name[6:].isdigit()]
     return visible_gpus(len(nodes) or _gpus_by_driver(), environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible_gpus(present: int, listed: str | None) -> int:
-    """Of `present` GPUs those that CUDA_VISIBLE_DEVICES lists, as CUDA reads it.
+    """Return how many of `present` GPUs the variable CUDA_VISIBLE_DEVICES shows, as CUDA reads it.
 
-    An index that does not exist ends the list; names (GPU-..., MIG-...) are taken at their word.
+    An index that does not exist ends the list. Names (GPU-..., MIG-...) are assumed to exist.
     """
     if listed is None or present == 0:
         return present
@@ -30,7 +31,7 @@ def visible_gpus(present: int, listed: str | None) -> int:
 
 
 def _gpus_by_driver() -> int:
-    """Where there are no device files (Windows' Linux), the driver's tool knows."""
+    """Count GPUs by nvidia-smi, for systems without device files, such as WSL."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0
@@ -43,9 +44,12 @@ def _gpus_by_driver() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """The memory of a host now. `total` and `available` in bytes, None where not known.
+    """The memory of a host at one time; None for unknown values.
 
-    `kills` counts what the out-of-memory killer has ended in our control group.
+    Args:
+        total: The memory of the host, in bytes.
+        available: The memory that is free, in bytes.
+        kills: The number of processes that the out-of-memory killer has ended in our cgroup.
     """
 
     total: int | None = None
@@ -54,7 +58,7 @@ class HostMemory:
 
 
 def host_memory() -> HostMemory:
-    """This host's memory now, as far as it can be read."""
+    """Return the memory of this host now."""
     fields = {}
     for line in _text(Path("/proc/meminfo")).splitlines():
         name, _, rest = line.partition(":")
@@ -67,12 +71,14 @@ def host_memory() -> HostMemory:
 
 
 def _out_of_memory_kills() -> int | None:
-    """The `oom_kill` count of the control group we are in, in either version of that system."""
+    """Return the `oom_kill` count of our cgroup, of version 1 or 2; None if it is not readable."""
     groups = [line.split(":", 2) for line in _text(Path("/proc/self/cgroup")).splitlines()]
     places = [
         Path("/sys/fs/cgroup/memory.events"),
         Path("/sys/fs/cgroup/memory/memory.oom_control"),
     ]
+    # Prefer the files of our own group. The ones above are right inside a container, where the
+    # root of the mount is that group.
     for _, controllers, path in groups:
         inside = path.lstrip("/")
         if controllers == "":
@@ -95,7 +101,7 @@ def _text(path: Path) -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,12 +1,12 @@
-"""Prepares the output of many ranks for one screen. Pure: bytes go in, bytes come out.
+"""Prepares the output of many ranks for one screen. Pure: from bytes to bytes.
 
-    a pipe     `Lines`    whole lines only, each with its rank in front
-    a terminal `LiveRow`  everything at once; the last row may be drawn again (a progress bar)
+    a pipe     `Lines`    whole lines, each prefixed with its rank
+    a terminal `LiveRow`  every byte immediately; the last row may be redrawn (a progress bar)
 
-When a line arrives from a pipe while a bar is on the screen, the bar makes room:
+When a line arrives from a pipe while a bar is on the screen, the bar moves down:
 
     [0] step 41 ####......            [1] the line of rank 1
-    ^ cleared, then drawn again  ->   [0] step 41 ####......
+    ^ cleared, then redrawn      ->   [0] step 41 ####......
 """
 
 import re
@@ -14,11 +14,11 @@ from collections import deque
 
 COLORS = (36, 35, 33, 32, 34, 31)
 LONGEST_LINE = 2**16
-"""A line from a pipe that grows beyond this many bytes is cut."""
+"""Lines from a pipe are cut after this many bytes."""
 
 
 def prefix(rank: int, size: int, *, color: bool) -> bytes:
-    """Return the prefix of lines of `rank`, such as b"[1] ". All ranks have the same width."""
+    """Return the prefix for lines of `rank`, such as b"[1] ", padded to the width of all ranks."""
     label = f"[{rank}]"
     blank = " " * (prefix_width(size) - len(label))
     return (
@@ -34,9 +34,9 @@ def prefix_width(size: int) -> int:
 
 
 class Lines:
-    """Cuts the bytes of a pipe into whole lines with a prefix.
+    """Cuts the bytes of a pipe into prefixed lines.
 
-    Of a line with carriage returns, such as a progress bar, only the last state is kept. Blank
+    If a line contains carriage returns, as a progress bar does, only its last state is kept. Blank
     lines get no prefix.
     """
 
@@ -47,6 +47,7 @@ class Lines:
     def feed(self, data: bytes) -> bytes:
         """Return the lines that `data` completes."""
         *whole, rest = (self._rest + data).split(b"\n")
+        # A progress bar may grow without a newline for hours: keep only its last state.
         if len(rest) > LONGEST_LINE:
             rest = _last_state(rest)
         if len(rest) > LONGEST_LINE:
@@ -55,7 +56,7 @@ class Lines:
         return b"".join(self._line(line) for line in whole)
 
     def close(self) -> bytes:
-        """Return the last line, if it has no end yet."""
+        """Return the last line, if it is incomplete."""
         rest, self._rest = self._rest, b""
         return self._line(rest) if rest else b""
 
@@ -69,8 +70,8 @@ def _last_state(line: bytes) -> bytes:
 
 
 _ESCAPES = re.compile(
-    rb"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, moves of the cursor
-    rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"  # titles and the like
+    rb"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movement
+    rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"  # titles and others
     rb"|[\x00-\x08\x0b-\x1f\x7f]"
 )
 _UP = re.compile(rb"\x1b\[(\d*)[AF]")
@@ -80,10 +81,10 @@ CLEAR, SHOW_CURSOR, HIDE_CURSOR = b"\r\x1b[0m\x1b[J", b"\x1b[?25h", b"\x1b[?25l"
 
 
 class LiveRow:
-    """Passes the bytes of a terminal through, with a prefix at the start of each row.
+    """Forwards the bytes of a terminal, with a prefix at the start of each row.
 
     It remembers the last row, which is enough for a progress bar: `clear` and `redraw` make room
-    for lines from elsewhere above it. Bars of several rows start again below such lines.
+    above it for other lines. Progress bars with several rows restart below such lines.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -92,9 +93,9 @@ class LiveRow:
         self._at_start = True
         self._hides_cursor = False
         self._up = 0
-        """Rows that the cursor is above the last one."""
+        """Number of rows between the cursor and the last row."""
         self._keeps_below = False
-        """Whether the rows above hold lines from elsewhere, which moves up would overwrite."""
+        """Whether other lines stand above the bar, which an upward movement would overwrite."""
 
     def feed(self, data: bytes) -> bytes:
         """Return the bytes to write to the real terminal for `data`."""
@@ -111,7 +112,7 @@ class LiveRow:
             elif piece in (SHOW_CURSOR, HIDE_CURSOR):
                 self._hides_cursor = piece == HIDE_CURSOR
             elif self._at_start and piece.startswith(b"\x1b[") and not piece.endswith(b"m"):
-                # Sequences that erase the row go before the prefix, and colours after it.
+                # Put the prefix after sequences that erase the row, but before colours.
                 self._row = b"" if piece.endswith((b"J", b"K")) else self._row
             elif self._at_start:
                 self._at_start = self._keeps_below = False
@@ -122,7 +123,7 @@ class LiveRow:
         return shown
 
     def clear(self) -> bytes:
-        """Return what erases the last row, or leaves rows that the cursor has moved up from."""
+        """Return the bytes that erase the last row, or move below a bar of several rows."""
         self._keeps_below = True
         if not self._up:
             return CLEAR if self._row else b""
@@ -131,12 +132,12 @@ class LiveRow:
         return below
 
     def redraw(self) -> bytes:
-        """Return what draws the last row again, with the cursor where it was."""
+        """Return the bytes that redraw the last row and restore the cursor."""
         return self._row + (b"\r" if self._row and self._at_start else b"")
 
     def close(self) -> bytes:
-        """Return what ends the last row and all colours, and shows the cursor again."""
-        # A script that was killed could not do so itself.
+        """Return the bytes that end the last row, reset colours and show the cursor."""
+        # A script that was killed could not do this itself.
         end = b"\x1b[0m" if b"\x1b" in self._row.removeprefix(self._prefix) else b""
         end += SHOW_CURSOR if self._hides_cursor else b""
         end += b"\n" if self._row else b""
@@ -148,16 +149,16 @@ _TRACEBACKS = re.compile(rb"Traceback \(most recent call last\):|Exception ignor
 
 
 class InterruptFilter:
-    """Hides tracebacks of the interrupt after Ctrl-C, and lets all others through.
+    """Hides tracebacks of KeyboardInterrupt after Ctrl-C, and forwards everything else.
 
-    Also those from places where Python can raise nothing ("Exception ignored in").
+    It also hides those that Python prints as "Exception ignored in".
     """
 
     def __init__(self) -> None:
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Return the part of `data` that may be shown now."""
+        """Return the part of `data` before the first traceback, and hold back the rest."""
         data = self._held + data
         found = _TRACEBACKS.search(data)
         start = found.start() if found else len(data)
@@ -165,22 +166,23 @@ class InterruptFilter:
         return data[:start]
 
     def close(self) -> bytes:
-        """Return text that was held back and is no interrupt."""
+        """Return the text that was held back, unless it is a KeyboardInterrupt."""
         last = self._held.rstrip().rpartition(b"\n")[2]
         return b"" if last.startswith(b"KeyboardInterrupt") else self._held
 
 
 class Tail:
-    """Remembers the last lines of a stream, for the report of a failed rank."""
+    """Keeps the last lines of a stream, for the report of a failed rank."""
 
-    # After a crash faulthandler writes the stacks of all threads: the cause is above them.
+    # 1000 lines, because after a crash faulthandler writes the stacks of all threads below the
+    # cause.
 
     def __init__(self, length: int = 1000) -> None:
         self._lines: deque[bytes] = deque(maxlen=length)
         self._cutter = Lines(b"")
 
     def feed(self, data: bytes) -> None:
-        """Remember `data`."""
+        """Append `data`."""
         self._lines.extend(self._cutter.feed(data).splitlines())
 
     def text(self) -> str:

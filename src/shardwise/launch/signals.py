@@ -1,4 +1,4 @@
-"""Turns signals into events to wait for, and schedules the signals still to be sent."""
+"""Turns incoming signals into events of a selector, and schedules outgoing signals."""
 
 import os
 import signal
@@ -18,20 +18,20 @@ WATCHED = (
 
 
 class Signals:
-    """A context in which signals arrive at `fd`, one byte each, instead of interrupting.
+    """A context manager: signals arrive at the descriptor `fd`, one byte each.
 
-    Signals that whoever started us wants ignored (nohup) stay ignored.
+    Signals that were ignored when this process started (nohup) stay ignored.
     """
 
     def __enter__(self) -> "Signals":
         self.fd, self._written = os.pipe()
         for end in (self.fd, self._written):
-            os.set_blocking(end, False)
+            os.set_blocking(end, False)  # Python requires it of a wakeup descriptor
         self._before_fd = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
         self._before: dict[signal.Signals, Any] = {}
         for number in WATCHED:
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
-                # Python writes each signal to the wakeup descriptor, and calls a handler besides.
+                # Python writes a signal to the wakeup descriptor only if it has a handler too.
                 self._before[number] = signal.signal(number, lambda *_: None)
         return self
 
@@ -48,7 +48,7 @@ class Signals:
         os.close(self._written)
 
     def arrived(self) -> list[signal.Signals]:
-        """The signals since the last call, in their order."""
+        """Return the signals since the last call, in order of arrival."""
         try:
             return [signal.Signals(number) for number in os.read(self.fd, 4096)]
         except BlockingIOError:
@@ -56,7 +56,7 @@ class Signals:
 
 
 class SignalSchedule:
-    """Signals to send to the ranks, each at its time; a new plan replaces the old."""
+    """A plan of signals to send to the ranks, each at its time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -66,16 +66,16 @@ class SignalSchedule:
         return bool(self._steps)
 
     def make(self, steps: Sequence[tuple[float, signal.Signals]]) -> None:
-        """Send each signal so many seconds from now."""
+        """Replace the plan by `steps`: delays in seconds from now, with their signals."""
         now = self._clock()
         self._steps = [(now + delay, number) for delay, number in steps]
 
     def wait(self) -> float | None:
-        """Seconds until the next step; None when there is none."""
+        """Return the seconds until the next step, or None without one."""
         return max(0.0, self._steps[0][0] - self._clock()) if self._steps else None
 
     def due(self) -> list[signal.Signals]:
-        """Take out the signals whose time has come."""
+        """Remove and return the signals that are due."""
         now = self._clock()
         ready = [number for moment, number in self._steps if moment <= now]
         self._steps = self._steps[len(ready) :]

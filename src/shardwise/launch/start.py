@@ -1,6 +1,6 @@
 """Runs the command line: chooses the hosts, and the program that starts the ranks.
 
-nothing, or -n N            this host                     one_host.py
+no hosts, or -n N           this host                     one_host.py
 -H, --hostfile              ssh to each                   ssh/many_hosts.py
 a Slurm allocation          srun                          slurm.py
 another allocation          ssh to each of its hosts      allocations.py, ssh/many_hosts.py
@@ -34,155 +34,166 @@ GRACE = 5.0
 HOST_TIMEOUT = 10.0
 """Default seconds of silence after which a host counts as lost."""
 
-Asked = SimpleNamespace
-"""The launcher's own flags by name (see flags.py), None for a flag that was not given. `words` are
-the program and its arguments, `settings` the texts of all other flags."""
+LaunchRequest = SimpleNamespace
+"""The launcher's own flags by name (see flag_table.py); None for a flag that was not given. `words`
+are the program and its arguments, `settings` the texts of all other flags."""
 
 
-def run(asked: Asked) -> int:
+def run(request: LaunchRequest) -> int:
     """Run the command line and return the exit code. Raises LaunchError if it cannot start."""
-    named = asked.hosts is not None or asked.hostfile is not None
-    if asked.nnodes is None:
+    named = request.hosts is not None or request.hostfile is not None
+    if request.nnodes is None:
         outer = launcher_detection.around_command()
         is_service = outer.launcher in launcher_detection.SERVICES
         if outer.launcher == platforms.SKYPILOT.launcher and not named and outer.rank:
-            # SkyPilot runs the same commands on every node.
+            # SkyPilot runs the same commands on every node. Node 0 starts all ranks over ssh.
             print(f"shardwise: node 0 of {outer.size} starts the ranks of this node.")
             return 0
-        # The first host of a service may start the ranks of all others.
+        # On a service, the first host may start the ranks of all hosts.
         has_hosts = named or outer.launcher == platforms.SKYPILOT.launcher
         if not (is_service and has_hosts and outer.rank == 0):
             _refuse_in_every_rank(outer)
-    by_srun = asked.nnodes is None and not named and slurm.needs_srun(os.environ)
-    heeded = environment.MASTER if by_srun and not asked.port else ()
-    passed = environment.passed_variables(os.environ, asked.pass_on, asked.interface, heeded)
-    if asked.nnodes is not None:
-        return _by_torch(asked, passed)
+    # Hosts that the user names win over the allocation, and --nnodes over both.
+    by_srun = request.nnodes is None and not named and slurm.needs_srun(os.environ)
+    # Under srun we set no MASTER_ADDR and MASTER_PORT without --port, so the user may set them.
+    overridable = environment.MASTER if by_srun and not request.port else ()
+    passed = environment.passed_variables(
+        os.environ, request.pass_on, request.interface, overridable
+    )
+    if request.nnodes is not None:
+        return _by_torch(request, passed)
     for flag in ("node_rank", "rdzv_endpoint"):
-        if getattr(asked, flag) is not None:
+        if getattr(request, flag) is not None:
             raise LaunchError(f"--{flag.replace('_', '-')} needs --nnodes, the number of hosts.")
     if by_srun:
-        return _by_srun(asked, passed)
-    return _by_ourselves(asked, passed)
+        return _by_srun(request, passed)
+    return _by_ourselves(request, passed)
 
 
-def _by_ourselves(asked: Asked, passed: Mapping[str, str]) -> int:
-    """Start the ranks here, and over ssh."""
+def _by_ourselves(request: LaunchRequest, passed: Mapping[str, str]) -> int:
+    """Start the ranks on this host, and on others over ssh."""
     allocation = None
-    if asked.hosts is None and asked.hostfile is None:
-        allocation = _allocation(asked)
-    shares = _shares(asked, allocation)
+    if request.hosts is None and request.hostfile is None:
+        allocation = _allocation(request)
+    shares = _shares(request, allocation)
     here = [share for share in shares if network.is_here(share.host)]
     is_alone = list(shares) == here[:1]
-    if is_alone and asked.hosts is None and asked.hostfile is None:
-        flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(asked), **asked.settings})
+    # With -H or --hostfile the flags for ssh are accepted even if all hosts are this one.
+    if is_alone and request.hosts is None and request.hostfile is None:
+        flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(request), **request.settings})
     size = sum(share.count for share in shares)
-    parts, settings = 0, asked.settings
-    if asked.part_runner is not None:
+    parts, settings = 0, request.settings
+    if request.part_runner is not None:
         counts = [share.count for share in shares]
-        parts, settings = asked.part_runner.checked(counts, settings)
+        parts, settings = request.part_runner.checked(counts, settings)
     spec = RunSpec(
-        words=asked.words,
-        module=asked.module,
+        words=request.words,
+        module=request.module,
         flags=settings,
         passed=passed,
         size=size,
         shares=shares,
-        port=asked.port or 0,
-        interface=asked.interface,
+        port=request.port or 0,
+        interface=request.interface,
         folder=environment.working_folder(os.environ),
-        python=asked.python or sys.executable,
-        ssh=_ssh(asked.ssh or (None if allocation is None else allocation.ssh)),
-        ssh_port=asked.ssh_port,
-        patience=asked.host_timeout or HOST_TIMEOUT,
-        grace=GRACE if asked.grace is None else asked.grace,
-        restarts=asked.restarts,
+        python=request.python or sys.executable,
+        ssh=_ssh(request.ssh or (None if allocation is None else allocation.ssh)),
+        ssh_port=request.ssh_port,
+        patience=request.host_timeout or HOST_TIMEOUT,
+        grace=GRACE if request.grace is None else request.grace,
+        restarts=request.restarts,
         parts=parts,
-        shown=None if asked.shown is None else hosts.ranks(asked.shown, size, "--show"),
-        log_dir=asked.log_dir,
+        shown=None if request.shown is None else hosts.ranks(request.shown, size, "--show"),
+        log_dir=request.log_dir,
     )
-    if allocation is not None and "quiet" not in asked.settings:
+    if allocation is not None and "quiet" not in request.settings:
         named = ", ".join(f"{share.host.login}:{share.count}" for share in shares)
         print(f"shardwise: hosts of {allocation}: {named}", file=sys.stderr, flush=True)
-    if asked.dry_run:
+    if request.dry_run:
         print(dry_run_words(spec, here))
         return 0
     run = one_host.run if is_alone else many_hosts.run
-    return run(spec, asked.part_runner)
+    return run(spec, request.part_runner)
 
 
-def _by_srun(asked: Asked, passed: Mapping[str, str]) -> int:
-    """Leave the hosts of a Slurm allocation to srun; returns only from a dry run."""
-    flags.refuse_without_effect(flags.BY_SRUN, vars(asked))
-    if asked.part_runner is not None:
+def _by_srun(request: LaunchRequest, passed: Mapping[str, str]) -> int:
+    """Become srun, which starts the ranks of a Slurm allocation. Returns only from a dry run."""
+    flags.refuse_without_effect(flags.BY_SRUN, vars(request))
+    if request.part_runner is not None:
         raise flags.started_by_others("inside a Slurm allocation")
-    if asked.shown is not None or asked.log_dir is not None:
+    if request.shown is not None or request.log_dir is not None:
         raise LaunchError(
-            "--show and --log-dir are of our own launcher, but the hosts of this Slurm job "
-            "are srun's, which writes each line with its rank. Leave them out."
+            "--show and --log-dir have no effect in this Slurm job, because srun starts its ranks "
+            "and prefixes each line with the rank. Leave them out."
         )
-    command = program.command(asked.words[0], asked.words[1:], module=asked.module)
-    if asked.restarts:
+    command = program.command(request.words[0], request.words[1:], module=request.module)
+    if request.restarts:
         raise LaunchError(
-            "--restarts is of our own launcher, but the hosts of this Slurm job are srun's. Leave "
-            "it out, and let Slurm start the job again: sbatch --requeue."
+            "--restarts has no effect in this Slurm job, because srun starts its ranks. Leave it "
+            "out, and let Slurm restart the job: sbatch --requeue."
         )
     environ = slurm.srun_environment(
-        _with_secret({**os.environ, **passed}), asked.settings, asked.port or 0
+        _with_secret({**os.environ, **passed}), request.settings, request.port or 0
     )
-    words = slurm.srun_command(environ, command, size=asked.size, per_host=asked.per_host)
-    if not asked.dry_run:
+    words = slurm.srun_command(environ, command, size=request.size, per_host=request.per_host)
+    if not request.dry_run:
         slurm.become_srun(words, environ)
     print(shlex.join(words))
     return 0
 
 
-def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
-    """Become torch's elastic agent, which starts the ranks of this host. Returns from a dry run."""
-    assert asked.nnodes is not None
-    if asked.hosts is not None or asked.hostfile is not None or asked.shown is not None:
+def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
+    """Become torch's elastic agent, which starts the ranks of this host.
+
+    Returns only from a dry run.
+    """
+    assert request.nnodes is not None
+    if request.hosts is not None or request.hostfile is not None or request.shown is not None:
         raise LaunchError(
-            "--nnodes is for a command that is started on each host by itself; -H, --hostfile and "
-            "--show are for one that starts all. Give the one or the other."
+            "--nnodes cannot be combined with -H, --hostfile or --show: it is for a command that "
+            "you start on each host, they are for one that starts all ranks. Give one or the other."
         )
-    flags.refuse_without_effect(flags.BY_TORCH, {**vars(asked), **asked.settings})
-    if asked.part_runner is not None:
+    flags.refuse_without_effect(flags.BY_TORCH, {**vars(request), **request.settings})
+    if request.part_runner is not None:
         raise flags.started_by_others("with --nnodes")
-    if asked.size is not None:
+    if request.size is not None:
         raise LaunchError(
-            f"-n {asked.size} counts all ranks, which --nnodes leaves open: say how many each "
-            "host has, with --nproc-per-node."
+            f"-n {request.size} cannot be combined with --nnodes, which may change the total "
+            "number of ranks: give the ranks of each host with --nproc-per-node."
         )
-    name = asked.rdzv_id or "shardwise"
-    meeting = elastic.ElasticRendezvous.of(asked.nnodes, asked.rdzv_endpoint, asked.node_rank, name)
-    command = program.command(asked.words[0], asked.words[1:], module=asked.module)
-    address = elastic.own_address(meeting, asked.interface)
+    name = request.rdzv_id or "shardwise"
+    meeting = elastic.ElasticRendezvous.of(
+        request.nnodes, request.rdzv_endpoint, request.node_rank, name
+    )
+    command = program.command(request.words[0], request.words[1:], module=request.module)
+    address = elastic.own_address(meeting, request.interface)
     words = elastic.agent_command(
         meeting,
         command,
-        per_host=asked.per_host or _ranks_of_a_host(asked),
-        restarts=asked.restarts,
+        per_host=request.per_host or _ranks_of_a_host(request),
+        restarts=request.restarts,
         address=address,
-        log_dir=asked.log_dir,
+        log_dir=request.log_dir,
     )
-    if not asked.dry_run:
+    if not request.dry_run:
         leads = None if address is None else network.interface_of(address)
         base = {**os.environ, **passed}
-        print(f"shardwise: {elastic.exposed(meeting, base)}", file=sys.stderr)
+        print(f"shardwise: {elastic.open_agent_warning(meeting, base)}", file=sys.stderr)
+        # On several hosts each agent would draw another secret, so the user has to give one.
         if meeting.most == 1:
             base = _with_secret(base)
-        elastic.run(words, elastic.agent_environment(base, asked.settings, leads))
+        elastic.run(words, elastic.agent_environment(base, request.settings, leads))
     print(shlex.join(words))
     return 0
 
 
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with a secret for the ranks, unless the user has given one."""
+    """Return the variables, with a secret for the ranks if the user has given none."""
     return {environment.SECRET_VARIABLE: environment.draw_secret()} | dict(environ)
 
 
 def _ssh(text: str | None) -> tuple[str, ...]:
-    """The words of `--ssh`."""
+    """Return the words of `--ssh`. Raises LaunchError."""
     try:
         words = ("ssh",) if text is None else tuple(shlex.split(text))
     except ValueError as error:
@@ -191,82 +202,88 @@ def _ssh(text: str | None) -> tuple[str, ...]:
             "--ssh 'ssh -J gate'."
         ) from None
     if not words:
-        raise LaunchError("--ssh takes a command, such as 'ssh -J gate', not nothing.")
+        raise LaunchError("--ssh is empty: give a command, such as 'ssh -J gate'.")
     return words
 
 
-def _allocation(asked: Asked) -> Allocation | None:
-    """Return the hosts of this job, if it has any. A list that cannot be read is no hindrance to a
-    run whose number of ranks is given."""
+def _allocation(request: LaunchRequest) -> Allocation | None:
+    """Return the hosts of this batch job, if it is one.
+
+    Raises LaunchError if their list cannot be read and the number of ranks depends on it.
+    """
     try:
         return allocations.find(os.environ)
     except LaunchError as error:
-        if asked.size is None and asked.per_host is None:
+        if request.size is None and request.per_host is None:
             raise
         print(f"shardwise: {error} All ranks start on this host.", file=sys.stderr, flush=True)
         return None
 
 
 def _refuse_in_every_rank(outer: Identity) -> None:
-    """Raise LaunchError if a launcher started this command once per rank: each call would be a run
-    of its own, and all of them would train the same model."""
+    """Raise LaunchError if a launcher started this command once per rank."""
+    # Each call would be a separate run, and all of them would train the same model.
     if outer.size == 1:
         return
     raise LaunchError(
         f"shardwise run was started {outer.size} times: {launcher_detection.claim(outer)}. Start "
-        "the script itself (python train.py) in its place; or call shardwise run once; or once on "
-        "each host, with --nnodes. If each of them is meant to be a run by itself, set "
+        "the script itself instead (python train.py); or call shardwise run once; or once on "
+        "each host, with --nnodes. If each call is meant to be a separate run, set "
         "SHARDWISE_ALONE=1."
     )
 
 
-def _shares(asked: Asked, allocation: Allocation | None) -> tuple[Share, ...]:
-    """Return which ranks run on which host."""
-    size, each = asked.size, asked.per_host
-    if asked.hosts is not None and asked.hostfile is not None:
-        raise LaunchError(f"-H {asked.hosts} and --hostfile {asked.hostfile}: give one of the two.")
-    if asked.hosts is not None:
-        return tuple(hosts.spread(hosts.from_list(asked.hosts), total=size, per_host=each))
-    if asked.hostfile is not None:
-        return tuple(hosts.spread(hosts.read(Path(asked.hostfile)), total=size, per_host=each))
+def _shares(request: LaunchRequest, allocation: Allocation | None) -> tuple[Share, ...]:
+    """Return the ranks of each host."""
+    size, each = request.size, request.per_host
+    if request.hosts is not None and request.hostfile is not None:
+        raise LaunchError(
+            f"-H {request.hosts} and --hostfile {request.hostfile}: give one of the two."
+        )
+    if request.hosts is not None:
+        return tuple(hosts.spread(hosts.from_list(request.hosts), total=size, per_host=each))
+    if request.hostfile is not None:
+        return tuple(hosts.spread(hosts.read(Path(request.hostfile)), total=size, per_host=each))
     if allocation is not None:
-        return tuple(_shares_of(allocation, asked))
+        return tuple(_shares_of(allocation, request))
     if None not in (size, each) and size != each:
-        raise LaunchError(f"-n {size} and --nproc-per-node {each} are of one host: give one.")
+        raise LaunchError(
+            f"-n {size} and --nproc-per-node {each} contradict each other on one host: give one."
+        )
     if size is None and each is None:
-        size = slurm.tasks_here(os.environ) or _ranks_of_a_host(asked)
+        size = slurm.tasks_here(os.environ) or _ranks_of_a_host(request)
     return tuple(hosts.spread([Host("localhost", each or size)], total=size))
 
 
-def _shares_of(allocation: Allocation, asked: Asked) -> list[Share]:
-    """Return the ranks of each host of `allocation`: its slots or GPUs, unless the user says."""
-    if asked.per_host is not None:
+def _shares_of(allocation: Allocation, request: LaunchRequest) -> list[Share]:
+    """Return the ranks of each host of `allocation`: by default one per slot or GPU."""
+    if request.per_host is not None:
         named = [Host(host.name) for host in allocation.hosts]
-        return hosts.spread(named, total=asked.size, per_host=asked.per_host)
-    on_cpu = asked.settings.get("device") == "cpu"
+        return hosts.spread(named, total=request.size, per_host=request.per_host)
+    on_cpu = request.settings.get("device") == "cpu"
     slots = allocation.with_ranks(0 if on_cpu else resources.gpu_count(os.environ))
-    if asked.size is not None and asked.size > sum(host.slots or 1 for host in slots):
-        # More than there are GPUs, but no more than the job asked for.
+    if request.size is not None and request.size > sum(host.slots or 1 for host in slots):
+        # More ranks than GPUs, but perhaps no more than slots.
         slots = allocation.with_ranks(0)
-    lacks = asked.size is not None and asked.size > sum(host.slots or 1 for host in slots)
+    lacks = request.size is not None and request.size > sum(host.slots or 1 for host in slots)
     if lacks and (len(slots) == 1 or {host.slots for host in slots} == {1}):
-        # The job has not asked for slots, so the ranks are spread evenly.
-        assert asked.size is not None
-        each = -(-asked.size // len(slots))
+        # The job did not ask for slots, so spread the ranks evenly.
+        assert request.size is not None
+        each = -(-request.size // len(slots))
         slots = tuple(Host(host.name, each) for host in slots)
-    return hosts.spread(slots, total=asked.size)
+    return hosts.spread(slots, total=request.size)
 
 
-def _ranks_of_a_host(asked: Asked) -> int:
+def _ranks_of_a_host(request: LaunchRequest) -> int:
     """Return the default number of ranks of this host: one for each visible GPU, or 1."""
-    on_cpu = asked.settings.get("device") == "cpu"
+    on_cpu = request.settings.get("device") == "cpu"
     return 1 if on_cpu else max(1, resources.gpu_count(os.environ))
 
 
 def dry_run_words(spec: RunSpec, here: Sequence[Share]) -> str:
-    """Return the text of `--dry-run`: the ranks and the command of each host.
+    """Return the text of `--dry-run`: the ranks and the command of each host. Pure.
 
-    `here` are the shares of this host. Pure.
+    `here` are the shares of this host.
     """
     count = len(spec.shares)
     rows = [
@@ -278,7 +295,7 @@ def dry_run_words(spec: RunSpec, here: Sequence[Share]) -> str:
         for share in spec.shares
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    listens = f"port {spec.port}" if spec.port else "a port that is free"
+    listens = f"port {spec.port}" if spec.port else "a free port"
     by = f" of interface {spec.interface}" if spec.interface else ""
     words = spec.words
     if spec.module:

@@ -1,11 +1,11 @@
-"""Watches the ranks of a run, wherever they are, and ends them together when one fails.
+"""Watches the ranks of a run on all hosts, and ends all of them when one fails.
 
     [ output | end of a rank | Ctrl-C | time to send a signal ] ... -> closing words
 
-Everything happens in one thread that sleeps until one of these comes. When a rank fails, the
-others get a moment to fail too, so that the first cause can be told from its consequences; then
-they are ended. Asked to end, ranks that have a folder for it save first, and are waited for.
-The orphan reaper ends process groups that outlive all this.
+One thread sleeps until one of these events. When a rank fails, the supervisor first gives the
+others a moment to fail too, because the first failure tells cause from consequence. Then it ends
+them. When the run is asked to end, the supervisor waits for ranks that save first. The orphan
+reaper ends process groups that outlive the supervisor.
 """
 
 import selectors
@@ -24,43 +24,47 @@ from shardwise.net.progress import Progress
 from shardwise.net.restarts import SAVED, Ending, Failure
 
 SETTLE = 0.4
-"""Seconds after the first failure in which others may report that they failed too."""
+"""Seconds after the first failure for other ranks to report their own failure."""
 
 UNEXPLAINED = 3.0
-"""The same while every failed rank has only lost another one, which must be about to end."""
+"""The same if all failures so far are about lost peers: the lost rank must be about to end."""
 
 _ABORTED = -signal.SIGABRT, 128 + signal.SIGABRT
 """Exit codes of a rank that called abort(), and of a shell around it."""
 
 LAST_GRACE = 2.0
-"""Seconds between SIGTERM and SIGKILL for a rank that did not heed SIGINT."""
+"""Seconds between SIGTERM and SIGKILL for a rank that ignored SIGINT."""
 
 
 class Site(Protocol):
     """The ranks of one host: LocalWorkers here, RemoteHost elsewhere."""
 
     def reap(self) -> None:
-        """See which processes have ended."""
+        """Report the ranks whose processes have ended."""
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to all ranks there."""
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Pass on that someone wants the ranks to end; those that save first report it."""
+        """Ask the ranks there to end. Ranks that save first report that."""
 
     def ended_well(self, rank: int) -> None:
-        """Let the ranks there know that `rank`, of any host, ended with code 0."""
+        """Tell the ranks there that `rank`, on any host, ended with code 0."""
 
     def resize(self, window: tuple[int, int]) -> None:
         """Pass on the new rows and columns of the terminal."""
 
 
 class Supervisor:
-    """The ranks of one run, from their start to the closing words.
+    """The event loop of the launcher, from the start of the ranks to the closing words.
 
-    `outputs` take what each rank writes, `hosts` are the names of their hosts where there are
-    several. `grace` is the seconds between asking and killing. `joins`: the ranks are expected
-    to call sw.init.
+    Args:
+        console: The screen.
+        outputs: The output of each rank.
+        signals: The signals to this process.
+        grace: Seconds between SIGTERM and SIGKILL.
+        joins: The ranks are expected to call sw.init.
+        hosts: By rank, the name of its host; None if there is one host.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class Supervisor:
     ) -> None:
         self.selector = selectors.DefaultSelector()
         self.every_turn: list[Callable[[], float | None]] = []
-        """Called in each turn. Each returns the seconds until its next call is due, or None."""
+        """Callbacks for each turn. They return the seconds until their next call, or None."""
         self._console = console
         self._outputs = outputs
         self._signals = signals
@@ -94,7 +98,7 @@ class Supervisor:
         self.selector.register(signals.fd, selectors.EVENT_READ, self._on_signals)
 
     def watch(self, sites: Sequence[Site]) -> Ending:
-        """Return how the run ended when all ranks have."""
+        """Run the loop until all ranks have ended, and return the ending of the run."""
         self._sites = sites
         while self._running and sites:
             self.turn()
@@ -108,11 +112,12 @@ class Supervisor:
             output.close()
 
     def turn(self, limit: float | None = None) -> None:
-        """Wait for something to happen, `limit` seconds at most, and deal with it."""
+        """Wait for events, at most `limit` seconds, and handle them."""
         waits = [wait for wait in (limit, *self._waits()) if wait is not None]
         for key, _ in self.selector.select(min(waits, default=None)):
             key.data()
         for number in self._plan.due():
+            # From the first signal on, further ends of ranks are our doing and need no new plan.
             self._stopping = True
             for site in self._sites:
                 site.send_signal(number)
@@ -120,24 +125,24 @@ class Supervisor:
             self._stop(signal.SIGPIPE)
 
     def _waits(self) -> list[float | None]:
-        """Return the seconds until each thing that is due; None for nothing."""
-        # The calls are first, because one that loses a host makes a new plan.
+        """Return the seconds until each event that is due; None for nothing to wait for."""
+        # The callbacks run before the plan is read, because one that loses a host makes a new plan.
         return [*[call() for call in self.every_turn], self._plan.wait()]
 
     @property
     def is_asked(self) -> bool:
-        """Whether someone wants the run to end."""
+        """Whether the run has been asked to end."""
         return self._asked is not None
 
     def hear(self, rank: int, stream: int, data: bytes) -> None:
-        """Take what `rank` has written."""
+        """Handle output of `rank`."""
         self._outputs[rank].hear(stream, data)
 
     def left(self, rank_exit: RankExit) -> None:
-        """Note that a rank has ended."""
+        """Handle the end of a rank."""
         self._running.discard(rank_exit.end.rank)
         self._exits[rank_exit.end.rank] = rank_exit
-        # `alone`: a process that it left behind may be the rank itself, in the background.
+        # Only if it left no process behind: one in the background may be the training itself.
         if rank_exit.end.code == 0 and rank_exit.alone:
             for site in self._sites:
                 site.ended_well(rank_exit.end.rank)
@@ -145,14 +150,14 @@ class Supervisor:
             self._settle()
 
     def lost(self, ranks: Sequence[int], why: str) -> None:
-        """Note that these ranks are out of reach, and end the others."""
+        """Handle the loss of a host with these ranks: end the others."""
         self._running.difference_update(ranks)
         self._losses.append(why)
         if self._is_patient:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])
 
     def saves_first(self, asked: signal.Signals) -> None:
-        """Note that a rank which was asked to end saves first: wait for it."""
+        """Handle that a rank saves before it ends: wait for it, with no signals to send."""
         if not self._saving and not self._stopping:
             self._saving, self._asked = True, self._asked or asked
             self._plan.make([])
@@ -160,7 +165,7 @@ class Supervisor:
 
     @property
     def _is_patient(self) -> bool:
-        """Whether ranks may still end by themselves."""
+        """Whether the ranks may end on their own, without a signal from us."""
         return (self._asked is None or self._saving) and not self._stopping
 
     def _on_signals(self) -> None:
@@ -173,19 +178,21 @@ class Supervisor:
                     for site in self._sites:
                         site.resize(window)
             elif number == signal.SIGUSR1:
+                # Schedulers such as Slurm announce the end of a job by SIGUSR1: save, but do not
+                # kill anybody yet.
                 self._ask(number)
             elif number == signal.SIGTERM and self._asked == signal.SIGUSR1:
-                self._asked = number  # they are about to end already
+                self._asked = number  # the ranks are about to end anyway
             else:
                 self._stop(number)
 
     def _settle(self) -> None:
-        """Once a rank has failed, plan to end the others, soon after the cause has shown."""
+        """If a rank has failed, plan to end the others soon after the cause is known."""
         ends = self._ends()
         if all(end.code == 0 for end in ends):
             return
-        # Ranks that only lost another one fail at once, and the one that they lost may take seconds
-        # to write its traceback: wait longer until a cause is known.
+        # A rank that lost its peer fails immediately, but the peer may take seconds to write its
+        # traceback. So wait longer while no failure explains the others.
         explained = failure_report.is_explained(ends, self._reports())
         if self._plan and explained == self._explained:
             return
@@ -194,15 +201,17 @@ class Supervisor:
         self._plan.make([(wait, signal.SIGTERM), (wait + self._grace, signal.SIGKILL)])
 
     def _stop(self, asked: signal.Signals) -> None:
-        """End the run, as someone wants it; a second time, at once."""
+        """End the run because of a signal. A second signal kills the ranks immediately."""
         if self._asked is not None:
             self._plan.make([(0, signal.SIGKILL)])
         elif asked == signal.SIGINT:
+            # SIGINT first, which a script can catch; SIGTERM ends programs that ignore SIGINT.
             kill = (self._grace + LAST_GRACE, signal.SIGKILL)
             self._plan.make([(0, asked), (self._grace, signal.SIGTERM), kill])
             for output in self._outputs:
                 output.hide_interrupt()
         elif asked == signal.SIGTERM:
+            # The ranks get this SIGTERM below, from `_ask`, which lets those that save do so.
             self._plan.make([(self._grace, signal.SIGKILL)])
         else:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])
@@ -214,7 +223,7 @@ class Supervisor:
             self._ask(asked)
 
     def _ask(self, number: signal.Signals) -> None:
-        """Pass on to the ranks that someone wants them to end; some save first."""
+        """Ask all ranks to end. Some save first."""
         for site in self._sites:
             site.ask_to_end(number)
 
@@ -223,25 +232,25 @@ class Supervisor:
         refused = "" if self._asked else failure_report.common_refusal(self._ends(), reports)
         for rank, found in reports.items():
             if found.refusal:
-                # One that all ranks share is shown once, at the end; here it is for the log alone.
+                # A refusal of all ranks is shown once, at the end. Here it only goes to the log.
                 output = self._outputs[rank]
                 (output.keep if refused else output.hear)(STDERR, as_utf8(found.text))
         judged = failure_report.judge(self._ends(), reports)
         saved = any(rank_exit.saved for rank_exit in self._exits.values())
-        # Ranks that would have saved may be killed before, by a second signal: that is no good end.
+        # A second signal may have killed ranks before they saved. Then the run did not end well.
         ended_well = all(end.code == 0 for end in self._ends())
         if judged is None and not lost and (saved or (self._saving and ended_well)):
             return Ending(code=SAVED if saved else 0, asked=self._asked)
         if self._asked is not None:
             unsaved = failure_report.unsaved_line(self._asked, self._progress())
             return Ending(code=128 + self._asked, words=lost + unsaved, asked=self._asked)
-        # Ranks that only lost their peers are a consequence of the host that went away.
+        # If the ranks only lost their peers, the lost host is the cause.
         if lost and (judged is None or failure_report.is_consequence(judged, reports)):
             failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
             return Ending(code=1, words=lost, failure=failure)
         if judged is not None:
             return self._blame(judged, reports, refused)
-        # sw.init makes a rank record its progress. No rank did, so each has trained alone.
+        # sw.init makes a rank record its progress. If no rank did, each has trained alone.
         apart = self._joins and len(self._outputs) > 1 and self._progress() is None
         words = failure_report.unjoined_copies(len(self._outputs)) if apart else ""
         return Ending(code=0, words=words)
@@ -249,18 +258,20 @@ class Supervisor:
     def _blame(
         self, judged: failure_report.Verdict, reports: Mapping[int, ErrorReport], refused: str
     ) -> Ending:
-        """Which rank failed and why, or that all were `refused` the same."""
+        """Return the ending of a failed run. `refused` is the refusal of all ranks, or ""."""
         rank = judged.rank if judged.waiting is None else judged.waiting
         found = reports.get(rank)
         rank_exit = self._exits[judged.rank]
-        # A rank that we ended is to blame only if it has reported an error before.
+        # A rank that we ended is only to blame if it had reported an error before.
         how = failure_report.UNCAUGHT if rank_exit.end.stopped else rank_exit.how
         trace = (
             failure_report.last_traceback(found.text)
             if found
             else failure_report.last_words(self._outputs[rank].tail.text())
         )
-        if judged.late and found is not None:  # our frames do not say more of who is at fault
+        # A rank that waited for a late one has only our own frames at the end of its traceback, so
+        # its message and the user's line are enough.
+        if judged.late and found is not None:
             trace = f"{found.message} [{found.where}]" if found.where else found.message
         words = failure_report.closing_words(
             judged,
@@ -276,8 +287,8 @@ class Supervisor:
         if code == SAVED:
             code = 1
             words += (
-                f"shardwise: exit code {SAVED} is the script's own. This run ends with 1, because "
-                f"{SAVED} says that a run was asked to end and has saved.\n"
+                f"shardwise: the script itself ended with exit code {SAVED}. The run ends with 1, "
+                f"because {SAVED} means that a run saved when it was asked to end.\n"
             )
         what, why = failure_report.in_few_words(judged, how, len(self._outputs), found)
         return Ending(
@@ -287,7 +298,7 @@ class Supervisor:
         )
 
     def _progress(self) -> Progress | None:
-        """The progress of all ranks, as one."""
+        """Return the combined progress of all ranks; None if no rank recorded any."""
         reported = [d.progress for d in self._exits.values() if d.progress is not None]
         if not reported:
             return None
@@ -299,14 +310,14 @@ class Supervisor:
         )
 
     def say(self, words: str) -> None:
-        """Show whole lines of our own."""
+        """Show whole lines from the launcher."""
         self._console.say(words)
 
     def _ends(self) -> list[failure_report.ExitStatus]:
         return [rank_exit.end for rank_exit in self._exits.values() if not rank_exit.saved]
 
     def _reports(self) -> dict[int, ErrorReport]:
-        """The ranks' own error reports, and ours of those that NCCL's watchdog has ended."""
+        """Return the error reports of ranks, and our own for ranks that NCCL's watchdog aborted."""
         found = {rank: each.report for rank, each in self._exits.items() if each.report}
         aborted = {
             rank: each.end.time

@@ -1,4 +1,4 @@
-"""One rank as a process of this host: starts it, reads what it writes, ends it."""
+"""A rank as a process of this host: starts it, reads its output, ends it."""
 
 import os
 import signal
@@ -19,15 +19,18 @@ from shardwise.launch.worker_output import LIVE
 
 READ_SIZE = 2**16
 MOST_READS = 64
-"""So many reads empty any pipe; what still comes then is written by someone who goes on."""
+"""Number of reads that empties any pipe. Data after that is from a process that still writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStreams:
-    """What the standard streams of a rank are connected to.
+    """The connections of a rank's standard streams.
 
-    `piped`: its output comes through us. `drawn`: which of streams 1 and 2 are a terminal, of
-    `window` rows and columns where known. `reads`: it has our standard input.
+    Args:
+        piped: The output goes through the launcher.
+        drawn: Which of the streams 1 and 2 are a terminal.
+        window: The rows and columns of that terminal, if known.
+        reads: The rank reads our standard input.
     """
 
     piped: bool = True
@@ -37,26 +40,28 @@ class WorkerStreams:
 
 
 class Process(Protocol):
-    """A child process that leads a session, and so a process group, of its own."""
+    """A child process that leads its own session, and so its own process group."""
 
     pid: int
     returncode: int | None
 
 
 Streams = tuple[int | None, int | None, int | None]
-"""Descriptors for the standard input, output and error of a process. None keeps ours, and
-`subprocess.DEVNULL` is an empty input."""
+"""Descriptors for the standard input, output and error of a process. None means ours, and
+`subprocess.DEVNULL` an empty input."""
 
 Begin = Callable[[Mapping[str, str], Sequence[int], Streams], Process]
-"""Starts a process with these variables, inherited descriptors and standard streams."""
+"""Starts a process, given its variables, inherited descriptors and standard streams."""
 
 
 def program(words: Sequence[str]) -> Begin:
-    """Return a starter of the program `words`. It raises LaunchError if the system refuses."""
+    """Return a function that starts the program `words`. It raises LaunchError on failure."""
 
     def begin(environ: Mapping[str, str], pass_fds: Sequence[int], streams: Streams) -> Process:
         stdin, stdout, stderr = streams
         try:
+            # Its own session: Ctrl-C on the terminal reaches only the launcher, which decides about
+            # the ranks, and one signal reaches everything that a rank has started.
             return subprocess.Popen(
                 words,
                 env=environ,
@@ -73,20 +78,23 @@ def program(words: Sequence[str]) -> Begin:
 
 
 class OutputSource:
-    """The end of a pipe or terminal that a rank writes to; `open` while more may come."""
+    """Our end of a pipe or terminal that a rank writes to."""
 
     def __init__(self, fd: int, take: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self.open = True
+        """Whether more data may arrive."""
         self._take = take
 
     def read(self) -> bool:
-        """Pass on what has come; False at the end of the stream."""
+        """Forward available data. Return False at the end of the stream."""
         return self._read() != b""
 
     def drain(self) -> None:
-        """Pass on what the ended rank has written; do not wait for others that hold the pipe."""
+        """Forward the remaining data of a rank that has ended."""
+        # Do not read to the end of the stream: processes that the rank left behind may keep the
+        # pipe open for long.
         for _ in range(MOST_READS):
             if not self._read():
                 break
@@ -95,12 +103,12 @@ class OutputSource:
         os.close(self.fd)
 
     def _read(self) -> bytes | None:
-        """What was passed on; None when there is nothing now."""
+        """Forward and return available data; None without any, b"" at the end."""
         try:
             data = os.read(self.fd, READ_SIZE)
         except BlockingIOError:
             return None
-        except OSError:  # the other end of a terminal was closed
+        except OSError:  # EIO: the other end of a terminal was closed
             return b""
         if data:
             self._take(data)
@@ -108,10 +116,13 @@ class OutputSource:
 
 
 class Worker:
-    """A rank that was started in a process group of its own.
+    """A rank as a process that leads its own process group.
 
-    What it writes goes to `hear`, with the number of the stream; b"" ends a stream. `end` is None
-    while it runs, `peak` its largest resident set in bytes once it has ended.
+    `end` is None while it runs. After its end `peak` is its largest resident set in bytes.
+
+    Args:
+        rank: The rank.
+        hear: Called with the number of a stream and new bytes of it; b"" ends the stream.
     """
 
     def __init__(self, rank: int, hear: Callable[[int, bytes], None]) -> None:
@@ -131,7 +142,7 @@ class Worker:
         pass_fds: Sequence[int],
         outlet: WorkerStreams,
     ) -> None:
-        """Start the process. Raises LaunchError when the system refuses."""
+        """Start the process. Raises LaunchError if that fails."""
         started = False
         try:
             if outlet.piped:
@@ -139,21 +150,21 @@ class Worker:
             stdin = None if outlet.reads else subprocess.DEVNULL
             streams = stdin, self._theirs.get(STDOUT), self._theirs.get(STDERR)
             self._process = begin(environ, pass_fds, streams)
-            started = True
-        except OSError as error:  # no pipe, or no terminal
+            started = True  # LaunchError of `begin` must close our ends too
+        except OSError as error:  # out of pipes or terminals
             raise LaunchError(f"Rank {self.rank} cannot be started: {error.strerror}.") from None
         finally:
-            # The rank has copies. With ours open, a pipe would not end when the rank ends.
+            # The rank has copies. If ours stayed open, a pipe would not end with the rank.
             for fd in set(self._theirs.values()):
                 os.close(fd)
-            if not started:
+            if not started:  # nobody will ever drain the sources
                 for source in self.sources:
                     os.close(source.fd)
                 self.sources = []
 
     @property
     def group(self) -> int:
-        """The process group of the rank: the process itself and all that it starts."""
+        """The process group of the rank: the process, and the processes that it starts."""
         return self._process.pid
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -162,37 +173,41 @@ class Worker:
             orphan_reaper.signal_group(self.group, number)
 
     def send_to_process(self, number: signal.Signals) -> None:
-        """Send a signal to the process, and not to those that it has started."""
-        if self.end is None:  # not reaped, so the number is still that of this process
+        """Send a signal to the process, but not to the processes that it has started."""
+        if self.end is None:  # not reaped yet, so the id still belongs to this process
             os.kill(self._process.pid, number)
 
     def is_gone(self) -> bool:
-        """Whether nothing is left of the process group. From then on its number may be that of
-        others, who are left alone."""
+        """Return whether the process group is empty."""
+        # Remember the answer: the system may give the id of an empty group to other processes,
+        # which must get no signals from us.
         if self.end is not None and not self._gone:
             self._gone = not orphan_reaper.signal_group(self.group, 0)
         return self._gone
 
     def reap(self, *, stopped: bool) -> bool:
-        """Note the end of the process, where it has ended since; whether it has."""
-        # Not Popen.wait: only wait4 tells the peak of the memory, which explains a SIGKILL.
+        """Return whether the process has ended, and set `end` in that case."""
+        # Not Popen.wait: only wait4 returns the peak memory, which explains a SIGKILL.
         pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
         if pid == 0:
             return False
         code = os.waitstatus_to_exitcode(status)
         self._process.returncode = code
-        self.peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        self.peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # macOS: bytes
         self.end = ExitStatus(rank=self.rank, code=code, time=time.time(), stopped=stopped)
         return True
 
     def resize(self, window: tuple[int, int]) -> None:
         """Pass on the new rows and columns of the terminal to a rank that draws live."""
         if self._terminal is not None and self.end is None:
+            # It is not the rank's controlling terminal, so the kernel sends no SIGWINCH itself.
             termios.tcsetwinsize(self._terminal, window)
             self.send_signal(signal.SIGWINCH)
 
     def _connect(self, outlet: WorkerStreams) -> None:
-        """Open what the process will write to; all that it draws goes to one terminal."""
+        """Open the terminal and the pipes that the process will write to."""
+        # Both drawn streams share one terminal, as they do on a real screen. Streams that are not a
+        # terminal in the launcher are pipes for the rank too, so that it does not draw into a file.
         if outlet.drawn:
             self._terminal, slave = _open_terminal(outlet.window)
             self._theirs |= dict.fromkeys(outlet.drawn, slave)
@@ -203,9 +218,10 @@ class Worker:
 
 
 def _open_terminal(window: tuple[int, int] | None) -> tuple[int, int]:
-    """A pseudo-terminal that passes bytes as they are: our own terminal translates newlines."""
+    """Open a pseudo-terminal; return our end and the rank's."""
     ours, theirs = os.openpty()
     attributes = termios.tcgetattr(theirs)
+    # Forward bytes unchanged: our own terminal translates newlines later.
     attributes[1] &= ~termios.OPOST
     termios.tcsetattr(theirs, termios.TCSANOW, attributes)
     if window is not None:

@@ -1,7 +1,7 @@
 """Routes the output of one rank: to the screen, to its log, and the last lines to memory.
 
-stream 1, 2   output in a pipe: shown in whole lines, with the rank in front
-stream 0      output on a terminal: shown at once
+stream 1, 2   output in a pipe: shown in whole lines, prefixed with the rank
+stream 0      output on a terminal: shown immediately
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class WorkerLog:
 
     def __init__(self, path: Path, head: str) -> None:
         self.fault = ""
-        """Why it cannot be written any more; "" until then."""
+        """Why the file cannot be written any more; "" while it can."""
         self._path = path
         self._file: BinaryIO = path.open("ab", buffering=0)
         self._file.write(as_utf8(f"== {head}\n"))
@@ -45,14 +45,14 @@ class WorkerLog:
         try:
             while data and not self.fault:
                 data = data[self._file.write(data) :]
-        except OSError as error:  # a full disk is no reason to end the run
-            self.fault = f"{self._path} is written no more: {error.strerror or error}."
+        except OSError as error:  # a full disk must not end the run
+            self.fault = f"the log {self._path} ends here: {error.strerror or error}."
 
 
 def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[WorkerLog | None]:
-    """Open a log per rank in `folder`, and append to logs of earlier runs.
+    """Open a log per rank in `folder`, appending to logs of earlier runs.
 
-    Raises LaunchError if that is not possible.
+    Raises LaunchError if they cannot be written.
     """
     if folder is None:
         return [None] * ranks
@@ -75,7 +75,7 @@ def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[Wo
 
 
 class WorkerOutput:
-    """Takes the bytes of one rank. `tail` remembers the last lines of its stderr."""
+    """The output of one rank. `tail` keeps the last lines of its stderr."""
 
     def __init__(
         self, rank: int, console: Console, *, shown: bool = True, log: WorkerLog | None = None
@@ -88,7 +88,7 @@ class WorkerOutput:
         self._filters: dict[int, InterruptFilter] | None = None
 
     def hear(self, stream: int, data: bytes) -> None:
-        """Take new bytes of `stream`; b"" is the end of the stream."""
+        """Handle new bytes of `stream`; b"" ends the stream."""
         if not data:
             self._end(stream)
         elif self._filters is not None:
@@ -97,14 +97,14 @@ class WorkerOutput:
             self._show(stream, data)
 
     def keep(self, stream: int, data: bytes) -> None:
-        """Write to the log alone."""
+        """Write to the log, but not to the screen."""
         if self._log and not self._log.fault:
             self._log.feed(stream, data)
             if self._log.fault:
                 self._console.say(f"shardwise: {self._log.fault}\n")
 
     def hide_interrupt(self) -> None:
-        """Hide tracebacks of KeyboardInterrupt from now on: the user has pressed Ctrl-C."""
+        """Hide tracebacks of KeyboardInterrupt from now on, because the user pressed Ctrl-C."""
         self._filters = {}
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Computes which bytes of which file a rank's elements are. Pure arithmetic.
+"""Byte ranges of a file for the elements of a rank. Pure arithmetic.
 
-What a rank holds of a state lies flat, across the borders of parameters; a file holds whole
-tensors end to end. An extent is what both have in common:
+A rank stores an interval of flat memory, across the borders of parameters. A file contains whole
+tensors end to end. An extent is a range that is contiguous in both:
 
     interval of a rank    | ...c |  d   | a..  |          elements [start, end)
                               \\     |     /
@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.layout.bucket_layout import Slot, even_cuts
+from shardwise.layout.bucket_layout import Slot, Span, even_cuts
 from shardwise.layout.shards import Shard
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements [start, end) of a flat memory, which are the elements from `offset` on of `tensor`.
+    """Elements [start, end) of flat memory, equal to the elements of `tensor` from `offset` on.
 
-    `byte_ranges` makes extents that count bytes.
+    In the result of `byte_ranges` all three numbers count bytes.
     """
 
     tensor: str
@@ -31,7 +31,7 @@ class Extent:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return self.end - self.start
 
 
@@ -41,10 +41,11 @@ def extents(
     names: Mapping[int, str],
     shards: Mapping[int, Shard] | None = None,
 ) -> list[Extent]:
-    """The extents of an interval that starts at element `first` of a bucket.
+    """Return the extents of an interval that starts at element `first` of a bucket.
 
-    `pieces` are what lies in it, `names` the tensors by parameter; those without a name are left
-    out. `shards` says of which parameters a rank has a part only.
+    `pieces` has the parts of parameters in the interval, and `names` the tensor of each parameter.
+    Parameters without a name are left out. `shards` has the parameters of which a rank has only a
+    part.
     """
     found = []
     for piece in (p for p in pieces if p.parameter in names):
@@ -56,7 +57,7 @@ def extents(
 
 
 def of_whole(extent: Extent, shard: Shard) -> list[Extent]:
-    """An extent of a part of a tensor, as those of the whole."""
+    """Convert an extent of a part of a tensor to extents of the whole tensor."""
     low = extent.offset
     return [
         Extent(extent.tensor, extent.start + start - low, extent.start + end - low, offset)
@@ -65,7 +66,7 @@ def of_whole(extent: Extent, shard: Shard) -> list[Extent]:
 
 
 def clipped(parts: Iterable[Extent], first: int, end: int) -> list[Extent]:
-    """What of `parts` lies in the elements [first, end), counted from `first`."""
+    """Return the overlap of `parts` with the elements [first, end), counted from `first`."""
     found = []
     for part in parts:
         low, high = max(part.start, first), min(part.end, end)
@@ -75,14 +76,15 @@ def clipped(parts: Iterable[Extent], first: int, end: int) -> list[Extent]:
     return found
 
 
-def share(numel: int, index: int, of: int) -> tuple[int, int]:
-    """The elements [first, end) that number `index` writes where `of` ranks hold the same."""
+def share(numel: int, index: int, of: int) -> Span:
+    """Return the elements [first, end) that rank `index` writes if `of` ranks have them all."""
+    # Each writes a part, so that replicas share the work of a checkpoint.
     cuts = even_cuts(numel, of)
     return cuts[index], cuts[index + 1]
 
 
 def byte_ranges(parts: Sequence[Extent], itemsize: int, chunk: int) -> list[Extent]:
-    """Return `parts` in bytes, cut into ranges of at most `chunk` bytes, without empty ones."""
+    """Convert `parts` to bytes, in ranges of at most `chunk` bytes, without empty ranges."""
     found = []
     for part in parts:
         begin, end = part.start * itemsize, part.end * itemsize

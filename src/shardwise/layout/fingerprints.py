@@ -1,9 +1,11 @@
-"""Fingerprints of tensors that do not depend on how a tensor is cut over ranks: pure arithmetic.
+"""Fingerprints of tensors that do not depend on how a tensor is cut over ranks. Pure arithmetic.
 
-A fingerprint is a sum over elements, so the fingerprints of the parts of a tensor add up to that of
-the whole, in any order. Two integers (mod 2^64) tell whether all bits are equal: the sum of the bit
-patterns, and the sum of each pattern times a hash of its position. A count sketch (Charikar, Chen
-and Farach-Colton 2002) beside them is linear in the values: the sketch of a difference is the
+A fingerprint is a sum over elements. The fingerprints of the parts of a tensor, in any order, add
+up to the fingerprint of the whole.
+
+Two integers (mod 2^64) show whether all bits are equal: the sum of the bit patterns, and the sum of
+each pattern times a hash of its position. A count sketch (Charikar, Chen and Farach-Colton 2002)
+shows how large a difference is. It is linear in the values, so the sketch of a difference is the
 difference of the sketches, and its norm estimates the norm of the difference.
 """
 
@@ -18,12 +20,12 @@ from torch import Tensor
 
 WORD = 1 << 64
 BINS = 64
-"""Length of a sketch: a norm is estimated to within about 1 / sqrt(BINS / 2), 18 %."""
+"""Length of a sketch. The error of an estimated norm is about 1 / sqrt(BINS / 2), 18 %."""
 
 _CHUNK = 1 << 20
 _SMALL = 1 << 14
 _EXACT = 1 << 52
-"""Whole numbers below it are exact in fp64."""
+"""Whole numbers below this are exact in fp64."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -31,50 +33,55 @@ _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of some elements of a tensor: `bits` and `placed` are the two sums, `largest` the largest
-    magnitude (NaN where an element is)."""
+    """The fingerprint of some elements of a tensor."""
 
     numel: int
     bits: int
+    """Sum of the bit patterns, mod 2^64."""
     placed: int
+    """Sum of the bit patterns times a hash of their positions, mod 2^64."""
     sketch: Tensor
+    """Count sketch of the values: (BINS,) fp64."""
     largest: float
+    """Largest magnitude; NaN if any element is NaN."""
 
     def __add__(self, other: Fingerprint) -> Fingerprint:
-        """Of the elements of both."""
+        """Return the fingerprint of the elements of both."""
         return Fingerprint(
             self.numel + other.numel,
             (self.bits + other.bits) % WORD,
             (self.placed + other.placed) % WORD,
             self.sketch + other.sketch,
-            # A NaN wins, whichever side it is on: `max` would return the first of the two.
+            # A NaN wins on either side; `max` would depend on the order.
             self.largest
             if self.largest != self.largest or self.largest > other.largest
             else other.largest,
         )
 
     def same_bits(self, other: Fingerprint) -> bool:
-        """Whether the elements of both are equal to the last bit (but for a chance of 2^-64)."""
+        """Return whether all bits are equal (wrong with a probability of 2^-64)."""
         return (self.numel, self.bits, self.placed) == (other.numel, other.bits, other.placed)
 
     def distance(self, other: Fingerprint) -> float:
-        """The 2-norm of the difference: 0 for the same bits, else estimated."""
+        """Estimate the 2-norm of the difference; 0 if all bits are equal."""
         if self.same_bits(other):
             return 0.0
         if self.numel != other.numel:
             return float("inf")
-        apart = float((self.sketch - other.sketch).norm())
-        return apart if apart == apart else float("inf")
+        distance = float((self.sketch - other.sketch).norm())
+        return distance if distance == distance else float("inf")
 
     @property
     def norm(self) -> float:
-        """The 2-norm, estimated."""
+        """The estimated 2-norm of the elements."""
         return float(self.sketch.norm())
 
 
 def can_be_taken(values: Tensor) -> bool:
-    """Whether `values` have elements in memory to look at: not so sparse, nested or quantized
-    tensors, those on meta, nor those of a class that holds others inside."""
+    """Return whether `values` has elements in memory, so that a fingerprint can be computed.
+
+    Sparse, nested, quantized and meta tensors have none, nor do wrappers of other tensors.
+    """
     if type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
     odd = values.is_nested or values.is_quantized or values.is_meta
@@ -82,23 +89,26 @@ def can_be_taken(values: Tensor) -> bool:
 
 
 def nothing() -> Fingerprint:
-    """Of no element: what sums begin with."""
+    """Return the fingerprint of no elements, the start of a sum."""
     return Fingerprint(0, 0, 0, torch.zeros(BINS, dtype=torch.float64), 0.0)
 
 
 def of(values: Tensor, offset: int = 0) -> Fingerprint:
-    """Of `values`, which are the elements from `offset` on of a flattened tensor."""
-    # By chunks: hashes and positions are 64-bit, several times the memory of the elements.
+    """Return the fingerprint of `values`, elements from `offset` on of a flattened tensor."""
+    # In chunks: hashes and positions have 64 bits, several times the memory of the elements.
     flat = _plain(values)
-    found = nothing()
+    total = nothing()
     for first in range(0, flat.numel(), _CHUNK):
-        found += _of_chunk(flat[first : first + _CHUNK].cpu(), offset + first)
-    return found
+        total += _of_chunk(flat[first : first + _CHUNK].cpu(), offset + first)
+    return total
 
 
 def sums_of(values: Tensor) -> tuple[int, int]:
-    """Two sums over the bits of a tensor, computed on its device and cheaper than `of`: of its
-    words, and of them weighted by their place in rows of 61. Of a whole tensor alone."""
+    """Return two sums over the bits of a whole tensor, which are cheaper than `of`.
+
+    They are computed on the tensor's device: the sum of its words, and their sum weighted by the
+    position in rows of 61. Sums of parts do not add up to sums of the whole.
+    """
     words = values.detach().contiguous().reshape(-1).view(_WORDS[values.itemsize])
     whole = words[: words.numel() // 61 * 61].view(-1, 61)
     by_place = torch.cat([whole.sum(0), words[whole.numel() :].sum().reshape(1).long()])
@@ -107,42 +117,45 @@ def sums_of(values: Tensor) -> tuple[int, int]:
 
 
 def checksum(tensors: Sequence[Tensor]) -> float | Tensor:
-    """A number below 2^52 that is another one if a bit of any of `tensors`, their order or a shape
-    is. On an accelerator it stays there, as a 0-dim fp64 tensor.
+    """Return a number below 2^52 that depends on the bits, shapes, dtypes and order of `tensors`.
 
-    Small tensors of one dtype are joined, since each by itself would be several kernels.
+    If any tensor is on an accelerator, the result stays there, as a 0-dim fp64 tensor.
     """
     forms = repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors])
-    here, there = zlib.crc32(forms.encode()), None
+    on_host, on_device = zlib.crc32(forms.encode()), None
     for number, words in enumerate(_runs(tensors)):
-        value = _placed(words) * (2 * number + 1)
+        # A different odd factor for each run, so that exchanged tensors change the sum.
+        value = _weighted_sum(words) * (2 * number + 1)
         if words.device.type == "cpu":
-            here = (here + int(value)) % WORD
+            on_host = (on_host + int(value)) % WORD
         else:
-            there = value if there is None else there + value.to(there.device)
-    if there is None:
-        return float(here % _EXACT)
-    return ((there + _signed(here)) & (_EXACT - 1)).double()
+            on_device = value if on_device is None else on_device + value.to(on_device.device)
+    if on_device is None:
+        return float(on_host % _EXACT)
+    return ((on_device + _signed(on_host)) & (_EXACT - 1)).double()
 
 
 def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The elements of `tensors` as integers: of large ones by themselves, of small ones joined."""
+    """Yield the elements of `tensors` as integers, with small tensors of one dtype joined.
+
+    A small tensor alone would need several kernels.
+    """
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.itemsize])
         if words.numel() < _SMALL:
             small.setdefault((words.device, words.dtype), []).append(words)
         else:
-            # As 64-bit integers if possible: torch adds those up 20 times as fast as narrow ones,
-            # which it widens first.
+            # As 64-bit integers if possible: torch adds them 20 times as fast as narrower ones,
+            # which it converts first.
             fits = words.numel() * words.itemsize % 8 == 0 and words.data_ptr() % 8 == 0
             yield words.view(torch.int64) if fits else words
     for joined in small.values():
         yield torch.cat(joined)
 
 
-def _placed(words: Tensor) -> Tensor:
-    """The sum of integers, weighted by their place in rows of 61, mod 2^64."""
+def _weighted_sum(words: Tensor) -> Tensor:
+    """Sum integers, weighted by their position in rows of 61, mod 2^64."""
     rows = words[: words.numel() // 61 * 61].view(-1, 61).sum(0)
     rest = words[words.numel() // 61 * 61 :].long()
     odd = torch.arange(1, 2 * 61, 2, device=words.device)
@@ -150,8 +163,10 @@ def _placed(words: Tensor) -> Tensor:
 
 
 def unordered(values: Tensor) -> int:
-    """A sum (mod 2^64) over hashes of the elements of `values`, whatever their order: that of a
-    batch is the sum over the ranks that have its rows."""
+    """Return the sum (mod 2^64) of hashes of the elements of `values`, independent of their order.
+
+    The sums of the ranks that have the rows of a batch add up to the sum of the batch.
+    """
     patterns = _patterns(_plain(values).cpu())
     return int(_mixed(patterns ^ _signed(_GOLDEN)).sum()) % WORD
 
@@ -161,12 +176,13 @@ def _of_chunk(flat: Tensor, offset: int) -> Fingerprint:
     positions = torch.arange(offset, offset + flat.numel())
     hashes = _mixed(positions)
     numbers = flat.to(torch.float64)
-    # Bin and sign come from bits that the sum of placed patterns does not use alone.
+    # Hash again: bins and signs must be independent of the factors in `placed`.
     other = _mixed(hashes)
     signs = 1.0 - 2.0 * ((other >> 8) & 1).to(torch.float64)
     return Fingerprint(
         flat.numel(),
         int(patterns.sum()) % WORD,
+        # An odd factor is invertible mod 2^64, so it loses no bit of the pattern.
         int((patterns * (hashes | 1)).sum()) % WORD,
         torch.bincount(other & (BINS - 1), weights=numbers * signs, minlength=BINS),
         float(numbers.abs().max()),
@@ -174,7 +190,7 @@ def _of_chunk(flat: Tensor, offset: int) -> Fingerprint:
 
 
 def _plain(values: Tensor) -> Tensor:
-    """Flat, in the order of its elements, without complex numbers."""
+    """Return `values` as one dim in the order of elements; a complex number becomes two."""
     values = values.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -182,14 +198,14 @@ def _plain(values: Tensor) -> Tensor:
 
 
 def _patterns(flat: Tensor) -> Tensor:
-    """The bits of each element as an integer."""
+    """Return the bits of each element as an integer."""
     if flat.dtype == torch.bool:
         flat = flat.to(torch.uint8)
     return flat.view(_INTEGERS[flat.dtype.itemsize]).to(torch.int64)
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """splitmix64 (Steele, Lea and Flood 2014) of each word; torch's int64 wraps around."""
+    """Hash each word with splitmix64 (Steele, Lea and Flood 2014); torch's int64 wraps around."""
     words = words + _signed(_GOLDEN)
     words = (words ^ _shifted(words, 30)) * _signed(_MIX_A)
     words = (words ^ _shifted(words, 27)) * _signed(_MIX_B)
@@ -197,7 +213,7 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """A shift that brings in zeros; that of signed integers repeats the sign."""
+    """Shift right and fill with zeros; torch's shift of signed integers repeats the sign."""
     return (words >> by) & ((1 << (64 - by)) - 1)
 
 

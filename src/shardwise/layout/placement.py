@@ -1,8 +1,7 @@
-"""Placement is the table of what is replicated, what sharded, and on which tier each state rests.
+"""The placement table: which states are replicated or sharded, and the tier of each state.
 
-Training has three states. Each is replicated over the data-parallel group or sharded over it,
-and the row of these cells is all that data parallelism and ZeRO (Rajbhandari et al., 2020)
-differ in:
+Training has three states. Each is replicated over the data-parallel group or sharded over it.
+Data parallelism and the ZeRO stages (Rajbhandari et al., 2020) differ only in these cells:
 
     row      parameters   gradients    optimizer state
     ZERO_0   replicated   replicated   replicated
@@ -10,15 +9,15 @@ differ in:
     ZERO_2   replicated   sharded      sharded
     ZERO_3   sharded      sharded      sharded
 
-A sharded state needs the states to its right sharded too: a rank that holds an interval of the
-parameters can only use that interval of their gradient, and so on.
+If a state is sharded, the states to its right must be sharded, too. For example, a rank that stores
+an interval of the parameters can use only that interval of their gradient.
 
-Each cell also has a tier, where the state's bytes rest between uses: the device, the host's memory
+Each cell also has a tier, which stores the state between uses: the device, the host's memory
 (ZeRO-Offload, Ren et al., 2021) or a disk (ZeRO-Infinity, Rajbhandari et al., 2021). Parameters
-and gradients can only rest elsewhere where they are sharded: replicated ones are in use, whole.
+and gradients can be on another tier only if they are sharded, because replicated ones are in use
+all the time.
 
-How often a state is made equal, and between which groups, is a cell of its own:
-`outer_optimizer.py`.
+A fifth cell, how often groups of ranks exchange a state, is in `islands/`.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from shardwise.errors import PlacementError
 
 
 class Spread(Enum):
-    """How a state lies over the data-parallel group."""
+    """Whether each rank of the data-parallel group has a whole state, or a shard of it."""
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
@@ -37,14 +36,14 @@ class Spread(Enum):
 
 @dataclass(frozen=True)
 class Tier:
-    """Where a state rests: "device", "cpu", or "nvme" with the `folder` for its files."""
+    """The memory that stores a state: "device", "cpu", or "nvme" with a `folder` for its files."""
 
     kind: str = "device"
     folder: str = ""
 
     @classmethod
     def parse(cls, text: str) -> "Tier":
-        """A tier as it is written: "device", "cpu" or "nvme:FOLDER". Raises ValueError."""
+        """Parse "device", "cpu" or "nvme:FOLDER". Raises ValueError for any other text."""
         kind, colon, folder = text.partition(":")
         on_disk = kind == "nvme" and folder != ""
         if not on_disk and (colon or kind not in ("device", "cpu")):
@@ -62,18 +61,23 @@ STATES = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One row of the table: a cell for each state. Raises PlacementError for an illegal row."""
+    """One row of the table, with a cell for each state. Raises PlacementError if it is illegal."""
 
     parameters: Spread = Spread.REPLICATED
     gradients: Spread = Spread.REPLICATED
     optimizer: Spread = Spread.REPLICATED
     tiers: tuple[Tier, Tier, Tier] = (DEVICE, DEVICE, DEVICE)
-    """In the order of STATES."""
+    """The tiers of the states, in the order of STATES."""
 
     def __post_init__(self) -> None:
+        # Of neighbours in the table, a sharded state needs a sharded one to its right.
         for holder, needed in pairwise(STATES):
             if self.is_sharded(holder) and not self.is_sharded(needed):
-                nearest = _nearest_legal(self)
+                # The row that differs in the fewest cells; of several, the one with more sharding.
+                nearest = min(
+                    (Placement.zero(level) for level in reversed(range(len(STATES) + 1))),
+                    key=lambda row: sum(row.is_sharded(s) != self.is_sharded(s) for s in STATES),
+                )
                 raise PlacementError(
                     f"The row ({self.cells()}) is not legal: sharded {holder} need a sharded "
                     f"{needed} state, and that cell says replicated. The nearest legal row is "
@@ -83,31 +87,31 @@ class Placement:
             if self.tier(state) != DEVICE and not self.is_sharded(state):
                 nearest = Placement.zero(len(STATES) - STATES.index(state))
                 raise PlacementError(
-                    f"The row ({self.cells()}) is not legal: {state} can rest on "
-                    f"{self.tier(state).kind} only where they are sharded. The nearest legal row "
+                    f"The row ({self.cells()}) is not legal: {state} can be on the tier "
+                    f"{self.tier(state).kind} only if they are sharded. The nearest legal row "
                     f"is {nearest.name}: write --zero {nearest.level}."
                 )
 
     def tier(self, state: str) -> Tier:
-        """Where `state` ("parameters", "gradients" or "optimizer") rests."""
+        """Return the tier of `state` ("parameters", "gradients" or "optimizer")."""
         return self.tiers[STATES.index(state)]
 
     def is_sharded(self, state: str) -> bool:
-        """Whether `state` ("parameters", "gradients" or "optimizer") is sharded."""
+        """Return whether `state` ("parameters", "gradients" or "optimizer") is sharded."""
         return getattr(self, state) is Spread.SHARDED
 
     @property
     def level(self) -> int:
-        """The ZeRO number of this row: how many of its cells are sharded."""
+        """The ZeRO stage number of this row, which is its number of sharded cells."""
         return sum(self.is_sharded(state) for state in STATES)
 
     @property
     def name(self) -> str:
-        """The row's name in the table, such as ZERO_2."""
+        """The name of the row, such as ZERO_2."""
         return f"ZERO_{self.level}"
 
     def cells(self) -> str:
-        """The cells in words, such as "parameters replicated, gradients sharded, ..."."""
+        """Describe the cells, such as "parameters replicated, gradients sharded, ..."."""
         return ", ".join(
             f"{state} {getattr(self, state).value}"
             + (f" on {tier.kind}" if (tier := self.tier(state)) != DEVICE else "")
@@ -121,15 +125,18 @@ class Placement:
         gradients: Tier | None = None,
         optimizer: Tier = DEVICE,
     ) -> "Placement":
-        """The same row with the states on these tiers; gradients, unless said, follow the
-        optimizer state where they are sharded. Raises PlacementError."""
+        """Return the same row with the states on these tiers.
+
+        Without a tier for gradients, they are on the optimizer state's tier if they are sharded,
+        else on the device. Raises PlacementError if a tier needs a sharded state.
+        """
         follows = optimizer if self.is_sharded("gradients") else DEVICE
         tiers = (parameters, follows if gradients is None else gradients, optimizer)
         return replace(self, tiers=tiers)
 
     @classmethod
     def zero(cls, level: int) -> "Placement":
-        """The row of a ZeRO number, 0 to 3."""
+        """Return the row of a ZeRO stage, 0 to 3."""
         if level not in range(len(STATES) + 1):
             raise PlacementError(
                 f"There is no row ZERO_{level}: --zero takes 0, 1, 2 or 3 "
@@ -139,15 +146,6 @@ class Placement:
 
     @classmethod
     def sharding(cls, states: tuple[str, ...]) -> "Placement":
-        """The row in which exactly `states` are sharded."""
+        """Return the row in which exactly `states` are sharded."""
         sharded = dict.fromkeys(states, Spread.SHARDED)
         return cls(**sharded)  # type: ignore[arg-type]
-
-
-def _nearest_legal(row: Placement) -> Placement:
-    """The legal row that differs in the fewest cells; the one with more sharding wins."""
-    legal = [Placement.zero(level) for level in reversed(range(len(STATES) + 1))]
-    return min(
-        legal,
-        key=lambda other: sum(other.is_sharded(s) != row.is_sharded(s) for s in STATES),
-    )

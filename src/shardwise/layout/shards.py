@@ -1,7 +1,7 @@
-"""Computes which part of a tensor each rank of a replica has. Pure arithmetic.
+"""The part of a split tensor that each rank of a replica has. Pure arithmetic.
 
-A tensor is split along one dimension. A rank has one range of it, or several: of a matrix that
-makes queries, keys and values at once, its heads' rows of each.
+A tensor is split along one dim. A rank has one range of that dim, or several. For a matrix that
+computes queries, keys and values together, it has the rows of its heads in each of the three:
 
     whole, dim 0   | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
     rank 1 of 2    |       q2 q3         k2 k3         v2 v3 |    three ranges
@@ -20,14 +20,14 @@ from torch import Tensor
 from shardwise.layout.bucket_layout import Span
 
 Ranges = tuple[Span, ...]
-"""Ranges of a dimension."""
+"""Ranges of a dim."""
 
 
 def even_ranges(length: int, parts: int, *, grain: int = 1, blocks: int = 1) -> list[Ranges]:
-    """By part, its ranges of a dimension of `length`, as equal as can be; none is empty.
+    """Return by part its ranges of a dim of `length`: not empty, and of nearly equal length.
 
-    The dimension is `blocks` blocks of equal length, each cut alike, between multiples of `grain`
-    only. Raises ValueError where there is less than one grain for each part.
+    The dim consists of `blocks` blocks of equal length. Each is cut at the same places, which are
+    multiples of `grain`. Raises ValueError if there is less than one grain for each part.
     """
     block = length // blocks
     grains = block // grain
@@ -44,37 +44,41 @@ def even_ranges(length: int, parts: int, *, grain: int = 1, blocks: int = 1) -> 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank`'s part of a tensor of `shape`; `ranges` are by rank, along `dim`."""
+    """The part of a tensor that rank `rank` has."""
 
     shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     dim: int
+    """The dim along which it is split."""
     ranges: tuple[Ranges, ...]
+    """By rank, its ranges of that dim."""
     rank: int
 
     @property
     def own(self) -> Ranges:
-        """This rank's."""
+        """The ranges of this rank."""
         return self.ranges[self.rank]
 
     @property
     def most(self) -> int:
-        """The elements of the largest part."""
+        """Number of elements of the largest part."""
         rest = prod(self.shape) // max(self.shape[self.dim], 1)
         return rest * max(sum(end - first for first, end in each) for each in self.ranges)
 
     def of(self, whole: Tensor) -> Tensor:
         """Return a copy of this rank's part of `whole`."""
         pieces = [whole.narrow(self.dim, first, end - first) for first, end in self.own]
-        # `cat` copies also a single piece: a view would keep the whole tensor alive.
+        # `cat` copies even a single piece; a view would keep the whole tensor alive.
         return torch.cat(pieces, self.dim).contiguous()
 
     def part_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the part that `rank` has."""
+        """Return the shape of the part that `rank` has."""
         length = sum(end - first for first, end in self.ranges[rank])
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from all ranks' parts."""
+        """Join the parts of all ranks to the whole tensor."""
+        # Each part has its ranges one after the other; put them back at their places.
         whole = parts[0].new_empty(self.shape)
         for part, ranges in zip(parts, self.ranges, strict=True):
             start = 0
@@ -85,11 +89,14 @@ class Shard:
         return whole
 
     def runs(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Elements [first, end) of this rank's flattened part, as runs (start, end, offset).
+        """Yield elements [first, end) of this rank's flattened part as runs (start, end, offset).
 
-        Those from `start` on are elements from `offset` on of the flattened whole.
+        The elements [start, end) of the part are the elements from `offset` on of the flattened
+        whole tensor.
         """
         inner = prod(self.shape[self.dim + 1 :])
+        # A row is this rank's elements for one index of the dims before `dim`. `edges` are the
+        # borders of its ranges, in elements; each range is contiguous in the whole tensor, too.
         edges = [0]
         for a, b in self.own:
             edges.append(edges[-1] + (b - a) * inner)

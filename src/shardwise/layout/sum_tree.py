@@ -1,18 +1,19 @@
-"""Adds micro-shards up in one tree, for the exact mode. Pure arithmetic.
+"""The tree in which the exact mode adds micro-shards. Pure arithmetic.
 
-The total batch is cut into micro-shards, the leaves. Neighbours are joined, from the left, by the
-smallest prime factor first:
+The total batch is cut into micro-shards, which are the leaves of the tree. Neighbours are joined
+from the left, first by the smallest prime factor of their number:
 
     12 micro-shards    0 + 1   2 + 3   4 + 5   6 + 7   8 + 9   10 + 11
     nodes of 2           └── + ──┘       └── + ──┘       └── + ──┘
     nodes of 4               └──────── + ────┴──── + ────────┘
     the root, of 12
 
-N workers take them in turns, N neighbours at a time: in turn t rank r runs micro-shard t N + r.
-Where N is the size of a node, what the ranks made in a turn sums up to that node, and the turns
-to the nodes above it, so that the sum is the same tree on every such N. A power of two has nodes
-of all its divisors. No tree over 6 has nodes of both 2 and 3 leaves: of the pairs that cover all
-leaves, one crosses the border between two triples.
+N workers run N neighbouring micro-shards at a time: in turn t, rank r runs micro-shard t N + r.
+
+If N is the size of a node, the results of one turn add up to that node, and the turns add up to the
+nodes above it. So the sum has the same tree for every such N. A power of two has nodes for all of
+its divisors. No tree over 6 leaves has nodes of both 2 and 3 leaves: one of the pairs would cross
+the border between two triples.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ T = TypeVar("T")
 
 
 def fan_ins(leaves: int) -> list[int]:
-    """How many nodes each level joins, from the leaves up: the prime factors, smallest first."""
-    found, factor = [], 2
+    """Return how many nodes each level joins, from the leaves up: the prime factors, sorted."""
+    factors, factor = [], 2
     while leaves > 1:
         while leaves % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             leaves //= factor
         factor += 1
-    return found
+    return factors
 
 
 def node_sizes(leaves: int) -> list[int]:
-    """The sizes of the tree's nodes in leaves, from 1 up to the whole."""
+    """Return the sizes of the tree's nodes in leaves, from 1 to the whole tree."""
     sizes = [1]
     for fan_in in fan_ins(leaves):
         sizes.append(sizes[-1] * fan_in)
@@ -47,19 +48,19 @@ def node_sizes(leaves: int) -> list[int]:
 
 
 def fold(leaves: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """Join the leaves, at least one, in the tree by `add`."""
+    """Combine one or more leaves with `add`, in the order of the tree."""
     nodes = list(leaves)
     for fan_in in fan_ins(len(nodes)):
-        # From the left, as `sum_in_rank_order` does between ranks: additions do not associate.
+        # From the left, as `sum_in_rank_order` adds over ranks: the order changes the rounding.
         nodes = [reduce(add, nodes[i : i + fan_in]) for i in range(0, len(nodes), fan_in)]
     return nodes[0]
 
 
 @dataclass(frozen=True)
 class MicroShards:
-    """The micro-shards of every total batch, `count` of them, among `workers`; this is `rank`.
+    """The `count` micro-shards of every total batch, divided among `workers`; this one is `rank`.
 
-    Raises ConfigError where as many workers cannot give the bits of the others.
+    Raises ConfigError if this number of workers cannot give the same bits as others.
     """
 
     count: int
@@ -73,21 +74,21 @@ class MicroShards:
         *first, last = map(str, sizes)
         listed = f"{', '.join(first)} and {last}" if first else last
         raise ConfigError(
-            f"--exact {self.count} gives the same bits on {listed} workers, the nodes of "
-            f"its tree of sums, and cannot run on {self.workers}. Start one of these numbers of "
-            f"workers, or cut otherwise: --exact {self.workers} runs on {self.workers}."
+            f"--exact {self.count} gives the same bits on {listed} workers, the sizes of the "
+            f"nodes of its tree of sums, but cannot run on {self.workers}. Start one of these "
+            f"numbers of workers, or use --exact {self.workers}, which runs on {self.workers}."
         )
 
     @property
     def turns(self) -> int:
-        """How many micro-shards each worker runs in a step, one after the other."""
+        """Number of micro-shards that each worker runs in a step, one after the other."""
         return self.count // self.workers
 
     @property
     def fan_ins(self) -> list[int]:
-        """How the turns' sums are joined, level by level."""
+        """By level, how many sums of turns are joined."""
         return fan_ins(self.count)[node_sizes(self.count).index(self.workers) :]
 
     def number(self, turn: int) -> int:
-        """The micro-shard of turn `turn`."""
+        """Return the micro-shard that this worker runs in turn `turn`."""
         return turn * self.workers + self.rank

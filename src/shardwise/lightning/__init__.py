@@ -3,13 +3,13 @@
     Trainer(strategy="shardwise")       Trainer(strategy=ShardwiseStrategy(zero=3))
     Fabric(strategy="shardwise")        Fabric(strategy=ShardwiseFabricStrategy(zero=3))
 
-trees.py              the two class trees of Lightning, and our classes in each
+trees.py              the two class trees of Lightning, and the strategies in each
 trainer_strategy.py   the Trainer's strategy: setup, a step, whole states
-fabric_strategy.py    Fabric's
-training.py           the engines of one Trainer or Fabric, a step piece by piece
+fabric_strategy.py    the strategy of Fabric
+training.py           the engines of one Trainer or Fabric, and the parts of a step
 empty_modules.py      modules that have no memory yet
-sharing.py            loaders in their order, without repeated samples
-environment.py        the rank of this process, and the devices that a script asks for
+sharing.py            loaders in their own order, without repeated samples
+environment.py        the rank of this process, and the devices that a script requests
 adoption.py           scripts with another strategy, or without one
 """
 
@@ -27,7 +27,7 @@ trees.register()
 
 
 def __getattr__(name: str) -> Any:
-    """Return the strategies, of the class tree that the script has imported."""
+    """Return a strategy for the class tree that the script has imported."""
     if name == "ShardwiseStrategy":
         return trees.trainer_strategy(trees.in_use(trees.TRAINERS))
     if name == "ShardwiseFabricStrategy":

@@ -1,4 +1,4 @@
-"""Gives our strategy to Trainers and Fabrics of scripts with another strategy, or without one."""
+"""Shardwise's strategy for the Trainers and Fabrics of scripts that name another, or none."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shardwise.lightning.trees import (
 )
 
 _REPLACED = ("auto", "ddp", "fsdp", "deepspeed", "zero", "model_parallel", "single_device")
-"""Name prefixes of the strategies that ours replaces."""
+"""Prefixes of the strategy names that Shardwise's replaces."""
 
 _CLASSES = ("DDP", "FSDP", "DeepSpeed", "ModelParallel", "SingleDevice")
-"""Name prefixes of their classes."""
+"""Prefixes of the class names of these strategies."""
 
 
 def adopt() -> None:
-    """Give our strategy to every Trainer and Fabric that this process makes."""
+    """Use Shardwise's strategy in every Trainer and Fabric that this process makes."""
     for tree in TRAINERS:
         when_imported(tree, lambda name: _replace(name, "Trainer", trainer_strategy))
     for tree in FABRICS:
@@ -34,12 +34,12 @@ def adopt() -> None:
 
 
 def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
-    """Make the constructor of `name`, a class of `tree`, use our `strategy`."""
+    """Make the constructor of `name`, a class of `tree`, use the class `strategy`."""
     kind = getattr(import_module(tree), name)
     stock = kind.__init__
 
     @wraps(stock)
-    def made(self: Any, *arguments: Any, **keywords: Any) -> None:
+    def init(self: Any, *arguments: Any, **keywords: Any) -> None:
         given = keywords.get("strategy", "auto")
         if not _is_ours(given):
             _say(name, given, keywords)
@@ -49,15 +49,15 @@ def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
             keywords["accelerator"] = sw.world().device.type.replace("cuda", "gpu")
         stock(self, *arguments, **keywords)
         if name == "Fabric" and type(self) is kind:
-            # `fabric run` launches for its scripts, which do not. A second launch does nothing.
-            # Not for a subclass of the script, whose own __init__ has not ended.
+            # `fabric run` launches for its scripts, so they do not call `launch`. A second launch
+            # does nothing. Not for a subclass, because its own __init__ has not ended.
             self.launch()
 
-    kind.__init__ = made
+    kind.__init__ = init
 
 
 def _is_ours(strategy: Any) -> bool:
-    """Return whether `strategy` is ours; raises UsageError for one that ours cannot stand for."""
+    """Return whether `strategy` is Shardwise's. Raises UsageError if it cannot be replaced."""
     if isinstance(strategy, str):
         if strategy == NAME:
             return True
@@ -69,17 +69,17 @@ def _is_ours(strategy: Any) -> bool:
         known = name.startswith(_CLASSES)
     if not known:
         raise UsageError(
-            f"--adopt lightning, and the script asks for strategy={strategy!r}, which this engine "
-            'does not stand for. Write strategy="shardwise" there.'
+            f"--adopt lightning cannot replace strategy={strategy!r}. Write "
+            'strategy="shardwise" in the script.'
         )
     return False
 
 
 def _say(name: str, given: Any, keywords: dict[str, Any]) -> None:
-    """Print once which arguments are not followed."""
+    """Print the arguments that are ignored, once."""
     shown = given if isinstance(given, str) else type(given).__name__
-    asked = [f"strategy={shown!r}" if isinstance(given, str) else f"strategy={shown}(...)"]
-    asked += [
+    words = [f"strategy={shown!r}" if isinstance(given, str) else f"strategy={shown}(...)"]
+    words += [
         f"{key}={keywords[key]!r}"
         for key in ("accelerator", "devices", "num_nodes")
         if keywords.get(key, "auto") not in ("auto", 1)
@@ -88,8 +88,8 @@ def _say(name: str, given: Any, keywords: dict[str, Any]) -> None:
     devices = str(keywords.get("devices", "auto"))
     more = int(devices) if devices.isdigit() else 1
     how = f" For {more}: shardwise run -n {more} --adopt lightning script.py." if more > 1 else ""
-    asked = asked if len(asked) > 1 or shown != "auto" else [f"{name}(...)"]
+    words = words if len(words) > 1 or shown != "auto" else [f"{name}(...)"]
     world.say_once(
-        f"{', '.join(asked)}: {name} trains by shardwise on the {world.size} worker(s) of this run."
+        f"{', '.join(words)}: {name} trains by shardwise on the {world.size} worker(s) of this run."
         + (how if world.size == 1 else "")
     )

@@ -1,4 +1,4 @@
-"""Modules without memory: built by `init_module(empty_init=True)`, or on the meta device."""
+"""Modules without memory, from `init_module(empty_init=True)` or from the meta device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shardwise.model import meta
 
 
 def give_memory(module: nn.Module) -> None:
-    """Give `module` memory, and the values that it has without `empty_init`.
+    """Give `module` memory, and the values that it would have without `empty_init`.
 
-    Parameters that were built on the meta device outside of `init_module` get the values of
-    `reset_parameters`, as FSDPStrategy gives them. Raises ModelError if a module does not set them.
+    Parameters that were built on the meta device outside of `init_module` are set by
+    `reset_parameters`, as in FSDPStrategy. Raises ModelError if a module does not set them.
     """
     fill_unrecorded([module], sw.world().print)
     for name, parameter in module.named_parameters():
@@ -24,11 +24,9 @@ def give_memory(module: nn.Module) -> None:
 
 
 def casting(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a block in which `module` may be cast and moved.
-
-    Parameters of `init_module` stay without memory. Others on the meta device get memory first,
-    because a plain cast or move of them would fail.
-    """
+    """Return a context manager inside which `module` may be cast and moved."""
+    # Parameters on the meta device that `init_module` has not made get memory first, because a
+    # plain cast or move of them would fail. Those of `init_module` stay without memory: they
+    # record casts and moves, to repeat them when they get memory.
     fill_unrecorded([module], sw.world().print)
-    # A deferred parameter must record casts and moves, to repeat them when it gets memory.
     return sw.on_meta() if any(map(meta.is_deferred, module.parameters())) else nullcontext()

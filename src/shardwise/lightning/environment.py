@@ -1,4 +1,4 @@
-"""Tells Lightning the rank of this process in the run."""
+"""The rank of this process, in Lightning's terms."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Environment:
 
     @property
     def main_port(self) -> int:
-        """An unused port: the processes are connected already."""
+        """A port that nothing uses, because the processes are already connected."""
         return int(os.environ.get("MASTER_PORT", "29500"))
 
     @staticmethod
     def detect() -> bool:
-        """Return False: only the strategy chooses this environment."""
+        """Return False, because only the strategy chooses this environment."""
         return False
 
     def world_size(self) -> int:
@@ -36,7 +36,7 @@ class Environment:
         return self._world.size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher has decided that."""
+        """Do nothing: the launcher has set the world size."""
 
     set_global_rank = set_world_size
 
@@ -45,7 +45,7 @@ class Environment:
         return self._world.rank
 
     def local_rank(self) -> int:
-        """Return the rank among the workers of this host."""
+        """Return the rank of this worker on its host."""
         return self._world.local_rank
 
     def node_rank(self) -> int:
@@ -53,26 +53,28 @@ class Environment:
         return self._world.rank // max(self._world.local_size, 1)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Accept any values: the launcher has decided."""
+        """Accept any values, because the launcher has decided."""
 
     def teardown(self) -> None:
         """Do nothing."""
 
 
 def check_devices(world: sw.World, devices: int, nodes: int, library: str) -> None:
-    """Raise UsageError if the script asks for several ranks and there is one; mention other
-    differences."""
-    asked = devices * nodes
-    if asked == 1 or asked == world.size:
+    """Compare the requested devices with the run.
+
+    Raises UsageError if the script requests several ranks and there is one. Prints a line if the
+    numbers differ otherwise.
+    """
+    requested = devices * nodes
+    if requested == 1 or requested == world.size:
         return
     wanted = f"devices={devices}" + (f", num_nodes={nodes}" if nodes > 1 else "")
     if world.size == 1:
         raise UsageError(
-            f"{library} asks for {wanted}, and this is one process: workers are started from "
-            f"outside. Write: shardwise run -n {asked} script.py (or torchrun, srun, mpirun); for "
-            "one worker, devices=1."
+            f"{library} requests {wanted}, but this is one process, and the strategy starts no "
+            f"workers. Write: shardwise run -n {requested} script.py (or torchrun, srun, mpirun). "
+            "For one worker, write devices=1."
         )
     world.say_once(
-        f"{library}({wanted}) is not followed: this run has {world.size} workers, as it was "
-        "started."
+        f"{library}({wanted}) is ignored: this run was started with {world.size} workers."
     )

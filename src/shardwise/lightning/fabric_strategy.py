@@ -15,7 +15,16 @@ from shardwise.lightning.trainer_strategy import OverEngines, refuse_precision
 
 
 class FabricStrategy(OverEngines):
-    """The strategy of `Fabric(strategy="shardwise")`."""
+    """The strategy of `Fabric(strategy="shardwise")`.
+
+    It takes the arguments of `OverEngines`.
+
+    Example:
+        ```python
+        fabric = Fabric(strategy=ShardwiseFabricStrategy(zero=3))
+        model, optimizer = fabric.setup(model, optimizer)
+        ```
+    """
 
     library = "Fabric"
     _precision: Any
@@ -23,11 +32,11 @@ class FabricStrategy(OverEngines):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._backward_sync_control = _NotLast(self)
+        self._backward_sync_control = _BackwardSyncControl(self)
 
     @property
     def precision(self) -> Any:
-        """Fabric's plugin, which casts and autocasts. The engine scales the loss."""
+        """The precision plugin of Fabric, which casts and autocasts. The engine scales the loss."""
         return self._precision if self._precision is not None else self.hooks[0]()
 
     @precision.setter
@@ -38,22 +47,22 @@ class FabricStrategy(OverEngines):
             self.training.scaler = getattr(plugin, "scaler", None)
 
     def _setup_distributed(self) -> None:
-        """Tell Fabric's printing the rank. The process group exists already."""
+        """Set the rank for Fabric's printing. The process group already exists."""
         self._set_world_ranks()  # type: ignore[attr-defined]
 
     # -- setup ------------------------------------------------------------------------------
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Build a module inside the block, on the device of this rank, with its own values.
+        """Return a context manager that builds modules on this rank's device, with memory.
 
-        `empty_init` is not used: scripts load or initialise weights before the optimizer is set
-        up, which needs memory.
+        `empty_init` is ignored.
         """
+        # Scripts load or initialise weights before they set up the optimizer: that needs memory.
         del empty_init
         return super().module_init_context(empty_init=False)  # type: ignore[misc,no-any-return]
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move `module`. Parameters on the meta device get memory and values first."""
+        """Move `module` to the device, after giving memory to parameters on the meta device."""
         give_memory(module)
         super().module_to_device(module)  # type: ignore[misc]
 
@@ -67,7 +76,7 @@ class FabricStrategy(OverEngines):
         return module, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Remember `module`, which is trained once its optimizer is set up. Collective."""
+        """Register `module`, which is trained after its optimizer is set up. Collective."""
         self.training.prepare(module, [])
         return module
 
@@ -78,12 +87,12 @@ class FabricStrategy(OverEngines):
         return optimizer
 
     def _follow(self, optimizer: optim.Optimizer) -> None:
-        """Make the optimizer's load_state_dict, which Fabric calls, load into the engine."""
+        """Redirect the optimizer's load_state_dict, which Fabric calls, to the engine."""
         load = partial(self.training.load_optimizer_state, optimizer)
         vars(optimizer)["load_state_dict"] = load
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return `dataloader`; with exact means training batches have no repeated samples."""
+        """Return `dataloader`. With exact means, its training batches have no repeated samples."""
         exact = self.training.exact
         return dataloader if exact is None else exact.watch(dataloader)
 
@@ -92,16 +101,16 @@ class FabricStrategy(OverEngines):
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward of `tensor` in every engine that it reaches.
 
-        With `exact_mean` it takes `weight`, the number of items that `tensor` is a mean over
-        (default: the samples of the batch).
+        With `exact_mean` it accepts `weight`, the number of items that `tensor` averages (default:
+        the samples of the batch).
         """
-        del module  # the loss says what it reaches
+        del module  # the graph of the loss determines the engines
         self.training.backward(tensor, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> Any:
-        """Step `optimizer`; return the result of `closure`. Collective."""
+        """Step `optimizer`, and return the result of `closure`. Collective."""
         if closure is not None and isinstance(optimizer, optim.LBFGS):
             self.training.step(optimizer, closure)
             return None
@@ -117,29 +126,37 @@ class FabricStrategy(OverEngines):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip what `optimizer` steps by its norm over all ranks. Returns the norm before it.
-        Collective."""
+        """Clip the gradients of `optimizer` by their norm over all ranks. Collective.
+
+        Returns the norm before clipping. Raises RuntimeError if `error_if_nonfinite` and the norm
+        is not finite.
+        """
         del module
         norm = self.training.clip_norm(optimizer, float(max_norm), float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
-                f"The gradient's norm is {norm.item()}: a loss has overflowed. Pass "
-                "error_if_nonfinite=False to go on."
+                f"The norm of the gradient is {norm.item()}, because a loss has overflowed. To "
+                "continue anyway, pass error_if_nonfinite=False."
             )
         return norm
 
     def clip_gradients_value(
         self, module: nn.Module, optimizer: optim.Optimizer, clip_val: float
     ) -> None:
-        """Clip every element of the gradients. Gathers whole gradients. Collective."""
+        """Clip every element of the gradients to [-clip_val, clip_val]. Collective.
+
+        It gathers the whole gradients.
+        """
         del module
         self.training.clip_value(optimizer, float(clip_val))
 
     # -- whole states -----------------------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the module's whole state_dict; only on rank 0 if parameters are sharded.
-        Collective."""
+        """Return the module's whole state_dict. Collective.
+
+        If parameters are sharded, only rank 0 gets it, and the others get an empty dict.
+        """
         return self.training.state_dict(module)
 
     def load_module_state_dict(
@@ -149,13 +166,14 @@ class FabricStrategy(OverEngines):
         self.training.load_state_dict(module, state_dict, strict=strict)
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> Any:
-        """Restore the objects of `state` from the file `path`. Returns the other entries of the
-        file. Collective.
+        """Restore the objects of `state` from the file `path`. Collective.
+
+        Returns the other entries of the file.
         """
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, **options)  # type: ignore[misc]
-        # Modules first: with 16-bit weights the optimizer's state has the fp32 masters, which
-        # loading weights afterwards would replace by rounded values.
+        # Modules first: with 16-bit weights the optimizer's state has the fp32 masters. Loading the
+        # weights after it would replace the masters by rounded values.
         ordered = dict(sorted(state.items(), key=lambda item: not isinstance(item[1], nn.Module)))
         rest = super().load_checkpoint(path, ordered, **options)  # type: ignore[misc]
         state.update(ordered)
@@ -166,7 +184,7 @@ class FabricStrategy(OverEngines):
         return self.training.optimizer_state(optimizer)
 
 
-class _NotLast:
+class _BackwardSyncControl:
     """Implements Fabric's `no_backward_sync`."""
 
     def __init__(self, strategy: FabricStrategy) -> None:
@@ -179,5 +197,5 @@ class _NotLast:
         if not enabled:
             yield
             return
-        with self._strategy.training.not_last():
+        with self._strategy.training.more_to_come():
             yield

@@ -1,15 +1,15 @@
-"""Shares loaders among the ranks: training data in its order, an evaluation without repetitions.
+"""Loaders shared among ranks: training data in its order, evaluations without repeated samples.
 
-Lightning's sampler repeats samples until every rank has the same number. With exact_mean=True a
-batch to train on drops them (bridging/exact_mean.py). An evaluation always does:
+Lightning's sampler repeats samples until every rank has the same number. With exact_mean=True,
+training batches drop them (bridging/exact_mean.py). An evaluation always drops them:
 
     5 samples, 2 ranks, batches of 2    Lightning  0 2 | 4    and  1 3 | 0
                                         here       0 2 | 4    and  1 3
     with batches of 1                   Lightning  0 | 2 | 4  and  1 | 3 | 0
                                         here       0 | 2 4    and  1 | 3
 
-Every rank makes the same number of forwards, so that collectives inside a step match. If a rank
-with one sample more would need one batch more, its last batch is longer instead.
+Every rank runs the same number of forwards, so that collectives inside a step match. If a rank has
+one sample more than others and would need another batch for it, its last batch is longer instead.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from shardwise.bridging.exact_mean import CountedBatch, CountedBatches, ItemsOf
 from shardwise.errors import UsageError
 
 
-class Marked(int):
-    """The number of workers, as Lightning passes it to its samplers. The type tells these samplers
-    from those that the script has made."""
+class LightningShare(int):
+    """The number of workers, in the samplers that Lightning makes.
+
+    The type distinguishes these samplers from the script's own.
+    """
 
 
 def share_in_order(connector: Any, workers: int) -> None:
-    """Make `connector`, which puts samplers into the loaders of a Trainer, keep their order.
+    """Make `connector`, which replaces the samplers of a Trainer's loaders, keep their order.
 
-    Lightning shuffles every loader that it shares out to train on. Here only `shuffle=True`
-    shuffles: a sampler of the script, such as a curriculum, gives the order, as in one process.
-    With one worker nothing is shared out, and loaders stay as they are.
+    Stock Lightning shuffles every training loader that it shares among workers. Here only
+    `shuffle=True` shuffles. A sampler of the script, such as a curriculum, keeps its order, as in
+    one process. With one worker, loaders are not changed.
     """
     needed, resolve = connector._requires_distributed_sampler, connector._resolve_sampler
     if "_resolve_sampler" in vars(connector):
@@ -51,7 +53,7 @@ def share_in_order(connector: Any, workers: int) -> None:
     def resolve_in_order(dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
         shuffle = shuffle and isinstance(dataloader.sampler, RandomSampler)
         with warnings.catch_warnings():
-            # Lightning warns of samples that count twice, which `count_once` prevents.
+            # Lightning warns about samples that count twice, which `count_once` prevents.
             warnings.filterwarnings("ignore", message="Using `DistributedSampler`")
             return resolve(dataloader, shuffle=shuffle, mode=mode)
 
@@ -60,25 +62,34 @@ def share_in_order(connector: Any, workers: int) -> None:
 
 
 def count_once(loader: Any) -> Any:
-    """Return `loader`, of an evaluation, without the repetitions of Lightning's sampler."""
+    """Remove the samples that Lightning's sampler repeats from `loader`, of an evaluation.
+
+    Returns `loader`.
+    """
     sampler = getattr(loader, "sampler", None)
     batches = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or not isinstance(sampler, DistributedSampler):
         return loader
     total = len(sampler.dataset)  # type: ignore[arg-type]
     fits = total % sampler.num_replicas == 0
-    if not isinstance(sampler.num_replicas, Marked) or type(batches) is not BatchSampler or fits:
+    if (
+        not isinstance(sampler.num_replicas, LightningShare)
+        or type(batches) is not BatchSampler
+        or fits
+    ):
         return loader
     if batches.drop_last or total < sampler.num_replicas:
-        return loader  # a rank without a sample would make no forward: one is repeated there
-    # DataLoader refuses to set attributes that it was made with; it has begun nothing yet.
+        return loader  # with fewer samples than ranks, some rank would have no forward to run
+    # DataLoader refuses to set this attribute. It is safe, because no iteration has begun.
     object.__setattr__(loader, "batch_sampler", EvenBatches(sampler, batches.batch_size, total))
     return loader
 
 
 class EvenBatches(BatchSampler):
-    """Batches of an evaluation: this rank's rows of `sampler` without repetitions. The last batch
-    may have one row more than `batch_size`."""
+    """Batches of an evaluation: this rank's rows of `sampler` without repeated ones.
+
+    The last batch may have one row more than `batch_size`.
+    """
 
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int, total: int) -> None:
         super().__init__(sampler, batch_size, drop_last=False)
@@ -97,7 +108,7 @@ class EvenBatches(BatchSampler):
 
 
 def own_share(sampler: DistributedSampler[Any]) -> int:
-    """Return how many of the first rows that `sampler` gives its rank are no repetitions."""
+    """Return how many of the rows that `sampler` yields are not repeated. They are the first."""
     total = len(sampler.dataset)  # type: ignore[arg-type]
     return len(range(sampler.rank, total, sampler.num_replicas))
 
@@ -106,9 +117,9 @@ def own_share(sampler: DistributedSampler[Any]) -> int:
 
 
 class LoadedBatches(CountedBatches):
-    """Drops repeated samples from training loaders, and weighs the losses of their batches.
+    """Drops repeated samples from training loaders, and weights the losses of their batches.
 
-    `is_training` returns, as a loader begins, whether its batches are for training.
+    It calls `is_training` at the start of an iteration, to decide whether it is for training.
     """
 
     def __init__(
@@ -120,13 +131,13 @@ class LoadedBatches(CountedBatches):
     def watch(self, loader: Any) -> Any:
         """Return a copy of `loader` whose batches have no repeated samples and are counted.
 
-        A stream is returned as it is, because each worker reads its own.
+        A stream is returned unchanged, because each worker reads its own.
         """
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return loader
         sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
         is_shared = isinstance(sampler, DistributedSampler) and isinstance(
-            sampler.num_replicas, Marked
+            sampler.num_replicas, LightningShare
         )
         share: TrainBatches | None = None
         if is_shared and len(sampler.dataset) % sampler.num_replicas != 0:
@@ -134,14 +145,14 @@ class LoadedBatches(CountedBatches):
             if type(batches) is not BatchSampler:
                 kind = "no batches" if batches is None else type(batches).__name__
                 raise UsageError(
-                    f"exact_mean=True, and {len(sampler.dataset)} samples are shared out to "
-                    f"{sampler.num_replicas} workers by a loader with {kind}: which ones Lightning "
-                    "repeats to fill it cannot be told. Write DataLoader(dataset, batch_size=...), "
-                    "or share the samples out yourself and set up the loader with "
+                    "exact_mean=True cannot recognize the samples that Lightning repeats to share "
+                    f"{len(sampler.dataset)} samples among {sampler.num_replicas} workers, because "
+                    f"they come from a loader with {kind}. Write DataLoader(dataset, "
+                    "batch_size=...), or share the samples yourself and set up the loader with "
                     "use_distributed_sampler=False."
                 )
             share = TrainBatches(batches, sampler, self._is_training)
-        watched: Any = copy.copy(loader)  # the script may use its own for something else
+        watched: Any = copy.copy(loader)  # the script may use the original for something else
         stock: Any = type(loader)
 
         def iterate(this: Any) -> Iterator[Any]:
@@ -149,10 +160,10 @@ class LoadedBatches(CountedBatches):
                 this, stock.__iter__(this), lambda number, batch: self._count(share, number, batch)
             )
 
-        # One base class only: the object layout stays, so Python allows the change of class.
+        # With a single base class the object layout is the same, so Python allows to change it.
         watched.__class__ = type(stock.__name__, (stock,), {"__iter__": iterate})
         if share is not None:
-            # DataLoader refuses to set attributes that it was made with; it has begun nothing yet.
+            # DataLoader refuses to set this attribute. It is safe: no iteration has begun.
             object.__setattr__(watched, "batch_sampler", share)
         return watched
 
@@ -162,38 +173,40 @@ class LoadedBatches(CountedBatches):
         self.last_rows, rows = batch, _rows_or_one(batch)
         return batch, CountedBatch(rows, False) if share is None else share.counted(number, rows)
 
-    def compute_with(self, batch: Any) -> None:
-        """Take `batch` as the one that the next loss is computed from. A Trainer may have read one
-        batch of a stream ahead."""
+    def set_current_batch(self, batch: Any) -> None:
+        """Declare that the next loss is of `batch`."""
+        # A Trainer may have read one batch ahead, so the last batch read may be the next one.
         self.last_rows = batch
         if not self.is_open:
             self.last = CountedBatch(_rows_or_one(batch), is_cut=False)
 
     def batch_of_loss(self) -> CountedBatch:
-        """Return the batch that a loss is computed from. Raises UsageError also if its rows are not
-        its samples, or it has none."""
+        """Return the batch of the current loss.
+
+        Raises UsageError as the base class does, and if its rows are not its samples.
+        """
         batch, rows = super().batch_of_loss(), next(_row_counts(self.last_rows), None)
         if self.items_of is not None:
             return batch
         if rows is None:
             raise UsageError(
-                "exact_mean=True: a batch has no tensor with rows, so how many samples its loss is "
-                "a mean over cannot be told. Say what it counts: exact_mean=lambda batch: ..."
+                "exact_mean=True cannot count the samples of a batch without a tensor that has "
+                "rows. Pass a function that counts them: exact_mean=lambda batch: ..."
             )
         if batch.samples in (0, rows):
             return batch
         raise UsageError(
-            f"exact_mean=True: a batch of {batch.samples} samples has a first tensor of {rows} "
-            "rows, so how much its loss weighs cannot be told. Let collate_fn give a row for each "
-            "sample, or say what the loss is a mean over: exact_mean=lambda batch: ..."
+            f"exact_mean=True cannot determine the weight of a loss: a batch of {batch.samples} "
+            f"samples has a first tensor of {rows} rows. Make collate_fn return one row per "
+            "sample, or pass a function that counts the items: exact_mean=lambda batch: ..."
         )
 
 
 class TrainBatches(BatchSampler):
-    """Batches to train on: this rank's rows of `sampler` without repetitions. A batch of repeated
-    samples alone stays whole, because the other ranks make a forward too.
+    """Training batches: this rank's rows of `sampler` without repeated ones.
 
-    `cuts` returns, as an iteration begins, whether repetitions are dropped.
+    A batch with only repeated samples stays whole, because the other ranks run a forward too. At
+    the start of an iteration, `cuts` returns whether to drop repeated samples.
     """
 
     def __init__(
@@ -214,7 +227,7 @@ class TrainBatches(BatchSampler):
         return min(max(self._own - number * self.batch_size, 0), self.batch_size)
 
     def counted(self, number: int, rows: int) -> CountedBatch:
-        """Return the counts of batch `number`, which has `rows`."""
+        """Return the counts of batch `number`, which has `rows` rows."""
         samples = self._samples(number)
         if self._is_cut:
             return CountedBatch(samples, is_cut=samples == 0)
@@ -222,12 +235,12 @@ class TrainBatches(BatchSampler):
 
 
 def _rows_or_one(batch: Any) -> int:
-    """Return the rows of the first tensor; 1 for a batch without rows, which is not empty."""
+    """Return the rows of the first tensor, or 1 for a batch without one, which is not empty."""
     return next(_row_counts(batch), 1)
 
 
 def _row_counts(value: Any) -> Iterator[int]:
-    """Yield the rows of each tensor in a nest."""
+    """Yield the number of rows of each tensor in a nest of containers."""
     if isinstance(value, Tensor):
         if value.ndim:
             yield len(value)

@@ -14,33 +14,38 @@ from shardwise.bridging.exact_mean import ItemsOf
 from shardwise.errors import UsageError
 from shardwise.lightning.empty_modules import casting, give_memory
 from shardwise.lightning.environment import Environment, check_devices
-from shardwise.lightning.sharing import Marked, count_once, share_in_order
+from shardwise.lightning.sharing import LightningShare, count_once, share_in_order
 from shardwise.lightning.training import StrategyTraining, plain
 
 _ELSEWHERE = ("DeepSpeed", "FSDP", "XLA", "TransformerEngine", "Bitsandbytes")
-"""Name prefixes of precision plugins that convert a model for another engine."""
+"""Prefixes of the names of precision plugins that convert a model for another engine."""
 
 _WITH_GRADIENTS = ("on_before_optimizer_step", "configure_gradient_clipping")
 """Hooks that may read or change gradients. They get whole gradients."""
 
 MODEL_PARALLEL = ("ModelParallel", "model_parallel")
-"""Name prefixes of strategies that give a module a mesh."""
+"""Prefixes of the names of strategies that give a module a mesh."""
 
 
 class OverEngines:
-    """Makes a DDPStrategy of Lightning train by engines; put before its class.
+    """Mixin before a DDPStrategy of Lightning, which makes it train by engines.
 
-    Takes a strategy's arguments, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
-    The result is the same as with DistributedDataParallel; docs/from_lightning.md lists the
+    The result is the same as with DistributedDataParallel. docs/from_lightning.md lists the
     differences.
 
-    With `exact_mean=True` every sample of a step counts once, as in one process with the whole
-    batch. A function that counts the items of a batch can replace True.
+    Args:
+        accelerator, checkpoint_io, precision_plugin: As in other strategies of Lightning.
+        exact_mean: If True, every sample of a step counts once, as in one process with the whole
+            batch. Or a function that returns the number of items in a batch. Default: False.
+        **settings: Settings of Shardwise, such as `zero=3` or `offload_optimizer="cpu"`.
+
+    Raises:
+        UsageError: For an argument that is no setting of Shardwise.
     """
 
     library = "Trainer"
     hooks: Any
-    """Lightning's Precision, LightningModule and Callback: of one class tree."""
+    """The Precision, LightningModule and Callback of the strategy's class tree."""
 
     _accelerator: Any
     _launcher: Any
@@ -70,9 +75,9 @@ class OverEngines:
 
     _precision_keyword = "precision_plugin"
     replaces = ""
-    """The name of the strategy that the script asked for, under --adopt."""
+    """The name of the strategy in the script, with --adopt."""
 
-    # -- who this process is ----------------------------------------------------------------
+    # -- rank and device --------------------------------------------------------------------
 
     @property
     def accelerator(self) -> Any:
@@ -87,7 +92,7 @@ class OverEngines:
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices that the script asks for; after the launch, the one of this rank."""
+        """The devices that the script requests; after the launch, the device of this rank."""
         return self._devices
 
     @parallel_devices.setter
@@ -101,35 +106,47 @@ class OverEngines:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        """The arguments of Lightning's samplers; None for one rank."""
+        """The arguments of Lightning's samplers, None if there is one rank."""
         world = self.training.world
         if world.size == 1:
             return None
-        return {"num_replicas": Marked(world.size), "rank": world.rank}
+        return {"num_replicas": LightningShare(world.size), "rank": world.rank}
 
     @property
     def device_mesh(self) -> Any:
-        """Raises NoDeviceMesh: the mesh of ModelParallelStrategy is not here."""
+        """Raises NoDeviceMesh, because only ModelParallelStrategy has a mesh."""
         refuse_mesh("strategy.device_mesh")
 
     def _configure_launcher(self) -> None:
-        """Launch nothing: ranks are started from outside."""
+        """Set no launcher: the ranks have been started from outside."""
         self._launcher = None
         asked = len(self._devices or ()) or 1
         check_devices(self.training.world, asked, self._num_nodes, self.library)
         self._devices = [self.root_device]
 
     def setup_distributed(self) -> None:
-        """Tell Lightning's printing and warnings the rank. The process group exists already."""
+        """Set the rank for Lightning's printing and warnings. The process group already exists."""
         self.set_world_ranks()  # type: ignore[attr-defined]
 
 
 class TrainerStrategy(OverEngines):
-    """The strategy that `Trainer(strategy="shardwise")` has."""
+    """The strategy of `Trainer(strategy="shardwise")`.
+
+    It takes the arguments of `OverEngines`.
+
+    Example:
+        ```python
+        import lightning as L
+        from shardwise.lightning import ShardwiseStrategy
+
+        trainer = L.Trainer(strategy=ShardwiseStrategy(zero=3), max_epochs=2)
+        trainer.fit(module, loader)
+        ```
+    """
 
     @property
     def precision_plugin(self) -> Any:
-        """Lightning's plugin, which casts and autocasts. The engine clips, and scales the loss."""
+        """Lightning's plugin, which casts and autocasts. The engine clips and scales the loss."""
         return self._precision_plugin if self._precision_plugin is not None else self.hooks[0]()
 
     @precision_plugin.setter
@@ -146,10 +163,10 @@ class TrainerStrategy(OverEngines):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build a model inside the block, on the device of this rank.
+        """Make models that are built inside the block be on the device of this rank.
 
-        With `empty_init` parameters that will be sharded have no memory yet. They get the same
-        values as in a plain build, because nothing may train from uninitialised memory.
+        With `empty_init`, parameters that will be sharded have no memory yet. When they get it,
+        they also get the values of a plain build, never uninitialised memory.
         """
         with super().tensor_init_context(empty_init=False):  # type: ignore[misc]
             if empty_init and self.training.shards_parameters:
@@ -159,22 +176,23 @@ class TrainerStrategy(OverEngines):
                 yield
 
     def setup_environment(self) -> None:
-        """Prepare the sharing of loaders, before the script's `setup` hooks."""
+        """Prepare the loaders' samplers, before the script's `setup` hooks."""
         super().setup_environment()  # type: ignore[misc]
         if self.replaces.startswith(MODEL_PARALLEL):
             self.lightning_module._device_mesh = RefusedMesh()
         share_in_order(self.lightning_module.trainer._data_connector, self.training.world.size)
 
     def setup(self, trainer: Any) -> None:
-        """Place the model, make the optimizers, and make engines for them. Collective."""
-        if self._failed:  # the teardown of that fit left its engines: closing them is collective
+        """Move the model to the device, and make optimizers and their engines. Collective."""
+        # After a failure `teardown` could not close the engines, which is collective.
+        if self._failed:
             self.training.close()
         self._failed = False
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == "fit"
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
-        if not fitting:  # else the engine gives memory, part by part
+        if not fitting:  # when fitting, the engine gives the model memory, part by part
             give_memory(self.model)
         with casting(self.model):
             self.model = self.precision_plugin.convert_module(self.model)
@@ -187,16 +205,18 @@ class TrainerStrategy(OverEngines):
         self.setup_precision_plugin()  # type: ignore[attr-defined]
         self.training.prepare(self.model, self.optimizers)
         if len(self.optimizers) > 1:
-            # Lightning's own take requires_grad from all other parameters, so the states would be
-            # laid out again at each change. An engine can leave a loss out instead.
+            # Lightning's own toggle clears requires_grad on all other parameters, so the states
+            # would have a new layout at each change. Instead, an engine leaves a loss out.
             engines = self.training.engines
             own = vars(self.lightning_module)
             own["toggle_optimizer"] = lambda optimizer: setattr(engines, "only", plain(optimizer))
             own["untoggle_optimizer"] = lambda optimizer: setattr(engines, "only", None)
 
     def teardown(self) -> None:
-        """Turn the model and its optimizers back into plain ones, on the CPU. Collective, unless
-        the run has failed: then nothing waits for other ranks."""
+        """Turn the model and its optimizers back into plain ones, on the CPU.
+
+        Collective, unless this rank has failed: then it does not wait for other ranks.
+        """
         if self.lightning_module is not None:
             for name in ("toggle_optimizer", "untoggle_optimizer"):
                 vars(self.lightning_module).pop(name, None)
@@ -208,7 +228,7 @@ class TrainerStrategy(OverEngines):
         super().teardown()  # type: ignore[misc]
 
     def on_exception(self, exception: BaseException) -> None:
-        """Note that this rank has failed. Others may not know yet, so `teardown` must not wait."""
+        """Record that this rank has failed, so that `teardown` does not wait for others."""
         del exception
         self._failed = True
 
@@ -217,19 +237,19 @@ class TrainerStrategy(OverEngines):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Declare that more backwards of this step follow the block."""
-        with self.training.not_last():
+        with self.training.more_to_come():
             yield
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward by the engines, between Lightning's hooks."""
         plugin, module = self.precision_plugin, self.lightning_module
         if self.training.exact is not None and module.automatic_optimization:
-            # Lightning has divided the loss; the weights divide by the items of the step.
+            # Undo Lightning's division of the loss: the weights divide by the items of the step.
             closure_loss = closure_loss * module.trainer.accumulate_grad_batches
-        # Precision's own method, because the plugin of mixed precision would scale the loss, which
-        # the engine does.
+        # Call the methods of the base class Precision: the plugin of mixed precision would scale
+        # the loss, which the engine does.
         loss: Any = self.hooks[0].pre_backward(plugin, closure_loss, module)
-        # LightningModule.backward, and what overrides it, calls this.
+        # LightningModule.backward, or a method that overrides it, calls this.
         loss.backward = lambda *a, **k: self.training.backward(loss, *a, **k)
         try:
             plugin_backward = self.hooks[0].backward
@@ -245,11 +265,11 @@ class TrainerStrategy(OverEngines):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Compute by `closure`, call the hooks, clip, and step. Collective."""
+        """Run `closure`, call the hooks, clip, and step. Collective."""
         if kwargs:
             raise UsageError(
-                f"{type(optimizer).__name__}.step({next(iter(kwargs))}=...): the engine steps "
-                "without further arguments. Leave it out."
+                f"{type(optimizer).__name__}.step({next(iter(kwargs))}=...) is not supported: the "
+                "engine steps without further arguments. Leave it out."
             )
         module = model or self.lightning_module
         if isinstance(optimizer, optim.LBFGS):
@@ -263,10 +283,11 @@ class TrainerStrategy(OverEngines):
     def _step_by_closure(
         self, optimizer: optim.Optimizer, closure: Callable[[], Any], module: Any
     ) -> Any:
-        """Return an optimizer that computes the loss as often as it wants."""
+        """Step an optimizer that computes the loss several times. Returns the first loss."""
         if module.trainer.gradient_clip_val:
             raise UsageError(
-                "gradient_clip_val with LBFGS, which computes its own gradients: leave it out."
+                "gradient_clip_val cannot be combined with LBFGS, which computes gradients several "
+                "times per step: leave it out."
             )
         results: list[Any] = []
 
@@ -280,7 +301,7 @@ class TrainerStrategy(OverEngines):
     def _gradients_for_hooks(
         self, optimizer: optim.Optimizer, module: Any
     ) -> AbstractContextManager[None]:
-        """Return a block with whole gradients, if the script has a hook that may read them."""
+        """Return a context manager with whole gradients if the script's hooks may read them."""
         _, base, callback = self.hooks
         for name in _WITH_GRADIENTS:
             if name in vars(module) or getattr(type(module), name) is not getattr(base, name):
@@ -292,21 +313,21 @@ class TrainerStrategy(OverEngines):
         return nullcontext()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own, inside its forward."""
+        """Run the module's `training_step` as its forward."""
         if self.training.exact is not None:
-            self.training.exact.compute_with(args[0] if args else next(iter(kwargs.values())))
+            self.training.exact.set_current_batch(args[0] if args else next(iter(kwargs.values())))
         return self._inside("train", "training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own, inside its forward."""
+        """Run the module's `validation_step` as its forward."""
         return self._inside("val", "validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own, inside its forward."""
+        """Run the module's `test_step` as its forward."""
         return self._inside("test", "test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own, inside its forward."""
+        """Run the module's `predict_step` as its forward."""
         return self._inside("predict", "predict_step", *args, **kwargs)
 
     def _inside(self, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -314,8 +335,8 @@ class TrainerStrategy(OverEngines):
         method = getattr(module, name)
         trained = self.training.engines.of_model(module)
         with getattr(self.precision_plugin, f"{kind}_step_context")():
-            # With manual optimization a training_step runs backward and step itself, which must not
-            # be inside a forward.
+            # With manual optimization, training_step itself calls backward and step, which must
+            # not happen inside a forward.
             by_hand = kind == "train" and not self.lightning_module.automatic_optimization
             if by_hand or trained is None or module not in trained.models:
                 return method(*args, **kwargs)
@@ -323,8 +344,8 @@ class TrainerStrategy(OverEngines):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return `tensor` reduced over all ranks. Collective."""
-        # Lightning divides by the mean number of samples per rank, which need not be a whole
-        # number. Over Gloo its own mean of integers would be truncated.
+        # Lightning divides by the mean number of samples per rank, which may be fractional. Over
+        # Gloo, Lightning's mean of integers would be truncated: so take the mean of doubles.
         stock = super().reduce  # type: ignore[misc]
         means = str(reduce_op).lower() in ("mean", "avg")
         if not means or not isinstance(tensor, Tensor) or tensor.is_floating_point():
@@ -332,7 +353,7 @@ class TrainerStrategy(OverEngines):
         return stock(tensor.double(), group, reduce_op).to(torch.get_default_dtype())
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return `dataloader` without repeated samples, in an evaluation or with exact means."""
+        """Return `dataloader`, without repeated samples if evaluating or with exact means."""
         trainer = self.lightning_module.trainer
         stage = str(getattr(trainer.state.stage, "value", ""))
         if stage == "train" and self.training.exact is not None:
@@ -342,8 +363,10 @@ class TrainerStrategy(OverEngines):
     # -- whole states -----------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's whole state_dict; only on rank 0 if parameters are sharded.
-        Collective."""
+        """Return the module's whole state_dict. Collective.
+
+        If parameters are sharded, only rank 0 gets it, and the others get an empty dict.
+        """
         return self.training.state_dict(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -357,7 +380,7 @@ class TrainerStrategy(OverEngines):
         return self.training.optimizer_state(plain(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers of `checkpoint`, from any number of ranks. Collective."""
+        """Load the optimizers of `checkpoint`, saved at any world size. Collective."""
         self.training.replace_optimizer_states(checkpoint["optimizer_states"])
 
 
@@ -377,10 +400,10 @@ def refuse_precision(plugin: Any) -> None:
 def _inside_forward(
     module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `module(*args, **kwargs)` with `method` in the place of its forward.
+    """Call `module(*args, **kwargs)` with `method` as its forward.
 
-    The engine's hooks on the model then enclose a whole `training_step`, as the wrappers of
-    Lightning's own strategies do. Inside `method`, `module(...)` is its own forward.
+    So the engine's hooks on the module run around the whole `training_step`, like the wrappers of
+    Lightning's own strategies. Inside `method`, `module(...)` calls its own forward again.
     """
     own = vars(module)
     before = {"forward": own["forward"]} if "forward" in own else {}
@@ -401,15 +424,15 @@ def _inside_forward(
 
 
 class NoDeviceMesh(UsageError, AttributeError):
-    """There is no device mesh. An AttributeError, so that `hasattr` returns False."""
+    """The strategy has no device mesh. An AttributeError, so that `hasattr` returns False."""
 
 
 def refuse_mesh(asked: str) -> NoReturn:
-    """Raise NoDeviceMesh for an attribute of the script."""
+    """Raise NoDeviceMesh for an attribute that the script reads."""
     raise NoDeviceMesh(
-        f"{asked} belongs to ModelParallelStrategy, and this run trains by shardwise, which splits "
-        "the model itself. Leave fully_shard(...) out and start with --zero 3; in place of "
-        "parallelize_module(...) write the loop with sw.Engine and start with --tensor."
+        f"{asked} belongs to ModelParallelStrategy, but this run trains by shardwise, which splits "
+        "the model itself. Leave fully_shard(...) out and start with --zero 3. Instead of "
+        "parallelize_module(...), write the loop with sw.Engine and start with --tensor."
     )
 
 

@@ -1,4 +1,4 @@
-"""The engines of one Trainer or Fabric: their run, and a step piece by piece."""
+"""The engines of one Trainer or Fabric: their run, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.bridging.exact_mean import ItemsOf, items_of_loss
 from shardwise.bridging.joining import SETTINGS, join
 from shardwise.bridging.plain_gradients import plain_backward
-from shardwise.bridging.trained_engine import TrainedEngine, in_training
+from shardwise.bridging.trained_engine import TrainedEngine, trained_engines
 from shardwise.bridging.trained_models import Make, TrainedModels, connected_parts
 from shardwise.bridging.written_files import copied_state
 from shardwise.config import OF_THE_ENGINE
@@ -27,15 +27,15 @@ from shardwise.messages.other_libraries import hint as hint_at_other_library
 
 
 class StrategyEngines(TrainedModels):
-    """Engines that a loop of plain optimizers steps and clears."""
+    """Engines for a loop that steps and clears plain optimizers."""
 
     def __init__(self, make: Make) -> None:
         super().__init__(make)
         self.only: optim.Optimizer | None = None
-        """The only optimizer that backwards are for, if the script has toggled one."""
+        """The optimizer whose engine alone runs backwards, if the script has toggled one."""
 
     def has_gradients(self, optimizer: optim.Optimizer) -> bool:
-        """Return whether a backward has reached what `optimizer` trains since its last step."""
+        """Return whether a backward has reached the engine of `optimizer` since its last step."""
         trained = self.of(optimizer)
         return trained is not None and trained.engine.has_gradients
 
@@ -46,13 +46,15 @@ class StrategyEngines(TrainedModels):
             reached = [each for each in reached if each is only]
             if not reached:
                 raise UsageError(
-                    "This loss reaches nothing that the toggled optimizer trains: toggle the "
-                    "optimizer whose loss it is, or untoggle before the backward."
+                    "This loss reaches no parameter of the toggled optimizer. Toggle the optimizer "
+                    "that this loss trains, or untoggle before the backward."
                 )
         return reached
 
     def forget_cleared(self) -> None:
         """Clear the engines whose gradients the script has cleared by a plain `zero_grad`."""
+        # The script calls the optimizer's own method, so the engine learns of it only here: then
+        # no parameter has its placeholder gradient any more.
         for each in self:
             groups = (group for o in each.optimizers for group in o.param_groups)
             trained = [p for group in groups for p in group["params"] if p.requires_grad]
@@ -60,9 +62,9 @@ class StrategyEngines(TrainedModels):
                 each.clear()
 
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Step `optimizer`. Without gradients it does nothing, as a plain optimizer. Collective.
+        """Step `optimizer`. Without gradients it does nothing, like a plain optimizer. Collective.
 
-        Raises UsageError if no engine trains with it.
+        Raises UsageError if it has no engine.
         """
         self.forget_cleared()
         trained = self.of(optimizer)
@@ -70,7 +72,7 @@ class StrategyEngines(TrainedModels):
             self._check_any()
             raise UsageError(
                 f"{type(optimizer).__name__}.step() trains nothing: its parameters belong to no "
-                "model that was set up. Make it of the parameters of the model that was."
+                "model that was set up. Make it from the parameters of the model that was."
             )
         if closure is not None or trained.engine.has_gradients or trained.waits:
             trained.step(optimizer, closure)
@@ -88,17 +90,17 @@ class StrategyEngines(TrainedModels):
 
 
 class StrategyTraining:
-    """What one Trainer or Fabric trains, and the run that it is in.
+    """The models, optimizers and engines of one Trainer or Fabric, and its run.
 
     Args:
-        settings: keywords of Shardwise
-        library: what messages call the caller
-        exact_mean: whether each sample counts once, or a function that counts a batch's items
+        settings: Settings of Shardwise by name.
+        library: The name of the caller in messages.
+        exact_mean: Whether each sample counts once, or a function that counts a batch's items.
 
     Attributes:
-        world: the run, after `join`
-        scaler: the loss scale of the precision plugin
-        exact: the batches of the loaders, if means are exact
+        world: The run, after `join`.
+        scaler: The loss scaler of the precision plugin.
+        exact: The batches of the loaders, if means are exact.
     """
 
     world: sw.World
@@ -111,7 +113,7 @@ class StrategyTraining:
             such = f", such as {near[0]}." if near else "."
             hint = hint_at_other_library(name)
             raise UsageError(
-                f"{library}'s strategy takes no {name}: it takes settings of Shardwise"
+                f"{library}'s strategy has no argument {name}: pass settings of Shardwise"
                 + (f". {hint}" if hint else such)
             )
         self._settings = dict(settings)
@@ -128,13 +130,13 @@ class StrategyTraining:
         self._optimizers: list[optim.Optimizer] = []
         self._more_to_come = 0
         self._are_whole = False
-        """Whether gradients are whole now, for the user's hooks."""
+        """Whether gradients are whole now, because the user's hooks are running."""
         self.exact: LoadedBatches | None = None
         if exact_mean:
             items_of = exact_mean if callable(exact_mean) else None
 
             def trains() -> bool:
-                # A Trainer watches only loaders to train on. Fabric does not know what one is for.
+                # A Trainer passes only its training loaders. Fabric passes all of them.
                 by_mode = torch.is_grad_enabled() and any(m.training for m in self._modules)
                 return by_mode or library != "Fabric"
 
@@ -142,21 +144,23 @@ class StrategyTraining:
             self.exact = LoadedBatches(call, items_of, trains)
 
     def join(self, accelerator: str) -> None:
-        """Join the run on the device of the library's `accelerator` class. Raises UsageError if the
-        run computes on another device."""
+        """Join the run on the device of the library's `accelerator` class.
+
+        Raises UsageError if the run computes on another device.
+        """
         wanted = {"CPUAccelerator": "cpu", "CUDAAccelerator": "cuda"}.get(accelerator)
         if wanted is None:
             raise UsageError(
-                f"{self._library} on {accelerator}: this engine trains on CPUs and CUDA GPUs. "
-                'Write accelerator="cpu" or "gpu".'
+                f"{self._library} on {accelerator} is not supported: the engine trains on CPUs and "
+                'CUDA GPUs. Write accelerator="cpu" or "gpu".'
             )
         given = {"device": "cpu"} if wanted == "cpu" else {}
         self.world = join(self._settings | given, self._library)
         if self.world.device.type != wanted:
             raise UsageError(
-                f"{self._library} takes {wanted} and this run computes on "
-                f'{self.world.device.type}: write accelerator="{self.world.device.type}", or '
-                f"start it with --device {wanted}."
+                f"{self._library} computes on {wanted}, but this run computes on "
+                f'{self.world.device.type}. Write accelerator="{self.world.device.type}", or '
+                f"start the run with --device {wanted}."
             )
 
     @property
@@ -184,10 +188,11 @@ class StrategyTraining:
 
     def make_alike(self, module: nn.Module) -> None:
         """Give all ranks rank 0's values of the parts of `module` without an engine. Collective."""
-        # A failed Trainer may still have an engine over it, whose parameters are shards.
-        models = self._models + [model for each in in_training() for model in each.models]
+        # A Trainer that failed may still have an engine for this module, whose parameters are
+        # shards: they must stay as they are.
+        models = self._models + [model for each in trained_engines() for model in each.models]
         known = {id(t) for model in models for t in _tensors(model)}
-        # Not of meta tensors: the engine sends rank 0's values when it gives them memory.
+        # Without meta tensors: the engine sends rank 0's values when it gives them memory.
         left = [t for t in _tensors(module) if id(t) not in known and not t.is_meta]
         make_alike(left, self.world.collectives)
 
@@ -200,7 +205,9 @@ class StrategyTraining:
     def replace_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load plain `states`, one for each optimizer in order. Collective."""
         self.engines.forget()
-        if self.scaler is not None:  # Lightning has loaded the loss scale: engines read it once
+        # Lightning has loaded the loss scale into the scaler, which engines read only when they are
+        # made.
+        if self.scaler is not None:
             self.engines.close()
             self.engines.form(self._models, self._optimizers)
         for optimizer, state in zip(self._optimizers, states, strict=True):
@@ -209,8 +216,9 @@ class StrategyTraining:
     # -- a step -----------------------------------------------------------------------------
 
     @contextmanager
-    def not_last(self) -> Iterator[None]:
-        """Declare that more backwards of this step follow the block, to communicate only once."""
+    def more_to_come(self) -> Iterator[None]:
+        """Declare that more backwards of this step follow the block, so that only the last one
+        communicates."""
         self._more_to_come += 1
         try:
             yield
@@ -218,10 +226,11 @@ class StrategyTraining:
             self._more_to_come -= 1
 
     def backward(self, loss: Tensor, *arguments: Any, **keywords: Any) -> None:
-        """Backward of `loss` in every engine that it reaches.
+        """Run the backward of `loss` in every engine that it reaches.
 
-        Takes `retain_graph`; where means are exact also `weight`, the number of items that the loss
-        is a mean over (default: the samples of the batch), and `same_items` as the engine's does.
+        It accepts `retain_graph`. With exact means it also accepts `weight`, the number of items
+        that the loss averages (default: the samples of the batch), and `same_items`, as in the
+        engine's backward.
         """
         retain_graph = bool(keywords.pop("retain_graph", False))
         call, setting = f"{self._library}: backward", "the strategy's exact_mean=True"
@@ -229,9 +238,8 @@ class StrategyTraining:
         if arguments or keywords:
             named = next(iter(keywords), "a gradient")
             raise UsageError(
-                f"{self._library}: backward(loss, {named}) asks for what the engine decides: "
-                "gradients go to all trained parameters that the loss reaches, and once. Leave "
-                "it out."
+                f"{self._library}: backward(loss, {named}) is not supported: gradients go to all "
+                "trained parameters that the loss reaches, exactly once. Leave it out."
             )
         if not self._optimizers:
             last = not self._more_to_come
@@ -243,8 +251,7 @@ class StrategyTraining:
 
     @contextmanager
     def full_gradients(self, optimizer: optim.Optimizer) -> Iterator[None]:
-        """Make `p.grad` the whole gradient of all that `optimizer` trains inside the block, to read
-        or write. Collective."""
+        """Make gradients of `optimizer` whole inside the block, to read or write. Collective."""
         optimizer = plain(optimizer)
         self.engines.forget_cleared()
         if not self.engines.has_gradients(optimizer):
@@ -260,8 +267,10 @@ class StrategyTraining:
     def clip_norm(
         self, optimizer: optim.Optimizer, max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Clip what `optimizer` steps by its norm over all workers. Returns the norm before it.
-        Collective."""
+        """Clip the gradients of `optimizer` by their norm over all workers. Collective.
+
+        Returns the norm before clipping.
+        """
         optimizer = plain(optimizer)
         parameters = _parameters(optimizer)
         if self._are_whole:
@@ -271,7 +280,7 @@ class StrategyTraining:
             return torch.zeros((), device=self.world.device)
         if not max_norm > 0:
             raise UsageError(
-                f"Clipping to a norm of {max_norm} would update nothing: give one above 0, or "
+                f"Clipping to a norm of {max_norm} would update nothing: pass a norm above 0, or "
                 "leave the call out."
             )
         # The 2-norm of all parameters of an engine takes one small collective.
@@ -283,7 +292,10 @@ class StrategyTraining:
         return torch.tensor(norm, device=self.world.device, dtype=dtype)
 
     def clip_value(self, optimizer: optim.Optimizer, clip_value: float) -> None:
-        """Clip every element of the gradients, which are whole for that moment. Collective."""
+        """Clip every element of the gradients to [-clip_value, clip_value]. Collective.
+
+        It gathers the whole gradients.
+        """
         if self._are_whole:
             nn.utils.clip_grad_value_(_parameters(optimizer), clip_value)
             return
@@ -291,15 +303,17 @@ class StrategyTraining:
             nn.utils.clip_grad_value_(_parameters(optimizer), clip_value)
 
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Step `optimizer`; with a `closure`, as often as it wants. Collective."""
+        """Step `optimizer`, which may call `closure` several times. Collective."""
         if self._optimizers:
             self.engines.step(optimizer, closure)
 
     # -- whole tensors ----------------------------------------------------------------------
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return a copy on the CPU of the whole state_dict of `module`. If parameters are sharded,
-        only rank 0 gets it and the others an empty one. Collective."""
+        """Return a copy on the CPU of the whole state_dict of `module`. Collective.
+
+        If parameters are sharded, only rank 0 gets it, and the others get an empty dict.
+        """
         sharded = [e for e in self.engines if e.engine.placement.is_sharded("parameters")]
         if not sharded:
             return copied_state(module.state_dict(), "cpu")
@@ -333,7 +347,7 @@ class StrategyTraining:
         """Load `state`, of a plain optimizer, into `optimizer`. Collective."""
         trained = self.engines.of(optimizer)
         if trained is None:
-            # The class's own: Fabric has put this method in the place of the optimizer's.
+            # Call the class's method: FabricStrategy has replaced the object's by this one.
             type(optimizer).load_state_dict(optimizer, dict(state))
         else:
             trained.engine.load_optimizer_state_dict(state, optimizer)
@@ -342,9 +356,9 @@ class StrategyTraining:
 def _models_of(module: nn.Module, optimizers: Sequence[optim.Optimizer]) -> list[nn.Module]:
     """Return the parts of `module` that get separate engines.
 
-    With one optimizer, or optimizers with common parameters, that is `module` itself. Otherwise it
-    is the largest modules whose parameters only one optimizer trains. Raises UsageError if two
-    optimizers train parameters of the same innermost module.
+    With one optimizer, or optimizers with common parameters, the only part is `module` itself.
+    Otherwise the parts are the largest modules whose parameters only one optimizer trains. Raises
+    UsageError if two optimizers train parameters of the same innermost module.
     """
     inside = {id(p) for p in module.parameters()}
     connected = [part.parameters for part in connected_parts([], optimizers)]
@@ -357,8 +371,10 @@ def _models_of(module: nn.Module, optimizers: Sequence[optim.Optimizer]) -> list
 def _modules(
     module: nn.Module, part: set[int], trained: Sequence[set[int]], name: str = ""
 ) -> Iterator[nn.Module]:
-    """The largest modules in `module`, called `name`, with parameters of `part` and of no other of
-    `trained`."""
+    """Yield the largest modules in `module` with parameters of `part` and of no other part.
+
+    `name` is the path of `module`, for messages.
+    """
     held = {id(p) for p in module.parameters()}
     if not held & part:
         return
@@ -370,15 +386,15 @@ def _modules(
             path = f"{name}.{key}".lstrip(".")
             raise UsageError(
                 f"{path} is in {type(module).__name__} together with parameters of another "
-                "optimizer, and each optimizer steps alone: put the parameters of each optimizer "
-                "into separate modules (self.generator, self.discriminator)."
+                "optimizer, but each optimizer steps separately. Put the parameters of each "
+                "optimizer into separate modules (self.generator, self.discriminator)."
             )
     for key, child in module.named_children():
         yield from _modules(child, part, trained, f"{name}.{key}")
 
 
 def plain(optimizer: Any) -> Any:
-    """Return the script's own optimizer from Lightning's wrapper."""
+    """Return the script's own optimizer, without Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)
 
 

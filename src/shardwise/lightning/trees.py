@@ -1,8 +1,8 @@
-"""The class trees of Lightning, and our strategies in the registry of each.
+"""The class trees of Lightning, and Shardwise's strategies in the registry of each.
 
-`lightning.pytorch` and `pytorch_lightning` are the same code twice, and neither takes classes of
-the other; so are `lightning.fabric` and `lightning_fabric`. Each takes seconds to import. So ours
-are registered in a tree when the script imports it.
+`lightning.pytorch` and `pytorch_lightning` contain the same code twice, and neither accepts classes
+of the other. The same is true of `lightning.fabric` and `lightning_fabric`. Each takes seconds to
+import, so the strategies are registered in a tree when the script imports it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _class(name: str, ours: type[Any], base: Any, hooks: tuple[Any, ...]) -> Any
 
 
 def in_use(trees: tuple[str, ...]) -> str:
-    """Return the one of `trees` that the script has imported, else the first installed one."""
+    """Return the tree among `trees` that the script has imported, else the first installed one."""
     for tree in trees:
         if tree in sys.modules:
             return tree
@@ -61,7 +61,7 @@ def in_use(trees: tuple[str, ...]) -> str:
 
 
 def register() -> None:
-    """Register strategy="shardwise" in every tree, now or when it is imported."""
+    """Register strategy="shardwise" in every tree, now or when the tree is imported."""
 
     def into(name: str, strategy: Callable[[str], Any], tree: str) -> None:
         registry = getattr(import_module(f"{tree}.strategies"), name)
@@ -78,7 +78,7 @@ def register() -> None:
 
 
 def when_imported(name: str, call: Callable[[str], None]) -> None:
-    """Call `call(name)` once the module `name` is imported, maybe now."""
+    """Call `call(name)` when the module `name` is imported, or now if it is already."""
     if name in sys.modules:
         call(name)
     else:
@@ -88,13 +88,13 @@ def when_imported(name: str, call: Callable[[str], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds modules by the other finders, and runs the calls that wait for them."""
+    """Finds modules by the other finders, and runs calls after their import."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[Callable[[str], None]]] = {}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return the spec that the other finders have, its loader enclosed by ours."""
+        """Return the spec of the other finders, with its loader wrapped in `_Calling`."""
         if name not in self.calls:
             return None
         for finder in sys.meta_path:
@@ -108,19 +108,20 @@ class _Waiting(MetaPathFinder):
 
 
 class _Calling(Loader):
-    """Loads as `loader` does, then runs the calls that wait for the module."""
+    """Loads a module with `loader`, then runs the calls that wait for it."""
 
     def __init__(self, loader: Loader, waiting: _Waiting) -> None:
         self._loader = loader
         self._waiting = waiting
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create the module as the loader does."""
+        """Create the module with the wrapped loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module as the loader does, then run the calls."""
+        """Execute the module with the wrapped loader, then run the calls."""
         assert module.__spec__ is not None
+        # Restore the real loader first, for code that uses it while the module executes.
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         for call in self._waiting.calls.pop(module.__name__, []):

@@ -1,7 +1,8 @@
-"""Maps names of DDP, FSDP, Accelerate, Fabric and DeepSpeed to what to write with Shardwise.
+"""Hints for names of DDP, FSDP, Accelerate, Fabric and DeepSpeed: what to write in Shardwise.
 
-Every place that refuses an unknown setting, flag, attribute or module name asks `hint` first: a
-name of another library is often spelled like a different setting of ours (`zero_stage`, `stages`).
+Every place that refuses an unknown setting, flag, attribute or module name calls `hint` first,
+before it suggests a similar name. Names of other libraries often resemble an unrelated setting of
+Shardwise (`zero_stage` and `stages`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ _TABLE: tuple[tuple[str, str], ...] = (
         " dist_backend setup_distributed process_group new_group",
     ),
     (
-        "Leave it out: the group is left when the process ends.",
+        "Leave it out: the process leaves the group when it ends.",
         "destroy_process_group end_training destroy cleanup",
     ),
     (
@@ -94,7 +95,7 @@ _TABLE: tuple[tuple[str, str], ...] = (
     ),
     (
         "shardwise.accelerate.Accelerator replaces accelerate.Accelerator "
-        "(docs/from_accelerate.md). A loop of your own takes world = sw.init(seed=0) "
+        "(docs/from_accelerate.md). In a loop of your own, write world = sw.init(seed=0) "
         "and sw.Engine(model, optimizer).",
         "Accelerator PartialState AcceleratorState",
     ),
@@ -105,11 +106,11 @@ _TABLE: tuple[tuple[str, str], ...] = (
         " DeepSpeedStrategy ModelParallelStrategy Trainer",
     ),
     (
-        "The model has no wrapper: use the model that you gave to sw.Engine.",
+        "The model has no wrapper: use the model that you passed to sw.Engine.",
         "module forward train eval parameters named_parameters unwrap_model unwrap",
     ),
     (
-        "Leave it out: which parameters have a gradient is found at each backward.",
+        "Leave it out: each backward detects which parameters have a gradient.",
         "find_unused_parameters static_graph gradient_as_bucket_view broadcast_buffers init_sync"
         " check_reduction sync_module_states skip_all_reduce_unused_params forward_sync_buffers"
         " param_init_fn use_orig_params limit_all_gathers forward_prefetch backward_prefetch"
@@ -126,12 +127,11 @@ _TABLE: tuple[tuple[str, str], ...] = (
         " set_z3_leaf_modules stage3_max_live_parameters",
     ),
     (
-        'Write wire="int8" with islands=N for links that are slow (docs/slow_links.md).',
+        'Write wire="int8" with islands=N for slow links (docs/slow_links.md).',
         "register_comm_hook comm_hook powerSGD_hook LocalSGD PostLocalSGDOptimizer compression",
     ),
     (
-        "Write with sw.on_meta(): around the construction of a model that is too large for one "
-        "device.",
+        "Build a model that is too large for one device inside with sw.on_meta(): ...",
         "init_empty_weights init_on_device init_module empty_init sharded_model"
         " load_checkpoint_and_dispatch dispatch_model",
     ),
@@ -289,9 +289,9 @@ _HINTS_IN_LOWER_CASE = {name.lower(): sentence for name, sentence in _HINTS.item
 
 
 def hint(name: str) -> str | None:
-    """Return what to write for `name` of another library, None if no library is known to have it.
+    """Return what to write for a name of another library, None if the name is unknown.
 
-    Flags are found as well: `--zero-stage` is `zero_stage`.
+    A flag such as `--zero-stage` has the same hint as `zero_stage`.
     """
     name = name.lstrip("-").replace("-", "_")
     return _HINTS.get(name) or _HINTS_IN_LOWER_CASE.get(name.lower())
@@ -300,11 +300,11 @@ def hint(name: str) -> str | None:
 class HintsAtAttributes:
     """A base class whose AttributeError says what to write for a name of another library."""
 
-    if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
+    if not TYPE_CHECKING:  # with this method, a type checker would accept every attribute
 
         def __getattr__(self, name: str) -> Any:
             try:
-                # Raises the usual error; of a property that failed it is the property's own.
+                # This raises the usual error, or the error inside a property that failed.
                 return object.__getattribute__(self, name)
             except AttributeError as error:
                 if error.name != name or not (sentence := hint(name)):

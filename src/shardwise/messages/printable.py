@@ -1,4 +1,4 @@
-"""Makes text for terminals: names of others safe to print, and numbers as people read them."""
+"""Text for terminals: names that are safe to print, and readable numbers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ if TYPE_CHECKING:
 
 def printable(value: object) -> str:
     """Escape the control characters of `value` as Python does, except line breaks."""
-    # Names of files, hosts and tensors can be anything, and a terminal would obey their escapes.
+    # Names of files, hosts and tensors may contain escape sequences, which a terminal would obey.
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(value))
 
 
 def as_utf8(text: str) -> bytes:
-    """Encode `text`, which may hold a file name that is not UTF-8, without ever failing.
+    """Encode `text` as UTF-8 without failing, even if it has a file name that is not UTF-8.
 
-    Python has the bytes of such a name as surrogates, which UTF-8 cannot encode. They become
+    Python represents the bytes of such a name by surrogates, which UTF-8 cannot encode. They become
     escapes, such as \\udce9.
     """
     return text.encode(errors="backslashreplace")
 
 
 def in_shell(words: Iterable[str]) -> str:
-    """`words` as they are typed in bash, on one line and safe to print: one with characters that a
-    terminal would obey is written by bytes, as $'a\\x0ab'."""
+    """Return `words` as a user types them in bash, on one line and safe to print.
+
+    A word with control characters is written with escapes, such as $'a\\x0ab'.
+    """
     return " ".join(
         shlex.quote(word) if word.isprintable() else f"$'{''.join(map(_ansi_c, word))}'"
         for word in words
@@ -37,23 +39,23 @@ def in_shell(words: Iterable[str]) -> str:
 
 
 def _ansi_c(char: str) -> str:
-    """Return a character as bash's $'...' writes it."""
+    """Return a character in the syntax of bash's $'...'."""
     if char in "'\\":
         return f"\\{char}"
     return char if char.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
 
 
 def from_here(file: str) -> str:
-    """The name of a file, from the working folder on where it lies in that."""
+    """Return the path of a file relative to the working folder if it is inside, else unchanged."""
     try:
         here = os.getcwd()
-    except FileNotFoundError:  # it has been removed meanwhile
+    except FileNotFoundError:  # the working folder has been removed
         return file
     return file.removeprefix(f"{here}{os.sep}")
 
 
 def shortened(text: str) -> str:
-    """`text` with words of more than 300 characters without their middle."""
+    """Replace the middle of each word of 300 characters or more by an ellipsis."""
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}...{word[0][-50:]}", text)
 
 
@@ -62,22 +64,22 @@ BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def in_bytes(number: int) -> str:
-    """Bytes: 1.6 GB."""
+    """Return a number of bytes with its unit, such as "1.6 GB"."""
     return _scaled(number, BYTES, " ") or f"{number} B"
 
 
 def byte_unit(largest: int) -> tuple[str, float]:
-    """The unit in which bytes up to `largest` are drawn, and how many bytes it has."""
+    """Return the unit for an axis of bytes up to `largest`, and the bytes in that unit."""
     return next((unit for unit in BYTES if largest >= unit[1]), ("B", 1.0))
 
 
 def in_short(number: int) -> str:
-    """A count: 100.9M."""
+    """Return a count in short form, such as "100.9M"."""
     return _scaled(number, (("B", 1e9), ("M", 1e6), ("k", 1e3)), "") or str(number)
 
 
 def many(count: int, name: str, ending: str = "s") -> str:
-    """A count of things: 1 unit, 2 units."""
+    """Return a count with its noun, such as "1 unit" or "2 units"."""
     return f"{count} {name}{'' if count == 1 else ending}"
 
 
@@ -89,11 +91,11 @@ def _scaled(number: int, scales: tuple[tuple[str, float], ...], gap: str) -> str
 
 
 WIDTH = 100
-"""Columns of tables if the output is not a terminal."""
+"""Width of tables in columns if the output is not a terminal."""
 
 
 def plain_console(*, stderr: bool = False, width: int = WIDTH) -> Console:
-    """Return a console that prints its text unchanged: `:fire:` and `[red]` are no markup."""
+    """Return a console that prints text unchanged: it does not interpret `:fire:` or `[red]`."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False, stderr=stderr)

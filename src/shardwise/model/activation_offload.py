@@ -1,11 +1,12 @@
-"""Offloads what autograd saves for backward, beside forward, and fetches it ahead of backward.
+"""Offload of the tensors that autograd saves, concurrent with forward, and their prefetch in
+backward.
 
-`pack` and `unpack` are for torch.autograd.graph.saved_tensors_hooks. What is moved is memory, not
-tensors: views of one storage (query, key and value) travel once. Backward goes through what was
-saved from its end, so that when a piece is asked for, those saved before it are on their way.
+`pack` and `unpack` are hooks for torch.autograd.graph.saved_tensors_hooks. They move memory, not
+tensors: views of one storage (query, key and value) are moved once. Backward needs saved tensors in
+reverse order, so when it asks for one piece, the pieces saved before it are prefetched.
 
-A piece is the value at the moment it was saved. Where the tensor is changed in place before that
-value is safe, and backward asks for it, that is an error, as it is in torch.
+A piece is the value of a tensor when it was saved. If the tensor is changed in place before that
+value has been copied, `unpack` raises an error, as torch does.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from shardwise.tiers import host_memory
 _StorageWeakRef: Any = StorageWeakRef  # torch gives it no types
 
 LEAST = 64 * 1024
-"""Bytes below which a tensor stays where it is."""
+"""Bytes. Smaller tensors stay in place."""
 
 LEAVING = 64 * 2**20
-"""Bytes on their way out, above which forward waits for the oldest."""
+"""Maximum bytes of pending copies; beyond it, forward waits for the oldest."""
 
 AHEAD = 64 * 2**20
-"""Bytes fetched ahead of need, and kept when they may be needed again. One piece may be larger."""
+"""Maximum bytes that are prefetched or kept for reuse, except that one piece may be larger."""
 
 _WASTE = 8
-"""A view's whole storage is moved when it is at most so many times the view's bytes."""
+"""A view's whole storage is moved if it is at most this many times larger than the view."""
 
 _SEARCH = 64
-"""How many numbers back the next piece to fetch is looked for."""
+"""How many pieces back to search for the next one to prefetch."""
 
 _Key = tuple[int, int, int, int]
 """Storage, version, first byte and number of bytes."""
 
 
 class Kept:
-    """A tensor that stays, with the version that it must still have in backward."""
+    """A tensor that stays in place, with the version that it must still have in backward."""
 
     __slots__ = ("tensor", "version")
 
@@ -60,21 +61,25 @@ class Kept:
 
 
 class _Piece:
-    """A range of a storage: it leaves, is away, or is back. Freed when nothing saved needs it."""
+    """A range of a storage that is being copied out, is away, or is back. It is freed once no saved
+    tensor needs it."""
 
     def __init__(self, number: int, key: _Key, source: Tensor, offload: Offload) -> None:
         self.number = number
-        # Holds the address, so that no new storage has it: keys of pieces are addresses.
+        # Keeps the address from being reused by a new storage: keys of pieces are addresses.
         self.storage = _StorageWeakRef(source.untyped_storage())
         self.version, self.first, self.nbytes = key[1:]
         self.source: Tensor | None = source
-        """Keeps the memory until the offload has settled."""
+        """Keeps the memory alive until the copy has settled."""
         self.offload = offload
         self.is_back = self.was_used = self.was_changed = False
 
     def settle(self) -> None:
-        """Let go of the source, whose value is safe elsewhere. From the thread of forward or of
-        backward only: in another one, a change in place could be under way unseen."""
+        """Release the source after its value has been copied.
+
+        Call it only from the thread of forward or backward: in another thread, a concurrent change
+        in place would go unnoticed.
+        """
         if self.source is None:
             return
         self.offload.settle()
@@ -82,8 +87,8 @@ class _Piece:
         self.source = None
 
 
-class _Moved:
-    """A saved tensor that is a view of a piece."""
+class _MovedTensor:
+    """A saved tensor that is a view into a piece."""
 
     __slots__ = ("dtype", "offset", "piece", "shape", "stride")
 
@@ -91,21 +96,21 @@ class _Moved:
         self.piece = piece
         self.dtype = tensor.dtype
         self.shape, self.stride = tensor.shape, tensor.stride()
-        # In elements, from the piece's first byte.
+        # In elements, relative to the piece's first byte.
         self.offset = tensor.storage_offset() - piece.first // tensor.element_size()
 
     def view(self, data: Tensor) -> Tensor:
-        """The tensor in the piece's memory, `data`."""
+        """Return the tensor as a view of the piece's memory, `data`."""
         start = data.storage_offset() // self.dtype.itemsize + self.offset
         empty = torch.empty(0, dtype=self.dtype, device=data.device)
         return empty.set_(data.untyped_storage(), start, self.shape, self.stride)
 
 
 class SavedTensors:
-    """Offloads what is saved for backward to `target`; `pack` and `unpack` are the pair of hooks.
+    """Offloads tensors saved for backward to `target`, with the hooks `pack` and `unpack`.
 
-    Only memory on devices of `device_type` moves, in tensors of at least LEAST bytes that do not
-    lie in the memory of the models.
+    It moves only memory on devices of `device_type`, for tensors of at least LEAST bytes outside
+    the memory of the models.
     """
 
     def __init__(self, target: OffloadTarget, device_type: str) -> None:
@@ -121,37 +126,41 @@ class SavedTensors:
         self._back: OrderedDict[int, ref[_Piece]] = OrderedDict()
 
     def begin(self, models: Iterable[nn.Module]) -> None:
-        """A forward begins: the memory of these models' parameters and buffers stays."""
+        """Start a forward: the memory of these models' parameters and buffers stays in place."""
         held = (t for model in models for t in (*model.parameters(), *model.buffers()))
+        # Collected for each forward, because the layout of parameters may change between
+        # steps.
         self._staying = {t.untyped_storage().data_ptr() for t in held if type(t) in _PLAIN}
 
     # -- forward --------------------------------------------------------------------------
 
-    def pack(self, tensor: Tensor) -> Kept | _Moved:
-        """What autograd keeps in the place of `tensor`."""
+    def pack(self, tensor: Tensor) -> Kept | _MovedTensor:
+        """Return what autograd stores in place of `tensor`."""
         if (key := self._key(tensor)) is None:
             return Kept(tensor)
         self._let_go(LEAVING)
-        # An expired storage may have given its address to a new one.
+        # If a storage has expired, a new one may have the same address.
+        # The version is part of the key: after a write in place the same memory is another piece.
         piece = self._by_key.get(key)
         if piece is None or piece.storage.expired():
             piece = self._send(key, tensor.detach())
-        return _Moved(piece, tensor)
+        return _MovedTensor(piece, tensor)
 
     def _key(self, tensor: Tensor) -> _Key | None:
-        """The memory that must move for `tensor` to move, or None when it stays."""
+        """Return the memory range to move for `tensor`, or None if it stays in place."""
+        # A subclass may keep its data elsewhere. Offload frees only memory of `device_type`.
         if type(tensor) not in _PLAIN or tensor.device.type != self._device_type:
             return None
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
-        # Parameters and buffers stay anyway: offloading them would save nothing.
+        # Parameters and buffers stay allocated anyway, so offloading them would save nothing.
         width, storage = tensor.element_size(), tensor.untyped_storage()
         nbytes = tensor.numel() * width
         if nbytes < LEAST or storage.data_ptr() in self._staying:
             return None
         span, first = int(storage.nbytes()), 0
-        # The whole storage, so that other views of it share the piece, unless this view is a small
-        # part: then only the range that it covers.
+        # Move the whole storage, so that its other views share the piece. If this view is only a
+        # small part of it, move just the range that the view covers.
         if span > _WASTE * nbytes:
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             span = (1 + sum((size - 1) * stride for size, stride in steps)) * width
@@ -172,7 +181,7 @@ class SavedTensors:
         return piece
 
     def _let_go(self, limit: int) -> None:
-        """Free the memory of what has left; wait for it while more than `limit` bytes leave."""
+        """Free the memory of finished copies; wait while more than `limit` bytes are pending."""
         while self._leaving:
             piece = self._leaving[0][0]()
             too_many = self._leaving_bytes > limit
@@ -185,27 +194,27 @@ class SavedTensors:
                 self._give_back(nbytes)
 
     def _give_back(self, nbytes: int) -> None:
-        """Count freed memory; return it to the system now and then, since doing so costs time."""
+        """Count freed memory, and occasionally return it to the system, which takes time."""
         self._freed += nbytes
         if self._device_type == "cpu" and self._freed > LEAVING:
             self._freed = 0
             host_memory.trim()
 
     def end(self) -> None:
-        """A forward has ended: free what has left by now."""
+        """End a forward: free the memory of copies that have finished."""
         self._let_go(self._leaving_bytes)
 
     # -- backward -------------------------------------------------------------------------
 
-    def unpack(self, held: Kept | _Moved) -> Tensor:
-        """The tensor that `held` stands for. Raises UsageError when it was changed in place."""
+    def unpack(self, held: Kept | _MovedTensor) -> Tensor:
+        """Return the tensor of `held`. Raises UsageError if it was changed in place."""
         if isinstance(held, Kept):
             return held.value()
-        # Backward may begin while the last pieces are still leaving: bound their memory here too.
+        # Backward may start while the last pieces are still being copied: bound their memory too.
         self._let_go(LEAVING)
         piece = held.piece
         if piece.source is not None:
-            # It has not been freed yet: the range of the memory that the user's tensor still holds.
+            # The source has not been freed yet, so use it directly.
             data = torch.empty(0, dtype=torch.uint8, device=piece.source.device)
             data.set_(piece.source.untyped_storage(), piece.first, (piece.nbytes,), (1,))
             changed = piece.source._version != piece.version
@@ -220,15 +229,15 @@ class SavedTensors:
         return held.view(data)
 
     def _fetch(self, piece: _Piece) -> None:
-        self._give_back(piece.nbytes)  # what backward has done with
+        self._give_back(piece.nbytes)  # memory that backward has released
         piece.offload.fetch()
         piece.is_back = True
         self._back[piece.number] = ref(piece)
 
     def _read_ahead(self, current: _Piece) -> None:
-        """Fetch what was saved before `current`, as far as it fits; drop what had its use."""
+        """Prefetch pieces saved before `current`, within the limit; drop pieces already used."""
         # By number, because backward unpacks in roughly the reverse order of saving. At least one
-        # piece is fetched, however large it is, so that the device never waits for a whole fetch.
+        # piece is fetched, however large, so that the device never waits for a whole fetch.
         total = self._make_room(current)
         waiting = any(not p.was_used for p in self._pieces_back())
         for number in range(current.number - 1, max(current.number - _SEARCH, 0) - 1, -1):
@@ -242,11 +251,12 @@ class SavedTensors:
             waiting = True
 
     def _make_room(self, current: _Piece) -> int:
-        """Drop the oldest pieces that were used until half of AHEAD is free; the bytes left."""
+        """Drop the oldest used pieces until half of AHEAD is free; return the remaining bytes."""
         total = sum(piece.nbytes for piece in self._pieces_back())
         for piece in self._pieces_back():
             if total <= AHEAD // 2:
                 break
+            # A dropped piece can be fetched again if another node of the graph needs it.
             if piece.was_used and piece is not current:
                 piece.offload.drop()
                 piece.is_back = piece.was_used = False
@@ -255,7 +265,7 @@ class SavedTensors:
         return total
 
     def _pieces_back(self) -> list[_Piece]:
-        """The pieces that are back or on their way, oldest first; those that died are forgotten."""
+        """Return the pieces that are back or being fetched, oldest first; forget freed ones."""
         alive = [(number, reference()) for number, reference in self._back.items()]
         for number, piece in alive:
             if piece is None:
@@ -264,11 +274,11 @@ class SavedTensors:
 
 
 _PLAIN = (Tensor, nn.Parameter)
-"""Subclasses may hold no memory of their own, or several."""
+"""Subclasses of Tensor may have no memory, or several memories."""
 
 
 def _changed(dtype: torch.dtype, shape: torch.Size) -> UsageError:
     return UsageError(
         f"A tensor of shape {tuple(shape)} ({dtype}) that backward needs was changed in place "
-        "after forward had used it. Write the change out of place, as in x = x + 1 for x += 1."
+        "after forward had used it. Write x = x + 1 instead of x += 1."
     )

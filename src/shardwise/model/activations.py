@@ -1,7 +1,8 @@
 """Activations, the fourth state: keeps, recomputes or offloads what forward saves for backward.
 
-Recomputation is per unit (units.py; a model without any is one). Moving takes what autograd saves
-inside the forward of a model; with recomputation, that is what goes into the units.
+Recomputation works per unit (units.py); a model without units is one unit. Offload takes the
+tensors that autograd saves in the forward of a model. With recomputation, these are the inputs of
+the units.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from shardwise.tiers.spool import Spool
 
 
 class Activations:
-    """Lets `models` keep, recompute or offload their activations as `settings` say, until `close`.
+    """Keeps, recomputes or offloads the activations of `models` according to `settings`.
 
-    `rank` stands in the messages of a tier.
+    Lasts until `close`. Raises TierError if the folder of `offload_activations` cannot be used.
 
-    Raises TierError where the folder of `offload_activations` cannot be used.
+    Args:
+        rank: This rank's number, for error messages of a tier.
     """
 
     def __init__(
@@ -51,14 +53,17 @@ class Activations:
             found = [units.find_units(model) or [("", model)] for model in models]
             self._forwards = [
                 RecomputedForward(unit, compiled=settings.compile)
-                for unit in dict.fromkeys(unit for several in found for _, unit in several)
+                # A unit that several models share must be wrapped only once.
+                for unit in dict.fromkeys(
+                    unit for units_of_model in found for _, unit in units_of_model
+                )
             ]
         if target is not None:
             scope = OffloadScope(models, SavedTensors(target, device.type))
             self._handles = [handle for model in models for handle in scope.attach(model)]
 
     def describe(self) -> str:
-        """What is on, in words; empty when nothing is."""
+        """Return a description of the active features; may be empty."""
         parts = []
         if count := len(self._forwards):
             parts.append(f"recomputed in {count} unit{'' if count == 1 else 's'}")
@@ -66,11 +71,11 @@ class Activations:
         if self._handles:
             parts.append(f"on {tier}")
         elif tier.kind == "cpu":
-            parts.append("on cpu, where these workers compute: nothing moves")
+            parts.append("on cpu, where these workers compute, so nothing is offloaded")
         return ", ".join(parts)
 
     def close(self) -> None:
-        """Give the models their own forward back."""
+        """Restore the models' own forwards."""
         for forward in self._forwards:
             forward.undo()
         for handle in self._handles:
@@ -78,7 +83,7 @@ class Activations:
 
 
 class OffloadScope:
-    """Hooks on models that offload what autograd saves in their forward. Copies do not."""
+    """Hooks on models that offload what autograd saves in their forward. Copies do nothing."""
 
     def __init__(self, models: Sequence[nn.Module] = (), saved: SavedTensors | None = None) -> None:
         self._models = models
@@ -86,17 +91,15 @@ class OffloadScope:
         self._open: list[saved_tensors_hooks | None] = []
 
     def attach(self, model: nn.Module) -> list[Hooked]:
-        """Be on in every forward of `model` that autograd records, until the handles are removed.
-
-        It is the first to be entered, so that hooks of a unit come on top of it.
-        """
+        """Offload in every forward of `model` that autograd records, while the handles exist."""
+        # Prepended, so that it is entered first: the hooks of a unit nest inside it.
         return [
             attach(model.register_forward_pre_hook, self.enter, prepend=True),
             attach(model.register_forward_hook, self.leave, always_call=True),
         ]
 
     def enter(self, model: nn.Module, args: Any) -> None:
-        """Before forward."""
+        """Start offloading, before a forward."""
         del model, args
         hooks = None
         if self._saved is not None and torch.is_grad_enabled():
@@ -106,11 +109,11 @@ class OffloadScope:
         self._open.append(hooks)
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        """After forward, also one that raised."""
+        """Stop offloading, after a forward, even if it raised."""
         del model, args
         if (hooks := self._open.pop()) is not None and self._saved is not None:
             hooks.__exit__()
-            if output is not None:  # else it raised: that error is the one to show
+            if output is not None:  # otherwise forward raised, and that error must stay visible
                 self._saved.end()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,7 +121,7 @@ class OffloadScope:
 
 
 def _target(tier: Tier, device: torch.device, rank: int) -> OffloadTarget | None:
-    """Where activations go; None where they stay."""
+    """Return the target of offloaded activations; None if they stay in place."""
     on_cpu = device.type == "cpu"
     if tier.kind == "nvme":
         spool = Spool(Path(tier.folder), "activations", rank=rank)

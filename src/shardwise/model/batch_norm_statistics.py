@@ -1,16 +1,17 @@
-"""Exchanges a BatchNorm's statistics between ranks, in its turn of the gather order.
+"""Exchange of a BatchNorm's statistics between ranks, in its turn of the gather order.
 
-Where ranks gather units together, one that waits for the statistics would wait for ranks that wait
-for it in a gather. So an exchange takes a turn as a unit does: a rank that skips it takes part with
-nothing. What then could go wrong in silence is refused on all ranks: a rank that comes to a
-BatchNorm after the others have been there, or in the backward of another forward.
+When ranks gather units together, a rank that waits for statistics could wait for ranks that wait
+for it in a gather. So an exchange takes a turn in the gather order, as a unit does. A rank that
+skips the BatchNorm takes part with zeros. Two mistakes would otherwise give wrong statistics
+silently, so all ranks refuse them: a rank that reaches a BatchNorm after the others have passed it,
+and a rank in the backward of another forward.
 
-    row of a rank    | what it sends, or zeros | is here | of which call | how often in this pass |
+    row of a rank    | its values, or zeros | present | number of the call | uses in this pass |
 
-On the CPU all ranks look, and refuse, at once. On an accelerator the host would wait for that in
-every exchange, so all ranks go on and refuse in the step, when the host has waited anyway: before
-parameters are updated, though running statistics have moved by then. Only a rank that skips an
-exchange has to look at once, to know whether it was of a forward.
+On the CPU all ranks check and refuse at once. On an accelerator the host would have to wait in
+every exchange, so the check happens in the step, when the host waits anyway. That is before
+parameters are updated, although running statistics have already changed. Only a rank that
+skips an exchange must look at once, to find out whether it belonged to a forward.
 """
 
 from __future__ import annotations
@@ -27,62 +28,72 @@ from shardwise.errors import ModelError, OrderError
 from shardwise.tiers.copy_stream import start_to_host, to_device
 
 FORWARD = 0
-"""The call of every forward; those of its backward differ by a number."""
+"""Call number of every forward. The calls of a forward's backward have other numbers."""
 
 
 class StatisticsRows(Protocol):
-    """Gathers a BatchNorm's statistics from all ranks."""
+    """Gathers the statistics of a BatchNorm from all ranks."""
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
-        """`row` (k,) of every rank as (ranks, k), and the number of this forward."""
+        """Return the rows of all ranks, (ranks, k), and the number of this forward.
+
+        Args:
+            row: This rank's row, (k,).
+        """
 
     def of_backward(self, row: Tensor, call: int) -> Tensor:
-        """The same for a `call` in the backward of a forward, which has the same on all ranks."""
+        """Return the rows of all ranks for a `call` in a backward; all ranks pass the same."""
 
 
 class Skippable(Protocol):
-    """A BatchNorm whose forward some ranks skip."""
+    """A BatchNorm whose forward some ranks may skip."""
 
     num_features: int
     training: bool
 
-    def follow_others(self, rows: Tensor) -> None:
-        """Take the running statistics on by `rows`, those of a forward that this rank skips."""
+    def update_from_others(self, rows: Tensor) -> None:
+        """Update the running statistics from the `rows` of a forward that this rank skips."""
 
 
-class _Use(NamedTuple):
-    """What an exchange has to be: that of `call`, of which there were `before` in this pass where
-    it is a forward; `again`: it has been before, where it may be once."""
+class _ExpectedUse(NamedTuple):
+    """The exchange that this rank expects.
+
+    Args:
+        call: Its call number.
+        before: For a forward, the number of earlier forwards in this pass.
+        again: True if a call that may happen once has happened before.
+    """
 
     call: int
     before: int
-    again: bool
+    is_repeated: bool
 
-    def is_of(self, rows: list[list[float]]) -> bool:
-        """Whether it is that, on all ranks that are here by their `rows`."""
-        if self.again or {int(call) for here, call, _ in rows if here} != {self.call}:
+    def matches(self, rows: list[list[float]]) -> bool:
+        """Return whether every rank present in `rows` is making this same call."""
+        if self.is_repeated or {int(call) for here, call, _ in rows if here} != {self.call}:
             return False
         return self.call != FORWARD or all(
             used == (self.before if here else 0) for here, _, used in rows
         )
 
 
-class _Unseen(NamedTuple):
-    """Rows that come down until `event`, and what they have to say of the BatchNorm `name`."""
+class _UncheckedExchange(NamedTuple):
+    """Flags of an exchange, copied to the host by `event`, and the expected use of BatchNorm
+    `name`."""
 
     name: str
-    use: _Use
+    use: _ExpectedUse
     rows: Tensor
     event: Any
 
     @property
-    def is_right(self) -> bool:
-        """Whether it was what it had to be, once the event has happened."""
-        return self.use.is_of(self.rows.tolist())
+    def was_expected(self) -> bool:
+        """True if the exchange was as expected. Only valid once the event has happened."""
+        return self.use.matches(self.rows.tolist())
 
 
 class StatisticsExchange:
-    """The exchanges of one BatchNorm, in turn `number` of `turns`."""
+    """Exchanges of one BatchNorm, in turn `number` of `turns`."""
 
     def __init__(
         self, turns: StatisticsExchanges, number: int, name: str, module: Skippable
@@ -91,71 +102,80 @@ class StatisticsExchange:
         self._number = number
         self.name = name
         self._module = module
+        # Width of a forward's row. The row of a backward is shorter, and padded.
         self._width = 2 * module.num_features + 1
         self._forwards = 0
         self._pass = -1
-        self._uses = self._mine = 0
+        self._uses = self._own_uses = 0
         self._done: set[int] = set()
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
-        """The rows of all ranks that run this forward, and its number."""
+        """Return the rows of all ranks that run this forward, and its number."""
         rows = self.turns.exchange(self._number, row, FORWARD)
-        self._forwards += not self.turns.are_taken
+        self._forwards += not self.turns.are_used
         return rows, self._forwards
 
     def of_backward(self, row: Tensor, call: int) -> Tensor:
-        """The rows of all ranks for a `call` in the backward of a forward."""
+        """Return the rows of all ranks for a `call` in the backward of a forward."""
         return self.turns.exchange(self._number, row, call)
 
     def meet(self, row: Tensor | None, call: int) -> Tensor:
-        """Exchange rows in the turn for it; `row` is None on a rank that skips it."""
+        """Exchange rows in this module's turn; `row` is None on a rank that skips it."""
+        # All ranks are here in the same turn, but each knows only its own call until the rows
+        # arrive.
         order = self.turns.order
+        # Counts start again with each pass (one forward and its backward) of the gather order.
         if self._pass != order.passes:
-            self._pass, self._uses, self._mine, self._done = order.passes, 0, 0, set()
-        rows = order.group.gather_rows(self._sent(row, call))
-        here, use = rows[:, -3:], None if row is None else self._used(call)
-        if here.device.type == "cpu":
-            # The host has the rows anyway: all ranks raise at once.
-            flags = here.tolist()
-            met = next((int(call) for present, call, _ in flags if present), None)
-            if met is not None and not (use or self._used(met)).is_of(flags):
+            self._pass, self._uses, self._own_uses, self._done = order.passes, 0, 0, set()
+        rows = order.group.gather_rows(self._padded_row(row, call))
+        flag_rows, use = rows[:, -3:], None if row is None else self._count_use(call)
+        if flag_rows.device.type == "cpu":
+            # The rows are on the host anyway, so check now: all ranks raise the same error.
+            flags = flag_rows.tolist()
+            common_call = next((int(call) for present, call, _ in flags if present), None)
+            if common_call is not None and not (use or self._count_use(common_call)).matches(flags):
                 self.turns.order.abandon()
-                raise _apart(self.name)
+                raise _order_error(self.name)
         elif use is not None:
-            self.turns.look_later(_Unseen(self.name, use, *start_to_host(here.contiguous())))
-            met = call
+            self.turns.check_later(
+                _UncheckedExchange(self.name, use, *start_to_host(flag_rows.contiguous()))
+            )
+            common_call = call
         else:
-            # A rank that skips: it knows the call only from the others' rows, so the host waits.
-            # An error here would be this rank's alone, so the step raises it on all ranks.
-            flags = here.tolist()
-            met = next((int(call) for present, call, _ in flags if present), None)
-            if met is not None and not self._used(met).is_of(flags):
+            # A skipping rank learns the call only from the others' rows, so the host waits. Raising
+            # here would affect this rank only, so the step raises on all ranks.
+            flags = flag_rows.tolist()
+            common_call = next((int(call) for present, call, _ in flags if present), None)
+            if common_call is not None and not self._count_use(common_call).matches(flags):
                 self.turns.refuse_later(self.name)
-                met = None
-        self._mine += row is not None and call == FORWARD
-        if row is None and met == FORWARD:
-            self._module.follow_others(rows[:, : self._width])
+                common_call = None
+        # Sent with every exchange, so that the others notice a rank that runs a forward late.
+        self._own_uses += row is not None and call == FORWARD
+        if row is None and common_call == FORWARD:
+            self._module.update_from_others(rows[:, : self._width])
         return rows[:, : self._width if row is None else row.numel()]
 
-    def _sent(self, row: Tensor | None, call: int) -> Tensor:
-        """Return this rank's row padded to the full width, with flags: present, call, uses."""
+    def _padded_row(self, row: Tensor | None, call: int) -> Tensor:
+        """Return this rank's row, padded to the full width, with flags: present, call, uses."""
         if row is None:
             device = self.turns.order.group.small_device
             sent = torch.zeros(self._width + 3, dtype=torch.float64, device=device)
-            sent[-1] = self._mine
+            # The other flags stay 0: not present, no call.
+            sent[-1] = self._own_uses
             return sent
         if row.numel() > self._width:
             raise ModelError(
-                f"{self.name} was built for {(self._width - 1) // 2} channels and got others, "
-                "which synchronised BatchNorm cannot have: build it for those that it gets."
+                f"{self.name} was built for {(self._width - 1) // 2} channels but received another "
+                "number, which synchronised BatchNorm does not support. Build it with the number "
+                "of channels of its input."
             )
         rest = row.new_zeros(self._width - row.numel())
-        here = torch.tensor([1.0, call, self._mine], dtype=row.dtype)
+        here = torch.tensor([1.0, call, self._own_uses], dtype=row.dtype)
         return torch.cat([row, rest, to_device(here, row.device)])
 
-    def _used(self, call: int) -> _Use:
-        """Count an exchange of `call`; returns what it has to be."""
-        use = _Use(call, self._uses, call in self._done)
+    def _count_use(self, call: int) -> _ExpectedUse:
+        """Count an exchange of `call`; return the expected one."""
+        use = _ExpectedUse(call, self._uses, call in self._done)
         if call == FORWARD:
             self._forwards += 1
             self._uses += 1
@@ -164,27 +184,27 @@ class StatisticsExchange:
         return use
 
 
-def _apart(name: str) -> OrderError:
+def _order_error(name: str) -> OrderError:
     return OrderError(
-        f"Workers came to {name} in different forwards, or one of them after the "
-        "others, so that its statistics over all workers would be of other rows on each. "
-        "With --sync-batch-norm each worker runs a BatchNorm as often as the others in a "
-        "forward, or not at all, and all in one order."
+        f"Workers reached {name} in different forwards, or one worker reached it after the "
+        "others, so each would use statistics of different rows. With --sync-batch-norm all "
+        "workers must run a BatchNorm equally often in a forward, or not at all, and all "
+        "BatchNorms in the same order."
     )
 
 
 class StatisticsExchanges:
-    """Gives each of some BatchNorms its turn in a gather order."""
+    """Assigns each of several BatchNorms a turn in a gather order."""
 
     def __init__(self, order: GatherOrder, modules: Mapping[str, Skippable]) -> None:
         self.order = order
         self._modules = list(modules.values())
         self._pending: tuple[Tensor, int] | None = None
         self._rows: Tensor | None = None
-        self._unseen: deque[_Unseen] = deque()
-        """What nobody has looked at yet, on an accelerator."""
+        self._unchecked: deque[_UncheckedExchange] = deque()
+        """Exchanges on an accelerator that have not been checked yet."""
         self._refused: str | None = None
-        """The BatchNorm of the first exchange that is known to be in disorder, there."""
+        """Name of the first BatchNorm whose exchange failed the check, on an accelerator."""
         self.each = [
             StatisticsExchange(self, number, name, module)
             for number, (name, module) in enumerate(modules.items())
@@ -192,14 +212,15 @@ class StatisticsExchanges:
         self._first = order.join(self, list(modules), exchanges=True)
 
     @property
-    def are_taken(self) -> bool:
-        """Whether turns are taken now: else all ranks come by themselves, in one order."""
+    def are_used(self) -> bool:
+        """True if turns are used now. Otherwise all ranks reach the exchanges in the same order."""
         return self.order.is_open
 
     def exchange(self, number: int, row: Tensor, call: int) -> Tensor:
-        """The rows of all ranks, those of ranks that skip this one zero."""
-        if not self.are_taken:
+        """Return the rows of all ranks; rows of ranks that skip this exchange are zero."""
+        if not self.are_used:
             return self._without_turns(number, row)
+        # `reach` calls `run_entry`, which takes the row from here and leaves the result in `_rows`.
         self._pending = row, call
         self.order.reach(self._first + number)
         rows, self._rows = self._rows, None
@@ -207,31 +228,38 @@ class StatisticsExchanges:
         return rows
 
     def _without_turns(self, number: int, row: Tensor) -> Tensor:
-        """The rows of all ranks, which come by themselves. On the CPU, where the host has the rows
-        anyway, raises OrderError, on all ranks alike, where one came with another BatchNorm's."""
+        """Return the rows of all ranks, which reach the exchange without turns.
+
+        On the CPU, raises OrderError on all ranks if one of them has reached another BatchNorm. On
+        an accelerator the host would have to wait for that check.
+        """
         if row.device.type != "cpu":
             return self.order.group.gather_rows(row)
+        # The number of the BatchNorm travels with the row: without turns nothing else shows a
+        # mix-up.
         rows = self.order.group.gather_rows(torch.cat([row, row.new_tensor([float(number)])]))
         if bool((rows[:, -1] != number).any()):
-            raise _apart(self.each[number].name)
+            raise _order_error(self.each[number].name)
         return rows[:, :-1]
 
-    def look_later(self, unseen: _Unseen) -> None:
-        """Keep it for `check`. Those before it that have come down go: forwards without a step
-        would else keep all of theirs."""
-        self._unseen.append(unseen)
-        while self._unseen[0].event.query():
-            self._look()
-            if not self._unseen:
+    def check_later(self, unchecked: _UncheckedExchange) -> None:
+        """Queue an exchange for `check`, and check those whose flags have arrived.
+
+        Otherwise forwards without a step would accumulate flags.
+        """
+        self._unchecked.append(unchecked)
+        while self._unchecked[0].event.query():
+            self._check_next()
+            if not self._unchecked:
                 return
 
-    def _look(self) -> None:
-        unseen = self._unseen.popleft()
-        if not unseen.is_right:
-            self.refuse_later(unseen.name)
+    def _check_next(self) -> None:
+        unchecked = self._unchecked.popleft()
+        if not unchecked.was_expected:
+            self.refuse_later(unchecked.name)
 
     def refuse_later(self, name: str) -> None:
-        """Let `check` refuse an exchange of the BatchNorm `name`."""
+        """Make `check` raise for an exchange of the BatchNorm `name`."""
         self._refused = self._refused or name
 
     def leave(self) -> None:
@@ -241,7 +269,7 @@ class StatisticsExchanges:
     # -- as a member of the order ---------------------------------------------------------
 
     def run_entry(self, number: int, *, wanted: bool) -> None:
-        """Exchange rows; what this rank has `wanted` is kept for `exchange`."""
+        """Exchange rows; if this rank has `wanted` them, keep them for `exchange`."""
         if not wanted:
             self.each[number].meet(None, FORWARD)
             return
@@ -259,18 +287,20 @@ class StatisticsExchanges:
         """No-op: exchanges open no pass."""
 
     def check(self) -> None:
-        """Look at all exchanges since the last call; raises OrderError, on all ranks alike, where
-        they were of different uses."""
-        while self._unseen:
-            if not self._unseen[0].event.query():
-                self._unseen[0].event.synchronize()
-            self._look()
+        """Check all exchanges since the last call.
+
+        Raises OrderError, on all ranks, if ranks made different calls in one of them.
+        """
+        while self._unchecked:
+            if not self._unchecked[0].event.query():
+                self._unchecked[0].event.synchronize()
+            self._check_next()
         name, self._refused = self._refused, None
         if name is not None:
-            raise _apart(name)
+            raise _order_error(name)
 
     def mode(self) -> tuple[bool, ...]:
-        """Which modules exchange anything, those in training."""
+        """Return for each module whether it exchanges statistics, which it does in training."""
         return tuple(module.training for module in self._modules)
 
     def set_aside(self) -> Callable[[], None]:
@@ -279,5 +309,5 @@ class StatisticsExchanges:
 
 
 def is_backward(call: int) -> bool:
-    """Whether `call` is the backward of a forward itself, which comes once in a pass."""
+    """Return whether `call` is the first-order backward of a forward, which happens once a pass."""
     return call > 0 and call % 4 == 0

@@ -1,18 +1,19 @@
-"""Keeps buffers, and values kept in frozen parameters, equal on all ranks.
+"""Keeps buffers, and values in frozen parameters, equal on all ranks.
 
-Buffers are not trained, but forward may change them (running statistics). At the start all ranks
-take rank 0's. After that, those that forward changes are averaged over the ranks at each step, so
-that after `step()` all ranks hold the same model. The mean is weighted by the rows that each rank's
-forwards saw, not by what its losses weighed: forward does not know the weight of a loss.
+Buffers are not trained, but a forward may change them (running statistics). At the start all ranks
+take rank 0's buffers. After that, buffers that a forward changes are averaged over the ranks at
+each step, so after `step()` all ranks hold the same model. The mean is weighted by the rows that
+each rank's forwards saw, not by loss weights, which a forward does not know.
 
-Which buffers change is learned in two ways:
+There are two ways to learn which buffers change:
 
-    version counters   in every step: torch counts writes, but not those through `.data`, `.numpy()`
-    a checksum         in the first steps, and then in one of EVERY: over all that is not averaged
-                       yet, frozen parameters included. Where ranks differ, all look for the tensor.
+    version counters   in every step. torch counts writes, except through `.data` and `.numpy()`.
+    a checksum         in the first steps, and then in one of EVERY. It covers everything that is
+                       not averaged yet, and frozen parameters. If it differs, all ranks search for
+                       the tensor.
 
-What ranks found to change rides in the step's one small collective from then on. Tensors that have
-another shape or dtype on each rank (caches) stay as they are; the persistent ones are named.
+From then on, the changing values are part of the step's one small collective. Tensors with another
+shape or dtype on each rank (caches) are left unchanged. A message names the persistent ones.
 """
 
 from __future__ import annotations
@@ -32,18 +33,21 @@ from shardwise.tiers.copy_stream import to_device
 from shardwise.world.current_batch import Batch
 
 FIRST = 4
-"""Steps whose checksum is compared from the start on: what a forward does, it mostly does from its
-first call on."""
+"""Number of first steps that all compare checksums. Most forwards change the same buffers from
+their first call on."""
 
 EVERY = 32
-"""After those, one step in so many. On a CPU core the checksum of 200 small buffers takes 2 to 4 ms
-and that of 64 MB of frozen weights 20 to 90 ms: 1/32 of it is lost in the noise of a step."""
+"""Later, one step in this many compares checksums. On a CPU core the checksum of 200 small buffers
+takes 2 to 4 ms and of 64 MB of frozen weights 20 to 90 ms; 1/32 of that is within the noise."""
 
 
 def write(into: Tensor, value: Tensor) -> None:
-    """Write `value`, of the same shape, into a tensor that may repeat its memory, as an expanded
-    buffer does, or was made in inference mode: torch's copy_ refuses those."""
+    """Write `value`, of the same shape, into a tensor that torch's copy_ may refuse.
+
+    It refuses tensors with repeated memory (an expanded buffer) or created in inference mode.
+    """
     for dim, (size, stride) in enumerate(zip(into.shape, into.stride(), strict=True)):
+        # All elements of this dim share memory, so writing one of them writes all.
         if stride == 0 and size > 1:
             into, value = into.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
     with writable(into):
@@ -51,28 +55,32 @@ def write(into: Tensor, value: Tensor) -> None:
 
 
 def writable(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A block in which `tensor` may be written in place: torch allows it only in inference mode if
-    the tensor was made there."""
-    # Not inference_mode(False), which would turn gradients on.
+    """Return a context manager that allows writes into `tensor`.
+
+    torch allows writes to a tensor created in inference mode only in that mode.
+    """
+    # Not inference_mode(False), because that would turn gradients on.
     return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often torch has seen a write into `tensor`; 0 for one made in inference mode, whose
-    writes torch does not count."""
+    """Return the number of writes into `tensor` that torch has counted.
+
+    It is 0 for a tensor created in inference mode, whose writes torch does not count.
+    """
     return 0 if tensor.is_inference() else tensor._version
 
 
 _ABSENT = (0, 0)
-"""The mark of a buffer that is None."""
+"""Mark of a buffer that is None."""
 
 _Form = tuple[tuple[int, ...], str] | None
-"""Shape and dtype of a tensor, as ranks tell each other; None if there is none."""
+"""Shape and dtype of a tensor, as exchanged between ranks; None if there is no tensor."""
 
 
 @dataclass(frozen=True)
-class _Followed:
-    """A tensor that is averaged, and the form it had when that began."""
+class _AveragedTensor:
+    """A tensor that is averaged, with the shape and dtype it had when that started."""
 
     index: int
     shape: torch.Size
@@ -80,38 +88,51 @@ class _Followed:
 
     @property
     def numel(self) -> int:
-        """How many real numbers it has."""
+        """Number of real values."""
         return self.shape.numel() * (2 if self.dtype.is_complex else 1)
 
     def fits(self, tensor: Tensor | None) -> bool:
-        """Whether `tensor` has that form."""
+        """Return whether `tensor` still has that shape and dtype."""
         return tensor is not None and tensor.shape == self.shape and tensor.dtype == self.dtype
 
 
 @dataclass
 class _Window:
-    """The rows behind the values since the last step, by stretches of backwards of equal shares.
+    """Rows behind the changes since the last step, grouped into runs of backwards with equal
+    shares.
 
-    `open` has this rank's rows and all ranks' rows (0 if not known) of each backward of the stretch
-    under way. `ended` has the earlier stretches, each with the values at its end.
+    Args:
+        open: This rank's rows and all ranks' rows (0 if unknown) of each backward of the current
+            run.
+        ended: Earlier runs, each with the values at its end.
     """
 
     open: list[tuple[int, int]] = field(default_factory=list)
     ended: list[tuple[list[tuple[int, int]], dict[int, Tensor]]] = field(default_factory=list)
 
     def shares(self) -> list[float]:
-        """This rank's share of the rows of each stretch, in rows of the window's first batch."""
+        """Return this rank's share of the rows of each run, in rows of the first batch."""
         stretches = [*(rows for rows, _ in self.ended), self.open]
-        unit = next((whole for rows in stretches for _, whole in rows), 0) or 1
+        unit = next((all_rows for rows in stretches for _, all_rows in rows), 0) or 1
         return [
-            sum(mine * unit / whole if whole else mine for mine, whole in rows) / len(rows)
+            sum(own_rows * unit / all_rows if all_rows else own_rows for own_rows, all_rows in rows)
+            / len(rows)
             for rows in stretches
             if rows
         ]
 
 
 class Buffers:
-    """Keeps the buffers of the models equal; each is known by the module and key that hold it."""
+    """Keeps the buffers of models equal; a buffer is identified by its module and key.
+
+    Args:
+        models: Models whose buffers are kept equal.
+        group: Ranks that hold the same buffers.
+        left_out: Modules that keep their buffers equal themselves.
+        alone: True if there is nothing to average with (default: if `group` has one rank).
+        compares: Returns whether ranks hold a frozen parameter whole, so that it is compared.
+        say: Prints a message for the user, once.
+    """
 
     def __init__(
         self,
@@ -123,105 +144,103 @@ class Buffers:
         compares: Callable[[nn.Parameter], bool] = lambda parameter: False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """
-        Args:
-            models: Their buffers are kept.
-            group: The ranks that hold the same.
-            left_out: Modules that keep their buffers equal themselves.
-            alone: There is nothing to average with; by default, if `group` has one rank.
-            compares: Whether ranks hold the whole of a frozen parameter, so that it is compared.
-            say: Prints a line for the user, once.
-        """
         self._group = group
         self.alone = group.size == 1 if alone is None else alone
         self._models = models
         self._compares = compares
-        self._say = say
+        self._report = say
         self._places: list[tuple[nn.Module, str]] = []
-        self._followed: list[_Followed] = []
-        self._apart: set[int] = set()
-        """Those with another form on each rank, which are no longer looked at."""
-        self._saved: list[tuple[int, Tensor]] = []
+        self._averaged: list[_AveragedTensor] = []
+        self._unequal: set[int] = set()
+        """Tensors with another form on each rank, which are ignored from then on."""
+        self._boundary_values: list[tuple[int, Tensor]] = []
         self._seen: dict[int, tuple[int, int]] = {}
-        """By index of a buffer, how it was when the last step ended. Frozen parameters are left
-        out: target networks are moved alike on all ranks, and the checksum tells if they are not.
-        """
+        """Mark of each buffer at the end of the last step. Frozen parameters are excluded: scripts
+        move target networks equally on all ranks, and the checksum detects it if they do not."""
         self._window = _Window()
         self._steps = 0
         self.rows = 0.0
-        """The rows of all ranks that the last mean was over, of a step's first batch."""
+        """Rows of all ranks in the last mean, in rows of a step's first batch."""
         self.meet(left_out)
 
     def meet(self, left_out: set[nn.Module]) -> None:
-        """Know the buffers and frozen parameters of modules that were added since the last call,
-        except `left_out`, and forget those of modules that were removed. Parameters that are
-        trained by now are forgotten too."""
+        """Update the list of tensors after changes of the models.
+
+        Adds buffers and frozen parameters of new modules, except those in `left_out`. Removes
+        tensors of removed modules, and parameters that are trained by now.
+        """
         modules = dict.fromkeys(module for model in self._models for module in model.modules())
         kept = [
             i
             for i, (module, key) in enumerate(self._places)
             if module in modules and (key in module._buffers or self._is_frozen(module, key))
         ]
+        # Indices are exchanged between ranks, so they must stay dense and equal on all ranks.
         if len(kept) < len(self._places):
             self._renumber({old: new for new, old in enumerate(kept)})
         places = set(self._places)
         tensors = (self._tensor(index) for index in range(len(self._places)))
+        # A tied buffer appears in several modules, but must be averaged once.
         known = {id(tensor) for tensor in tensors if tensor is not None}
         for module in modules:
             frozen = [key for key in module._parameters if self._is_frozen(module, key)]
             held = [] if module in left_out else list(module._buffers)
             for key in [*held, *frozen]:
-                tensor = _held(module, key)
-                # A buffer that is None has a number too: a forward may set it, on one rank alone.
+                tensor = _tensor_at(module, key)
+                # A buffer that is None is listed too: a forward may set it, even on one rank only.
                 if (module, key) not in places and (tensor is None or id(tensor) not in known):
                     if tensor is not None:
                         known.add(id(tensor))
                     self._places.append((module, key))
-                    self._greet(len(self._places) - 1)
-                    self._steps = 0  # look again from the first step on
+                    self._watch(len(self._places) - 1)
+                    self._steps = 0  # compare checksums again in the next steps
 
     def _is_frozen(self, module: nn.Module, key: str) -> bool:
-        """Whether a place holds a frozen parameter that ranks compare."""
+        """Return whether a place has a frozen parameter that ranks compare."""
         parameter = module._parameters.get(key)
         return parameter is not None and not parameter.requires_grad and self._compares(parameter)
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
-        """Keep the buffers that have a number, under that."""
+        """Keep only the buffers that have a new number, under that number."""
         self._places = [self._places[old] for old in numbers]
         self._seen = {numbers[i]: mark for i, mark in self._seen.items() if i in numbers}
-        followed = [each for each in self._followed if each.index in numbers]
-        self._followed = [replace(each, index=numbers[each.index]) for each in followed]
-        self._saved = [(numbers[old], value) for old, value in self._saved if old in numbers]
-        self._apart = {numbers[old] for old in self._apart if old in numbers}
+        followed = [averaged for averaged in self._averaged if averaged.index in numbers]
+        self._averaged = [replace(averaged, index=numbers[averaged.index]) for averaged in followed]
+        self._boundary_values = [
+            (numbers[old], value) for old, value in self._boundary_values if old in numbers
+        ]
+        self._unequal = {numbers[old] for old in self._unequal if old in numbers}
         self._window = _Window()
 
-    def _greet(self, index: int) -> None:
-        """A buffer is new: as it is now is how it was seen last."""
+    def _watch(self, index: int) -> None:
+        """Start to watch a new buffer from its present value."""
         module, key = self._places[index]
         if key in module._buffers:
             self._seen[index] = self._mark(index)
 
     def remember(self) -> None:
-        """Take the present values as those that changes are looked for against."""
+        """Make the present values the reference for the detection of changes."""
         self._seen = {index: self._mark(index) for index in self._seen}
 
     # -- which tensors change ---------------------------------------------------------------
 
     def news(self) -> list[int]:
-        """Buffers, by index, on which the ranks have yet to agree: those not followed yet, in
-        modules of which one has changed, those that were None, and those followed that have another
-        form by now.
+        """Return the indices of buffers that the ranks must still agree on.
 
-        Of the module as a whole, since torch's batch_norm writes its running statistics without
-        raising their version, as it does that of the count next to them.
+        These are buffers that are not averaged yet in a module with a change, buffers that were
+        None, and averaged ones whose shape or dtype has changed.
+
+        A change counts for its whole module, because torch's batch_norm increments the version of
+        its counter but not the versions of its running statistics.
         """
         changed = {index for index, mark in self._seen.items() if self._mark(index) != mark}
-        reshaped = [f.index for f in self._followed if not f.fits(self._tensor(f.index))]
+        # A forward may replace a buffer by one of another shape (a growing cache).
+        reshaped = [f.index for f in self._averaged if not f.fits(self._tensor(f.index))]
         if not changed:
             return reshaped
         appeared = {index for index in changed if self._seen[index] == _ABSENT}
         modules = {self._places[index][0] for index in changed - appeared}
-        known = {each.index for each in self._followed} | self._apart
+        known = {averaged.index for averaged in self._averaged} | self._unequal
         return reshaped + [
             index
             for index in self._seen
@@ -230,94 +249,97 @@ class Buffers:
         ]
 
     def checksum(self) -> float | Tensor:
-        """A number that is equal on all ranks if they hold the same in what is not followed; 0.0 in
-        steps that do not compare. On an accelerator it stays there."""
+        """Return a checksum of all tensors that are not averaged; equal if the ranks agree.
+
+        It is 0.0 in steps that do not compare. On an accelerator it stays on the device.
+        """
         if self.alone or not self._compares_now:
             return 0.0
-        return fingerprints.checksum([tensor for _, tensor in self._unfollowed()])
+        return fingerprints.checksum([tensor for _, tensor in self._not_averaged()])
 
     @property
     def _compares_now(self) -> bool:
-        """Whether this step compares checksums, which is the same on all ranks."""
+        """True if this step compares checksums; the same on all ranks."""
         return self._steps < FIRST or self._steps % EVERY == 0
 
-    def _unfollowed(self) -> list[tuple[int, Tensor]]:
-        """What is not followed, by index, and has elements in memory to compare."""
-        known = {each.index for each in self._followed} | self._apart
+    def _not_averaged(self) -> list[tuple[int, Tensor]]:
+        """Return index and tensor of everything that is not averaged and can be compared."""
+        known = {averaged.index for averaged in self._averaged} | self._unequal
         held = [(i, self._tensor(i)) for i in range(len(self._places)) if i not in known]
         return [(i, t) for i, t in held if t is not None and fingerprints.can_be_taken(t)]
 
     def agree(self, *, differ: bool) -> None:
-        """Follow the tensors of which any rank has news. If checksums `differ`, follow those too
-        whose values are not the same on all ranks. Collective.
+        """Start to average the tensors that any rank has in its `news`. Collective.
 
-        Of buffers that were None, only those are followed whose values are not the same: most are
-        caches that each rank computes alike.
+        If checksums `differ`, this includes all tensors whose values differ between ranks. A buffer
+        that was None is averaged only if its values differ: most are caches that all ranks compute
+        equally.
         """
-        # One exchange of who has news, then one of the tensors' forms. Only the steps with news
-        # pay for them, and after the first steps there are none.
+        # One exchange of news, then one of the tensors' forms. Only steps with news pay for them,
+        # and after the first steps there are usually none.
         news = self.news()
         appeared = [index for index in news if self._seen.get(index) == _ABSENT]
-        compared = appeared + [index for index, _ in self._unfollowed() if differ]
-        found = self._group.gather_objects((news, appeared, compared))
-        changed = {i for told, new, _ in found for i in told if i not in new}
-        # All that any rank compares: a forward may have set a buffer to None on one rank alone.
-        wanted = changed.union(*(indices for _, _, indices in found))
-        # In one order: each rank lists the same tensors in what follows.
-        mine: dict[int, tuple[_Form, tuple[int, int] | None]] = {}
+        compared = appeared + [index for index, _ in self._not_averaged() if differ]
+        news_by_rank = self._group.gather_objects((news, appeared, compared))
+        changed = {i for indices, new, _ in news_by_rank for i in indices if i not in new}
+        # Everything that any rank compares: a forward may have set a buffer to None on one rank.
+        wanted = changed.union(*(indices for _, _, indices in news_by_rank))
+        # Sorted, so that all ranks list the same tensors in the same order.
+        own_forms: dict[int, tuple[_Form, tuple[int, int] | None]] = {}
         for index in sorted(wanted):
             if (tensor := self._tensor(index)) is None:
-                mine[index] = None, None
+                own_forms[index] = None, None
             else:
                 form = tuple(tensor.shape), str(tensor.dtype)
-                mine[index] = form, None if index in changed else fingerprints.sums_of(tensor)
-        told = self._group.gather_objects(mine)
-        self._followed = [each for each in self._followed if each.index not in wanted]
-        for index in mine:
-            forms = [each[index][0] for each in told]
+                own_forms[index] = form, None if index in changed else fingerprints.sums_of(tensor)
+        forms_by_rank = self._group.gather_objects(own_forms)
+        # Those with news are added again below, with their new form.
+        self._averaged = [item for item in self._averaged if item.index not in wanted]
+        for index in own_forms:
+            forms = [item[index][0] for item in forms_by_rank]
             if any(form != forms[0] for form in forms):
-                self._apart.add(index)
-                self._say_apart(index, forms)
+                self._unequal.add(index)
+                self._report_unequal(index, forms)
             elif forms[0] is not None and (
-                index in changed or len({each[index][1] for each in told}) > 1
+                index in changed or len({item[index][1] for item in forms_by_rank}) > 1
             ):
-                self._follow(index, noticed=index in changed)
-        # The vector of means has one order on all ranks.
-        self._followed.sort(key=lambda followed: followed.index)
+                self._average_from_now(index, noticed=index in changed)
+        # The vector of means must have the same order on all ranks.
+        self._averaged.sort(key=lambda followed: followed.index)
 
-    def _follow(self, index: int, *, noticed: bool) -> None:
-        """Average a tensor from now on; `noticed` if torch has counted the write."""
+    def _average_from_now(self, index: int, *, noticed: bool) -> None:
+        """Average a tensor from now on; `noticed` means that torch has counted the write."""
         tensor = self._tensor(index)
         assert tensor is not None
-        self._followed.append(_Followed(index, tensor.shape, tensor.dtype))
+        self._averaged.append(_AveragedTensor(index, tensor.shape, tensor.dtype))
         if not noticed and self._steps >= FIRST:
-            self._say(
-                f"the {self._name(index)} had other values on each worker for up to {EVERY} "
-                "steps. It is averaged at each step from now on. It was changed by a write that "
-                "PyTorch does not count (.data, .numpy(), or into a frozen parameter), which is "
-                f"looked for in one step of {EVERY}. Make it a buffer and write under "
-                "torch.no_grad(), without .data: then it is averaged from the first write on."
+            self._report(
+                f"the {self._name(index)} differed between workers for up to {EVERY} steps. It is "
+                "averaged at each step from now on. It was changed by a write that PyTorch does "
+                "not count (.data, .numpy(), or into a frozen parameter), and such writes are "
+                f"detected in one step of {EVERY}. Make it a buffer and write under "
+                "torch.no_grad(), without .data: it is then averaged from the first write on."
             )
 
-    def _say_apart(self, index: int, forms: Sequence[_Form]) -> None:
-        """Name a tensor that no mean can be taken of, if a checkpoint has it."""
+    def _report_unequal(self, index: int, forms: Sequence[_Form]) -> None:
+        """Tell the user of a tensor that cannot be averaged, if checkpoints contain it."""
         module, key = self._places[index]
         if key in module._non_persistent_buffers_set:
             return
         other = next(rank for rank, form in enumerate(forms) if form != forms[0])
-        self._say(
+        self._report(
             f"the {self._name(index)} is {_in_words(forms[0])} on worker 0 and "
-            f"{_in_words(forms[other])} on worker {other}, so it is not averaged: each worker "
-            "keeps its own, and a checkpoint has worker 0's. Give it one shape on all workers; or "
-            "register a cache with persistent=False."
+            f"{_in_words(forms[other])} on worker {other}, so it is not averaged. Each worker "
+            "keeps its own value, and a checkpoint contains worker 0's. Give it the same shape on "
+            "all workers, or register a cache with persistent=False."
         )
 
     def _name(self, index: int) -> str:
         """Return the name of a tensor for messages."""
         module, key = self._places[index]
         for model in self._models:
-            for path, each in model.named_modules():
-                if each is module:
+            for path, candidate in model.named_modules():
+                if candidate is module:
                     kind = "buffer" if key in module._buffers else "frozen parameter"
                     return f"{kind} {f'{path}.' if path else ''}{key}"
         return f"tensor {key} of {type(module).__name__}"
@@ -325,52 +347,61 @@ class Buffers:
     # -- the mean ---------------------------------------------------------------------------
 
     def values(self) -> Tensor:
-        """The followed tensors as one fp64 vector."""
+        """Return the averaged tensors as one fp64 vector."""
         # fp64 holds counters of int64 up to 2**53, and a mean of fp32 rounds once.
         return self._flat({})
 
     def _flat(self, before: Mapping[int, Tensor]) -> Tensor:
-        """The same vector, with the values of `before` if it has them. A tensor with another form
-        by now has zeros: ranks agree on it before they use the vector."""
+        """Return the same vector, with values from `before` where available.
+
+        A tensor whose form has changed gives zeros: ranks agree on it before they use the vector.
+        """
         where: Any = {"dtype": torch.float64, "device": self._group.small_device}
         parts = []
-        for each in self._followed:
-            held = (before.get(each.index), self._tensor(each.index))
-            fitting = [tensor for tensor in held if tensor is not None and each.fits(tensor)]
+        for averaged in self._averaged:
+            held = (before.get(averaged.index), self._tensor(averaged.index))
+            fitting = [tensor for tensor in held if tensor is not None and averaged.fits(tensor)]
             if not fitting:
-                parts.append(torch.zeros(each.numel, **where))
+                parts.append(torch.zeros(averaged.numel, **where))
                 continue
             tensor = fitting[0].detach()
             if tensor.is_complex():
+                # A complex number counts as two real ones in the vector of means.
                 tensor = torch.view_as_real(tensor.resolve_conj())
             parts.append(tensor.reshape(-1))
-        return _joined(parts, **where) if parts else torch.zeros(0, **where)
+        return _concatenate(parts, **where) if parts else torch.zeros(0, **where)
 
     def form(self) -> list[list[Any]]:
-        """Which buffers are followed, and their forms."""
-        return [[each.index, tuple(each.shape), str(each.dtype)] for each in self._followed]
+        """Return which buffers are averaged, with their shapes and dtypes."""
+        return [
+            [averaged.index, tuple(averaged.shape), str(averaged.dtype)]
+            for averaged in self._averaged
+        ]
 
     def shares(self, *, counts: bool = True) -> list[float]:
-        """The rows of this rank that `weighted` counts. The sum over the ranks is the divisor. Only
-        one rank of a replica `counts`, since all of its ranks have the same rows."""
+        """Return the number of this rank's rows, the factor in `weighted`.
+
+        The sum over the ranks is the divisor. Only one rank of a replica `counts`, because all its
+        ranks have the same rows.
+        """
         return self._window.shares()[:1] if counts and self._window.shares() else [0.0]
 
     def weighted(self, *, counts: bool = True) -> Tensor:
-        """This rank's part of the mean, times its rows.
+        """Return this rank's part of the mean, multiplied by its rows.
 
-        The change over a stretch of backwards counts by the rows that this rank has in it:
+        The change in a run of backwards is weighted by this rank's rows in the run:
 
-            sum over stretches j of  share_j x (values at the end of j - values at its begin)
+            sum over runs j of  share_j x (values at the end of j - values at the start of j)
 
-        The values at the begin of the window are the same on all ranks, so they are left out, and
-        the shares of the first stretch divide the sum. A stand-in has a share of 0, so its data
-        count nothing. Its forward still advances counters and the power iteration of spectral_norm.
+        The values at the start of the window are equal on all ranks, so they are omitted, and the
+        shares of the first run divide the sum. A stand-in has a share of 0, so its data have no
+        effect. Its forward still advances counters and the power iteration of spectral_norm.
         """
-        if not self._followed:
+        if not self._averaged:
             return self.values()
         shares, total = self._window.shares() if counts else [], self.values()
         shares = shares or [0.0]
-        # Not 0 x values, which is NaN where those are infinite.
+        # Not 0 x values, which would be NaN for infinite values.
         total = total * shares[-1] if shares[-1] else torch.zeros_like(total)
         ends = [values for _, values in self._window.ended]
         for share, after, values in zip(shares, shares[1:], ends, strict=False):
@@ -378,25 +409,29 @@ class Buffers:
         return total
 
     def average(self, rows: Tensor, shares: Tensor) -> None:
-        """Set what is followed to the mean over the ranks, of their `weighted` rows (ranks, k) and
-        their `shares` (ranks, 1), both on the CPU."""
+        """Set the averaged tensors to the weighted mean over the ranks.
+
+        Args:
+            rows: `weighted` of each rank, (ranks, k), on the CPU.
+            shares: `shares` of each rank, (ranks, 1), on the CPU.
+        """
         self.rows = float(shares.sum())
-        if self.rows and self._followed:
+        if self.rows and self._averaged:
             self.take(rows.sum(0) / self.rows)
 
     def take(self, means: Tensor) -> None:
-        """Write `means`, a vector as `values` returns; those of an accelerator go there in one copy
-        for each dtype."""
-        held = [self._tensor(each.index) for each in self._followed]
+        """Write `means`, a vector in the form of `values`, with one copy per dtype to a device."""
+        held = [self._tensor(averaged.index) for averaged in self._averaged]
         tensors = [tensor.detach() for tensor in held if tensor is not None]
-        assert len(tensors) == len(self._followed)
-        parts = means.split_with_sizes([each.numel for each in self._followed])
-        for (device, dtype, _), places in _alike(tensors).items():
+        assert len(tensors) == len(self._averaged)
+        parts = means.split_with_sizes([averaged.numel for averaged in self._averaged])
+        # The means arrive as one fp64 vector on the CPU; one copy per dtype moves them to a device.
+        for (device, dtype, _), places in _group_by_kind(tensors).items():
             found = torch.cat([parts[place] for place in places])
             if dtype.is_complex:
                 found = torch.view_as_complex(found.view(-1, 2))
             elif not dtype.is_floating_point:
-                self._say_rounded(found, places)
+                self._report_rounding(found, places)
                 found = found.round()
             moved = to_device(found.to(dtype), device)
             targets = [tensors[place] for place in places]
@@ -406,85 +441,94 @@ class Buffers:
             with writable(targets[0]):
                 torch._foreach_copy_(targets, shaped)
 
-    def _say_rounded(self, means: Tensor, places: Sequence[int]) -> None:
-        """Name the first buffer of whole numbers whose mean is not whole. `means` belong to the
-        followed tensors at `places`."""
+    def _report_rounding(self, means: Tensor, places: Sequence[int]) -> None:
+        """Tell the user of the first integer buffer whose mean is not an integer.
+
+        Args:
+            means: Means of the averaged tensors at `places`.
+        """
         odd = ((means - means.round()).abs() > 1e-6).nonzero()
         if not odd.numel():
             return
         first = int(odd[0])
-        ends = accumulate(self._followed[place].numel for place in places)
-        index = next(self._followed[p].index for p, end in zip(places, ends) if first < end)  # noqa: B905
-        self._say(
-            f"forward changes the {self._name(index)}, of whole numbers, in another way on each "
-            "worker. It becomes the rounded mean, which one process would not have. Change it by "
-            "numbers over all workers in forward (world.sum)."
+        ends = accumulate(self._averaged[place].numel for place in places)
+        index = next(self._averaged[p].index for p, end in zip(places, ends) if first < end)  # noqa: B905
+        self._report(
+            f"forward changes the integer {self._name(index)} differently on each worker. It is "
+            "set to the rounded mean, which differs from one process. In forward, change it by "
+            "numbers over all workers (world.sum)."
         )
 
     def stepped(self) -> None:
-        """Begin the next step."""
-        # After the mean: the marks of `remember` must be those of the averaged values.
+        """Start the next step."""
+        # After the mean was written, so that `remember` marks the averaged values.
         self._window = _Window()
         self._steps += 1
         self.remember()
 
     def abandon(self) -> None:
-        """Forget the rows of an abandoned step."""
+        """Drop the rows of an abandoned step."""
         # The values stay: all ranks abandon a step together, and the next mean makes them equal.
         self._window = _Window()
 
     # -- batches ----------------------------------------------------------------------------
 
     def before_batch(self, batch: Batch) -> None:
-        """A batch is about to be handed out: if this rank's share of its rows differs from its
-        share of the batches before, copy the values that those have led to."""
+        """Start a new run if this rank's share of the rows changes with the next batch.
+
+        The values so far are copied, because they belong to the previous share.
+        """
         window = self._window
         if self.alone or not window.open or not batch.whole:
             return
-        mine, whole = window.open[-1]
-        if whole and mine * batch.whole != batch.samples * whole:
-            # Copies of the followed tensors, and of buffers that have changed since the last step:
-            # the ranks may agree to follow those.
-            wanted = {each.index for each in self._followed} | set(self.news())
+        own_rows, all_rows = window.open[-1]
+        if all_rows and own_rows * batch.whole != batch.samples * all_rows:
+            # Copy averaged tensors, and buffers that have changed since the last step: the ranks
+            # may agree to average those.
+            wanted = {averaged.index for averaged in self._averaged} | set(self.news())
             held = ((index, self._tensor(index)) for index in sorted(wanted))
             copies = {i: tensor.detach().clone() for i, tensor in held if tensor is not None}
             window.ended.append((window.open, copies))
             window.open = []
 
     def after_backward(self, batch: Batch | None, own_rows: int | None = None) -> None:
-        """Count the rows of a backward that has ended: those of its `batch`, else `own_rows`. If
-        both are unknown, all backwards count the same."""
+        """Count the rows of a finished backward, from its `batch` or else `own_rows`.
+
+        If both are unknown, all backwards count equally.
+        """
         known = (1 if own_rows is None else own_rows, 0)
         self._window.open.append(known if batch is None else (batch.samples, batch.whole))
 
-    # -- as they were at a boundary -----------------------------------------------------------
+    # -- values at a boundary -----------------------------------------------------------------
 
     def keep(self) -> None:
-        """Take the present values as those that `restore` brings back."""
-        # Of frozen parameters only those that change: they may be most of the model.
-        kept = sorted(self._seen.keys() | {each.index for each in self._followed})
+        """Copy the present values for `restore`."""
+        # Of frozen parameters copy only those that change: they may be most of the model.
+        kept = sorted(self._seen.keys() | {averaged.index for averaged in self._averaged})
         held = ((index, self._tensor(index)) for index in kept)
-        self._saved = [(i, tensor.detach().clone()) for i, tensor in held if tensor is not None]
+        self._boundary_values = [
+            (i, tensor.detach().clone()) for i, tensor in held if tensor is not None
+        ]
 
     def restore(self) -> None:
-        """Bring back the values that `keep` took."""
-        for index, value in self._saved:
+        """Restore the values that `keep` copied."""
+        for index, value in self._boundary_values:
             buffer = self._tensor(index)
-            # In place: the user's code, or a compiled graph, may hold the tensor.
+            # In place: the user's code or a compiled graph may hold the tensor.
             if buffer is not None and buffer.shape == value.shape:
                 write(buffer, value)
-        self._saved = []
+        self._boundary_values = []
 
     def _tensor(self, index: int) -> Tensor | None:
-        return _held(*self._places[index])
+        return _tensor_at(*self._places[index])
 
     def _mark(self, index: int) -> tuple[int, int]:
         tensor = self._tensor(index)
         return _ABSENT if tensor is None else (id(tensor), version_of(tensor))
 
 
-def _held(module: nn.Module, key: str) -> Tensor | None:
-    """The buffer or parameter `key` of a module."""
+def _tensor_at(module: nn.Module, key: str) -> Tensor | None:
+    """Return the buffer or parameter `key` of a module."""
     return module._buffers.get(key) if key in module._buffers else module._parameters.get(key)
 
 
@@ -492,9 +536,10 @@ def _in_words(form: _Form) -> str:
     return "missing" if form is None else f"of shape {form[0]} and {form[1]}"
 
 
-def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype, bool], list[int]]:
-    """By device, dtype and whether they were made in inference mode, the places of those that one
-    kernel can handle together."""
+def _group_by_kind(
+    tensors: Sequence[Tensor],
+) -> dict[tuple[torch.device, torch.dtype, bool], list[int]]:
+    """Group tensors that one kernel can handle: places by device, dtype and inference mode."""
     places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
     for place, tensor in enumerate(tensors):
         key = tensor.device, tensor.dtype, tensor.is_inference()
@@ -502,11 +547,11 @@ def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype, b
     return places
 
 
-def _joined(parts: Sequence[Tensor], **where: Any) -> Tensor:
+def _concatenate(parts: Sequence[Tensor], **where: Any) -> Tensor:
     """Concatenate flat `parts`, cast and moved to `where`."""
-    # By dtype and device together: one kernel each, where every part alone would be two.
+    # Grouped by dtype and device: one kernel per group instead of two per part.
     placed = list(parts)
-    for places in _alike(parts).values():
+    for places in _group_by_kind(parts).values():
         whole = torch.cat([parts[place] for place in places]).to(**where)
         lengths = [parts[place].numel() for place in places]
         for place, part in zip(places, whole.split_with_sizes(lengths), strict=True):

@@ -1,4 +1,4 @@
-"""Records forwards in the timeline: those of models, and inside them those of repeated blocks."""
+"""Forwards in the timeline: of models, and of the repeated blocks inside them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ FORWARD = "forward"
 
 
 class ForwardEvents:
-    """Hooks on `models` and their blocks (`patterns` as for `find_units`) while a timeline is
-    recorded. What is compiled is left as it is."""
+    """Hooks on `models` and their blocks (`patterns` as in `find_units`) during a recording.
+
+    Compiled models are skipped.
+    """
 
     def __init__(self, models: Sequence[nn.Module], patterns: Sequence[str] | None) -> None:
         self._models = models
         self._patterns = patterns
         self._handles: list[Hooked] = []
-        # An engine may be dropped without close(), or fail while it is made; the models stay.
+        # An engine may be dropped without close(), or fail in its constructor; the models remain.
         weakref.finalize(self, _remove, self._handles)
+        # The recorder calls `attach` when a recording starts, and `detach` when it ends.
         recorder.watch(self)
 
     def attach(self) -> None:
-        """Record forwards from now on."""
+        """Start recording forwards."""
         self.detach()
         for model in self._models:
             # Hooks would break the graph of a compiled module.
@@ -46,7 +49,7 @@ class ForwardEvents:
                 ]
 
     def close(self) -> None:
-        """Stop recording for good."""
+        """Stop recording permanently."""
         recorder.unwatch(self)
         self.detach()
 
@@ -61,19 +64,19 @@ def _remove(handles: list[Hooked]) -> None:
 
 
 class _ForwardHooks:
-    """The hooks on one module. Those of a copy record as well, until recording ends."""
+    """Hooks on one module. Those of a copy record too, until recording ends."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._open: list[int] = []  # when those under way began
+        self._open: list[int] = []  # start times of the forwards in progress
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Before forward."""
+        """Note the start time, before a forward."""
         del module, args
         self._open.append(time.monotonic_ns())
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After forward, also after one that failed."""
+        """Record the event, after a forward, even if it failed."""
         del module, args, output
         recording = recorder.active
         began = self._open.pop() if self._open else None  # None: attached inside this forward

@@ -1,7 +1,7 @@
-"""Keeps the loss scale that fp16 needs: halved when a gradient overflows, doubled after a while.
+"""The loss scale of fp16: halved when a gradient overflows, doubled after a number of good steps.
 
-Whether a gradient has overflowed all ranks know from the exchange of a step (engine/exchange.py);
-engine/step.py skips the step then, on all ranks alike.
+All ranks learn of an overflow from the step's exchange (engine/exchange.py). engine/step.py then
+skips the step on all ranks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 
 
 class LossScale:
-    """A dynamic loss scale (Micikevicius et al., 2018), ours or a GradScaler's.
+    """A dynamic loss scale (Micikevicius et al., "Mixed precision training", 2018).
 
-    Halves when a gradient overflows and doubles after `interval` steps without. A GradScaler
-    that is handed over gives its scale and constants and is kept up to date.
+    It is halved when a gradient overflows and doubled after `interval` steps without overflow. A
+    GradScaler, if passed, provides scale and constants, and is kept up to date.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, *, active: bool) -> None:
@@ -31,10 +31,14 @@ class LossScale:
             self.value = self._scaler.get_scale()
 
     def update(self, *, overflow: bool, scale: float | None = None) -> None:
-        """Move the scale after a step; `overflow` is alike on all ranks. `scale` is that of the
-        step's gradients where they are older: one that was too high is halved once."""
+        """Adjust the scale after a step.
+
+        Args:
+            overflow: Whether a gradient overflowed; the same on all ranks.
+            scale: Scale of the step's gradients, if they are older than this step.
+        """
         # Gradients that are used some steps late may overflow several times at a scale that has
-        # been halved since: one cause, one halving.
+        # been halved since. One cause must halve it once.
         if not self.active or (overflow and scale is not None and scale > self.value):
             return
         if overflow:
@@ -45,21 +49,21 @@ class LossScale:
             if self._good_steps == self._interval:
                 self.value *= self._growth
                 self._good_steps = 0
-        self._tell_scaler()
+        self._update_scaler()
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint holds of it."""
+        """Return the state for a checkpoint."""
         return {"scale": self.value, "good_steps": self._good_steps}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from `state`; nothing to do where this run needs no scale."""
+        """Restore `state`, if this run uses a loss scale."""
         if not self.active:
             return
         self.value, self._good_steps = float(state["scale"]), int(state["good_steps"])
-        self._tell_scaler()
+        self._update_scaler()
 
-    def _tell_scaler(self) -> None:
+    def _update_scaler(self) -> None:
         if self._scaler is not None:
-            # A GradScaler makes its scale tensor at the first use.
+            # A GradScaler creates its scale tensor on first use.
             self._scaler.scale(torch.ones((), device=self._scaler._device))
             self._scaler.update(self.value)

@@ -1,8 +1,8 @@
-"""Attaches hooks and replaces forwards on a user's modules, so that copies and pickles are plain.
+"""Our hooks and replaced forwards on a user's modules, hidden from copies and pickles.
 
-All of it is the engine's. Copies and pickles of a module are the plain one, without any object of
-ours, so that a file which torch.save has written is read where Shardwise is not installed. What a
-copy in this process needs to compute alike, a precision, deepcopy keeps.
+Copies and pickles of a module are plain, without any object of ours, so a file of torch.save loads
+without Shardwise. The exception is a precision: deepcopy keeps it, so that a copy in this process
+computes the same.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch.utils.hooks import RemovableHandle
 
 
 class _PlainState:
-    """The `__getstate__` of one module while there is something of ours on it; pickle and deepcopy
-    call it.
+    """The `__getstate__` of a module that has our hooks or attributes; pickle and deepcopy call it.
 
-    `hooks` are the ids of ours; `ours` has by attribute what we have put there, and a list of what
-    was there before, empty for nothing.
+    Attributes:
+        hooks: Ids of our hooks.
+        ours: Attributes that we have set: our value, and a list with the previous value, if any.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.hooks: set[int] = set()
         self.kept: set[int] = set()
-        """Those that deepcopy keeps."""
+        """Ids of the hooks that deepcopy keeps."""
         self._copies = False
         self.ours: dict[str, tuple[Any, list[Any]]] = {}
 
@@ -36,12 +36,14 @@ class _PlainState:
         return self._plain(state) if isinstance(state, dict) else state
 
     def _plain(self, state: dict[str, Any]) -> dict[str, Any]:
-        ours = self.hooks - self.kept if self._copies else self.hooks
+        hidden_hooks = self.hooks - self.kept if self._copies else self.hooks
         plain = dict(state)
         for name, value in state.items():
             if isinstance(value, dict) and name.endswith(_HOOK_DICTS):
-                plain[name] = type(value)((k, hook) for k, hook in value.items() if k not in ours)
-        # Without this object too: a file of torch.save must load without Shardwise.
+                plain[name] = type(value)(
+                    (k, hook) for k, hook in value.items() if k not in hidden_hooks
+                )
+        # Remove this object too: a file of torch.save must load without Shardwise.
         if isinstance(plain.get(_NAME), _PlainState):
             del plain[_NAME]
             plain.pop(_DEEPCOPY, None)
@@ -52,16 +54,17 @@ class _PlainState:
         return plain
 
     def deepcopy(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module that has the hooks which are `kept`."""
+        """Return a copy of the module that has the `kept` hooks."""
         self._copies = True
         try:
+            # As copy.deepcopy does by default. Calling it here would end up in this method again.
             reduced: Any = self._module.__reduce_ex__(4)
         finally:
             self._copies = False
         return copy._reconstruct(self._module, memo, *reduced)  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For a class that copies its `__dict__` itself: any method that every object has will do.
+        # Only for a class that copies its own `__dict__`: any method that every object has will do.
         return getattr, (self._module, "__dir__")
 
 
@@ -71,20 +74,20 @@ _HOOK_DICTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 class Hooked:
-    """A hook of ours on a module, until `remove`."""
+    """One of our hooks on a module, until `remove`."""
 
     def __init__(self, module: nn.Module, handle: RemovableHandle, *, kept: bool) -> None:
         self._module = module
         self._handle = handle
         state = _state_of(module)
         state.hooks.add(handle.id)
-        # A class with a deepcopy of its own is left alone.
+        # A class that defines __deepcopy__ is left alone.
         if kept and not hasattr(type(module), _DEEPCOPY):
             state.kept.add(handle.id)
             vars(module)[_DEEPCOPY] = state.deepcopy
 
     def remove(self) -> None:
-        """Take it off."""
+        """Remove the hook."""
         self._handle.remove()
         state = _state_of(self._module)
         state.hooks.discard(self._handle.id)
@@ -99,36 +102,43 @@ def attach(
     kept: bool = False,
     **how: Any,
 ) -> Hooked:
-    """Call `register`, a module's method such as `module.register_forward_hook`, with a hook of
-    ours and the options `how`; with `kept` deepcopies have it too."""
+    """Attach one of our hooks.
+
+    Args:
+        register: A bound method of the module, such as `module.register_forward_hook`.
+        hook: The hook.
+        kept: Whether deepcopies of the module keep the hook.
+        how: Further arguments of `register`.
+    """
     module: nn.Module = register.__self__  # type: ignore[attr-defined]
     return Hooked(module, register(hook, **how), kept=kept)
 
 
 def replace(module: nn.Module, name: str, value: Any) -> None:
-    """Let attribute `name` of `module` be `value`, of ours."""
+    """Set attribute `name` of `module` to `value`, until `give_back`."""
     before = [vars(module)[name]] if name in vars(module) else []
     setattr(module, name, value)
     _state_of(module).ours[name] = (value, before)
 
 
 def give_back(module: nn.Module, name: str, value: Any) -> None:
-    """Undo `replace` by `value`; what user code has put there since stays."""
+    """Undo `replace` by `value`."""
     state = _state_of(module)
-    ours = state.ours.get(name, (None, []))
-    if ours[0] is value:
+    replacement = state.ours.get(name, (None, []))
+    if replacement[0] is value:
         del state.ours[name]
-        # The user may have put something else there since; that stays.
+        # The user may have replaced our value since; then theirs stays.
         if vars(module).get(name) is value:
             delattr(module, name)
-            for each in ours[1]:
-                setattr(module, name, each)
+            for previous in replacement[1]:
+                setattr(module, name, previous)
     _tidy(module, state)
 
 
 def _state_of(module: nn.Module) -> _PlainState:
     found = vars(module).get(_NAME)
     if not isinstance(found, _PlainState):
+        # On the instance, where copy and pickle find it before the method of the class.
         found = vars(module)[_NAME] = _PlainState(module)
     return found
 

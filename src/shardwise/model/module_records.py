@@ -1,5 +1,5 @@
-"""What `shardwise verify` records of the user's modules: what they are fed, in which order they
-run, and the tensors that they have beside parameters."""
+"""Records of the user's modules for `shardwise verify`: their inputs, their order, and their
+tensors that are not parameters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from shardwise.world.tensor_log import FeedTotals, Part
 BUFFER, ATTRIBUTE = "buffer", "attribute"
 
 Named = Sequence[tuple[str, nn.Module]]
-"""Models, and what stands before the names of their parts."""
+"""Models, each with the prefix of its modules' names."""
 
 
 def joined(*parts: str) -> str:
-    """A name from its parts, the empty ones left out, as the plain model has it."""
+    """Join the non-empty parts of a name, as in the plain model."""
     return ".".join(part for part in parts if part).replace("_orig_mod.", "")
 
 
 class ForwardInputs:
-    """Follows the forwards of `models`: what they are fed to train on, which samples of the dataset
-    those are by `current` (the batch given last), and in which order modules run."""
+    """Records training inputs and sample indices of `models`, and the order of their modules.
+
+    Args:
+        current: Returns the batch that was handed out last.
+    """
 
     def __init__(self, models: Named, current: Callable[[], Batch | None]) -> None:
         self._current = current
@@ -37,10 +40,11 @@ class ForwardInputs:
         self._names: dict[nn.Module, str] = {}
         self._hooks: list[Hooked] = []
         self.order: list[str] = []
-        """The names of modules, as they first ran."""
+        """Names of the modules, in the order of their first run."""
         for prefix, model in models:
             for path, module in model.named_modules():
                 self._names[module] = joined(prefix, path)
+                # Hooks would break the graph of a compiled module.
                 if module._compiled_call_impl is None:
                     before, after = module.register_forward_pre_hook, module.register_forward_hook
                     self._hooks += [
@@ -51,8 +55,9 @@ class ForwardInputs:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if (name := self._names.get(module)) is not None and name not in self.order:
             self.order.append(name)
+        # Only the outermost forward counts: inputs of inner modules are results, not data.
         self._depth += 1
-        # A recomputation runs inside of backward, on what was counted before.
+        # A recomputation runs inside backward, on inputs that were already counted.
         again = torch._C._current_graph_task_id() != -1
         if self._depth > 1 or again or not torch.is_grad_enabled():
             return
@@ -68,7 +73,7 @@ class ForwardInputs:
         self._depth -= 1
 
     def taken(self) -> tuple[FeedTotals, list[int]]:
-        """What was fed since the last call."""
+        """Return the inputs and sample indices since the last call."""
         fed, samples = self._fed, self._samples
         self._fed, self._samples = FeedTotals(), []
         return fed, samples
@@ -79,20 +84,25 @@ class ForwardInputs:
             self._hooks.pop().remove()
 
 
-def tensors_beside(
+def other_tensors(
     models: Named, copy: int, runs: Callable[[nn.Module], bool] = lambda module: True
 ) -> Iterator[Part]:
-    """Buffers of `models`, those too that no checkpoint has, and tensors that are plain attributes
-    of a module, but for sparse ones and their like; whole, as this rank, number `copy` of those
-    that have them, has them."""
+    """Yield the buffers of `models` and the tensors in plain attributes of their modules, whole.
+
+    Non-persistent buffers are included; sparse tensors and the like are not.
+
+    Args:
+        copy: Number of this rank among the ranks that hold the tensors.
+        runs: Returns whether this rank runs a module.
+    """
     seen: set[int] = set()
     for prefix, model in models:
         for path, module in model.named_modules():
             if not runs(module):
                 continue
-            several = [(BUFFER, key, value) for key, value in module._buffers.items()]
-            several += [(ATTRIBUTE, key, value) for key, value in vars(module).items()]
-            for kind, key, value in several:
+            candidates = [(BUFFER, key, value) for key, value in module._buffers.items()]
+            candidates += [(ATTRIBUTE, key, value) for key, value in vars(module).items()]
+            for kind, key, value in candidates:
                 if not isinstance(value, Tensor) or id(value) in seen:
                     continue
                 seen.add(id(value))

@@ -1,9 +1,9 @@
-"""Offloads one saved tensor and brings it back: to the host's memory, to a file, or by both.
+"""Offload of one saved tensor to host memory or to a file, and its return.
 
-accelerator, cpu      device -> pinned memory, and back, on a stream beside the work
-accelerator, nvme     device -> pinned blocks -> file, and back, in threads beside the work
-CPU, nvme             memory -> file, and back, in threads beside the work
-CPU, cpu              the same place: nothing moves
+accelerator, cpu      device -> pinned memory, and back, on a separate stream
+accelerator, nvme     device -> pinned blocks -> file, and back, in separate threads
+CPU, nvme             memory -> file, and back, in separate threads
+CPU, cpu              the same memory: nothing is moved
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from shardwise.tiers.spool import Spool
 
 
 class Offload(Protocol):
-    """The offload of one tensor: its bytes leave, are away, or come back.
+    """The offload of one tensor: being copied out, away, or being copied back.
 
-    The memory that it takes is freed with it.
+    The memory that it uses is freed with it.
     """
 
     def settle(self) -> None:
-        """Wait until the source may be freed. Raises TierError where it cannot be."""
+        """Wait until the source may be freed. Raises TierError if it cannot be."""
 
     def settled(self) -> bool:
-        """Whether `settle` would return at once."""
+        """Return whether `settle` would return at once."""
 
     def fetch(self) -> None:
-        """Start bringing the bytes back; they have settled."""
+        """Start to copy the bytes back; call it only after they have settled."""
 
     def arrived(self) -> Tensor:
-        """Wait for the bytes that `fetch` brings: 1-D, uint8, on the device they came from."""
+        """Wait for `fetch`; return the bytes (1-D, uint8) on their original device."""
 
     def drop(self) -> None:
-        """Forget what `fetch` brought; it can be fetched again."""
+        """Drop the memory of `fetch`; it can be called again."""
 
 
 class OffloadTarget(Protocol):
-    """Where saved tensors are offloaded to."""
+    """Destination of offloaded tensors."""
 
     def send(self, data: Tensor) -> Offload:
-        """Start to offload `data` (1-D, uint8), which must stay as it is until that has settled."""
+        """Start to offload `data` (1-D, uint8), which must not change until it has settled."""
 
 
 class DiskTarget:
-    """Offloads tensors of the CPU to a spool on a disk."""
+    """Offloads CPU tensors to a spool on disk."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
@@ -82,7 +82,7 @@ class _DiskOffload:
 
 
 class HostTarget:
-    """Offloads tensors of an accelerator to pinned memory, on a copy stream beside the work."""
+    """Offloads tensors of an accelerator to pinned memory, on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.copy_stream = CopyStream(device)
@@ -91,7 +91,7 @@ class HostTarget:
         return _HostOffload(self, data)
 
     def down(self, data: Tensor) -> tuple[Tensor, Any]:
-        """Copy `data` to the host; the copy, and the event of its end."""
+        """Start to copy `data` to the host; return the copy, and the event of its completion."""
         memory = self.copy_stream.memory(data.numel(), data.dtype)
         return memory, self.copy_stream.down(data, memory)
 
@@ -115,7 +115,7 @@ class _HostOffload:
         assert self._back is not None
         data, event = self._back
         self._host.copy_stream.await_(event)
-        self._host.copy_stream.used_here(data)  # another node, on its stream, may have fetched it
+        self._host.copy_stream.used_here(data)  # another stream may have fetched it
         return data
 
     def drop(self) -> None:
@@ -123,7 +123,7 @@ class _HostOffload:
 
 
 class StagedDiskTarget:
-    """Offloads tensors of an accelerator to a spool on a disk, by way of pinned blocks."""
+    """Offloads tensors of an accelerator to a spool on disk, through pinned blocks."""
 
     def __init__(self, spool: DeviceSpool) -> None:
         self._spool = spool

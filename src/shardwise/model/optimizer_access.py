@@ -1,10 +1,10 @@
-"""Shows user code and an optimizer's own methods the whole state of an engine's optimizer.
+"""Access to the whole state of an engine's optimizer, for user code and the optimizer's methods.
 
-While the engine has the state, `optimizer.state` is a StateOfEngine. Any use of it, and any use of
-`group["params"]` in a method of the optimizer, first calls `reach`, which makes the state whole or
-refuses:
+While the engine holds the state, `optimizer.state` is a StateOfEngine. Any use of it, and any use
+of `group["params"]` in a method of the optimizer, first calls `reach`, which makes the state whole
+or raises an error:
 
-    optimizer.eval() uses group["params"] or self.state  ─▶  reach()  ─▶  all is whole  ─▶  go on
+    optimizer.eval() uses group["params"] or self.state  ─▶  reach()  ─▶  whole state
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ Reach = Callable[[], None]
 
 
 def held(optimizer: optim.Optimizer) -> MutableMapping[Any, Any]:
-    """The state that is with `optimizer` itself, such as that of frozen parameters."""
+    """Return the state that is in `optimizer` itself, such as the state of frozen parameters."""
     state: Any = optimizer.state
     return state.resting if isinstance(state, StateOfEngine) else state
 
 
 class StateOfEngine(defaultdict[Any, Any]):
-    """Stands for the state of an optimizer while the engine has it; `resting` is what it left.
+    """Represents the state of an optimizer while the engine holds it.
 
-    Each use calls `reach`, if there is one. Without, it is a plain mapping.
+    Each use calls `reach`, if it is set. Otherwise this is a plain mapping. `resting` is the state
+    that the engine does not hold.
     """
 
     def __init__(self, resting: MutableMapping[Any, Any]) -> None:
@@ -36,13 +37,13 @@ class StateOfEngine(defaultdict[Any, Any]):
         self.reach: Reach | None = None
 
     def show(self, content: MutableMapping[Any, Any]) -> None:
-        """Be `content` from now on."""
+        """Have the entries of `content` from now on."""
         self.reach = None
         super().clear()
         super().update(content)
 
     def hide(self, reach: Reach) -> None:
-        """Be empty, and call `reach` at the next use."""
+        """Drop all entries, and call `reach` at the next use."""
         super().clear()
         self.reach = reach
 
@@ -51,12 +52,12 @@ class StateOfEngine(defaultdict[Any, Any]):
             self.reach()
 
     def __reduce__(self) -> Any:
-        """A copy is a plain mapping."""
+        """Pickle and copy as a plain mapping."""
         self._use()
         return defaultdict, (dict, dict(self.items()))
 
 
-def _watched(base: type[Any], name: str, use: Callable[[Any, Any], None]) -> Callable[..., Any]:
+def _watch(base: type[Any], name: str, use: Callable[[Any, Any], None]) -> Callable[..., Any]:
     plain = getattr(base, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,38 +71,38 @@ _READS = ("__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne_
 _VIEWS = ("get", "keys", "values", "items", "copy", "__copy__", "__or__", "__ror__", "__reversed__")
 _WRITES = ("__setitem__", "__delitem__", "setdefault", "pop", "popitem", "clear", "update")
 
+# On the class: Python does not look up special methods on instances.
 for _name in (*_READS, *_VIEWS, *_WRITES, "__ior__"):
-    setattr(StateOfEngine, _name, _watched(defaultdict, _name, lambda self, _: self._use()))
+    setattr(StateOfEngine, _name, _watch(defaultdict, _name, lambda self, _: self._use()))
 
 
 class WatchedGroup(dict[str, Any]):
-    """A parameter group for the time of a method: its use of "params" calls `reach`."""
+    """A parameter group during a call of a method. Its "params" call `reach` on use."""
 
     def __init__(self, group: dict[str, Any], reach: Reach) -> None:
         super().__init__(group)
         self.group = group
         self.reach = reach
 
-    def taken_back(self) -> dict[str, Any]:
-        """The group itself, with what was changed meanwhile."""
+    def restore_group(self) -> dict[str, Any]:
+        """Return the original group, with the changes that the method has made."""
         self.group.clear()
         self.group.update(dict.items(self))
         return self.group
 
 
 def _reach_params(group: WatchedGroup, args: tuple[Any, ...]) -> None:
-    # `values` and `items` have no arguments and show "params" too.
+    # `values` and `items` have no arguments, and include "params".
     if not args or args[0] == "params":
         group.reach()
 
 
 for _name in ("__getitem__", "get", "values", "items", "pop"):
-    setattr(WatchedGroup, _name, _watched(dict, _name, _reach_params))
+    setattr(WatchedGroup, _name, _watch(dict, _name, _reach_params))
 
 
 def own_methods(optimizer: optim.Optimizer) -> Iterator[str]:
-    """The names of the public methods that the class of `optimizer` has beside those of torch's
-    Optimizer."""
+    """Yield the public methods that the class of `optimizer` adds to torch's Optimizer."""
     for name in dir(type(optimizer)):
         is_own = not name.startswith("_") and not hasattr(optim.Optimizer, name)
         if is_own and callable(getattr(type(optimizer), name)):

@@ -1,4 +1,4 @@
-"""Runs forwards in a precision preset; `loss_scale.py` keeps the scale that fp16 needs.
+"""Precision presets of forwards. `loss_scale.py` has the loss scale of fp16.
 
     preset       parameters   forward          masters   loss scale
     fp32         as built     as built         -         -
@@ -7,11 +7,10 @@
     bf16         bf16         bf16             fp32      -
     fp64         fp64         fp64             -         -
 
-Outputs of the model come in fp32 under the presets of 16 bits, so that losses are computed in fp32.
-Under fp64 they stay fp64, as gradients and optimizer state do. There every module takes its
-floating-point inputs in fp64, so that a forward which makes fp32 tensors on its way, or casts to
-fp32, goes on in fp64 from the next module with what that cast has left; and what a forward makes
-without naming a dtype is fp64 too.
+The 16-bit presets return the model's outputs in fp32, so that losses are computed in fp32. With
+fp64, outputs, gradients and optimizer state are fp64, and every module casts its floating-point
+inputs to fp64. So if a forward creates fp32 tensors or casts to fp32, the next module continues in
+fp64 with the precision that is left. Tensors that a forward creates without a dtype are fp64 too.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from shardwise.model.module_hooks import Hooked, attach
 from shardwise.model.optimizer_access import held
 
 NARROW = ordered_sums.NARROW
-"""The dtypes of 16-bit floats."""
+"""The 16-bit floating-point dtypes."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A precision preset: what a name of `--precision` means."""
+    """A precision preset, a value of `--precision`."""
 
     autocast: torch.dtype | None = None
     cast: torch.dtype | None = None
@@ -43,7 +42,7 @@ class Preset:
 
     @property
     def widens(self) -> bool:
-        """Whether it takes all of the model, in every module, to more than fp32."""
+        """True if the whole model, in every module, is cast to more than fp32."""
         return self.cast is torch.float64
 
 
@@ -59,7 +58,7 @@ PRESETS = {
 class ForwardPrecision:
     """Hooks on a model that run its forward in a preset.
 
-    A copy of the model keeps them: it goes on computing in the same precision.
+    A copy of the model keeps the hooks, so it computes in the same precision.
     """
 
     def __init__(self, preset: Preset, device_type: str) -> None:
@@ -70,6 +69,7 @@ class ForwardPrecision:
     def attach(self, model: nn.Module) -> list[Hooked]:
         """Run every call of `model` in the preset, until the handles are removed."""
         before, after = model.register_forward_pre_hook, model.register_forward_hook
+        # Only fp64 hooks inner modules: a forward may create fp32 tensors between them.
         inner = [module for module in model.modules() if module is not model]
         return [
             attach(before, self.enter, kept=True, with_kwargs=True, prepend=True),
@@ -81,11 +81,12 @@ class ForwardPrecision:
         ]
 
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before forward: autocast on, or floating inputs cast."""
+        """Turn on autocast or cast floating-point inputs, before a forward."""
         stack = ExitStack()
         if self._preset.autocast is not None:
             stack.enter_context(torch.autocast(self._device_type, self._preset.autocast))
         if self._preset.widens:
+            # Read before the next line sets it: the callback restores it after the forward.
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
         self._open.append(stack)
@@ -94,16 +95,16 @@ class ForwardPrecision:
         return self.cast(model, args, kwargs)
 
     def cast(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Floating inputs in the dtype that the preset casts to."""
+        """Return the inputs, with floating-point tensors cast to the preset's dtype."""
 
         def cast(value: Tensor) -> Tensor:
-            # Indices and masks are integers and booleans: they stay.
+            # Not integers and booleans, which are indices and masks.
             return value.to(self._preset.cast) if value.is_floating_point() else value
 
         return pytree.tree_map_only(Tensor, cast, (args, kwargs))
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """After forward, also one that raised: autocast off, outputs in fp32."""
+        """Turn off autocast and return outputs in fp32, after a forward, even if it raised."""
         del model, args
         self._open.pop().close()
         return pytree.tree_map_only(
@@ -118,18 +119,19 @@ class ForwardPrecision:
 
 
 _STAYS = nn.modules.batchnorm._NormBase
-"""Modules that compute in fp32 under every preset of 16 bits."""
+"""Modules that compute in fp32 with all 16-bit presets."""
 
 
 def is_cast(places: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> bool:
-    """Whether a preset that casts to `dtype` would cast the parameter that is at `places`."""
+    """Return whether a preset that casts to `dtype` casts the parameter at `places`."""
     return dtype not in NARROW or not any(isinstance(module, _STAYS) for module, _ in places)
 
 
 def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-    """Cast floating parameters and buffers to `dtype`; of 16 bits not those of BatchNorm.
+    """Cast floating-point parameters and buffers to `dtype`; 16 bits exclude BatchNorm modules.
 
-    Returns the values before the cast, for the masters.
+    Returns:
+        The parameters' values before the cast, for the masters.
     """
     before: dict[nn.Parameter, Tensor] = {}
     for module in (module for model in models for module in model.modules()):
@@ -137,22 +139,28 @@ def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Para
             continue
         for parameter in module._parameters.values():
             if parameter is None or parameter.dtype == dtype or parameter.is_meta:
-                continue  # what has no memory yet is cast when it gets some
+                continue  # a meta parameter is cast when it gets memory
             if parameter.is_floating_point() and parameter not in before:
                 before[parameter] = parameter.detach()
+                # Through .data, so that the parameter stays the same object for optimizers and
+                # ties.
                 parameter.data = parameter.detach().to(dtype)
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
+                # Replaced, not filled: no optimizer refers to a buffer.
                 module._buffers[key] = buffer.to(dtype)
     return before
 
 
 def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:
-    """Cast what optimizers keep for parameters of `dtype` by element, as Adagrad does from the
-    start, where it has fewer bits; their counts stay as torch has them."""
-    for state in (state for optimizer in optimizers for state in held(optimizer).items()):
-        parameter, kept = state
-        for key, value in kept.items():
+    """Widen optimizer state of parameters of `dtype` to `dtype`.
+
+    Some optimizers, such as Adagrad, create their state before the cast. Only state with one value
+    per element is cast; counts keep torch's dtype.
+    """
+    entries = (entry for optimizer in optimizers for entry in held(optimizer).items())
+    for parameter, state in entries:
+        for key, value in state.items():
             if (
                 isinstance(value, Tensor)
                 and value.ndim
@@ -160,35 +168,37 @@ def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype
                 and value.dtype.itemsize < dtype.itemsize
                 and parameter.dtype == dtype
             ):
-                kept[key] = value.to(dtype)
+                state[key] = value.to(dtype)
 
 
 def widen_narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Cast to fp32 what plain optimizers keep in 16 bits for parameters of those."""
+    """Cast 16-bit state of plain optimizers to fp32, for 16-bit parameters."""
     for optimizer in optimizers:
-        for parameter, kept in held(optimizer).items():
+        for parameter, state in held(optimizer).items():
             if isinstance(parameter, Tensor):
-                kept.update(widened_state(parameter, kept))
+                state.update(widen_state(parameter, state))
 
 
 def narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Cast what `optimizers` keep by element in fp32 for parameters of 16 bits to those."""
+    """Cast fp32 state with one value per element to 16 bits, for 16-bit parameters."""
     for optimizer in optimizers:
-        for parameter, kept in held(optimizer).items():
+        for parameter, state in held(optimizer).items():
             if not isinstance(parameter, Tensor) or parameter.dtype not in NARROW:
                 continue
-            for key, value in kept.items():
+            for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim and value.dtype == torch.float32:
-                    kept[key] = value.to(parameter.dtype)
+                    state[key] = value.to(parameter.dtype)
 
 
-def widened_state(parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plain optimizer has `kept` for `parameter`, as it is for a master: in fp32 where it
-    has the 16 bits of the parameter."""
+def widen_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plain optimizer's state of `parameter`, as needed for a master.
+
+    Values in the parameter's 16-bit dtype become fp32.
+    """
     if parameter.dtype not in NARROW:
-        return dict(kept)
+        return dict(state)
     narrow = parameter.dtype
     return {
         key: value.float() if isinstance(value, Tensor) and value.dtype == narrow else value
-        for key, value in kept.items()
+        for key, value in state.items()
     }

@@ -1,9 +1,12 @@
-"""Recomputes a unit's forward in backward, instead of keeping activations (Chen et al., 2016).
+"""Recomputation of a unit's forward in backward, instead of keeping activations.
 
-torch.utils.checkpoint reproduces dropout and autocast. What it leaves to others is here: buffers
-that forward changes (BatchNorm's running statistics) are changed once, and so are attributes
-(unit_attributes.py); a recomputation reads what the forward read, and what forward has heard from
-the other ranks is not asked again.
+The method is from Chen et al., "Training deep nets with sublinear memory cost" (2016).
+torch.utils.checkpoint reproduces dropout and autocast. This module adds the rest:
+
+- Buffers that a forward changes (BatchNorm's running statistics) are changed only once, and so are
+  attributes (unit_attributes.py).
+- A recomputation reads the same buffers and attributes as the forward.
+- Results of communication with other ranks are reused.
 """
 
 from __future__ import annotations
@@ -27,89 +30,92 @@ from shardwise.model.buffers import version_of
 
 
 class RecomputedForward:
-    """Stands in for `unit.forward`, so that the hooks of the unit stay outside and fire once.
+    """Replacement of `unit.forward`. The hooks of the unit stay outside it, so they fire once.
 
     Copies and pickles of the unit have their plain forward.
     """
 
     def __init__(self, unit: nn.Module, *, compiled: bool) -> None:
-        """Take the place; with `compiled` the plain forward runs through torch.compile."""
+        """Replace the forward. With `compiled`, the plain forward runs through torch.compile."""
         self.unit = unit
         self._before: Callable[..., Any] | None = vars(unit).get("forward")
         plain: Callable[..., Any] = unit.forward
+        # Libraries inspect the signature of forward to decide which arguments to pass.
         functools.update_wrapper(self, plain)
         self.plain = torch.compile(plain) if compiled else plain
         self.buffers = UnitBuffers(unit)
-        self._on = True
+        self._is_active = True
         module_hooks.replace(unit, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._on or not torch.is_grad_enabled():
+        # Without gradients autograd saves nothing, so there is nothing to recompute.
+        if not self._is_active or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
-        # The user compiles the whole model: torch traces its own checkpoint, but not our state.
+        # The user compiles the whole model: torch can trace its own checkpoint, but not our state.
         if torch.compiler.is_compiling():
             return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
+        # One object per call: a unit may run several times before its backward (weight sharing).
         call = _RecomputedCall(self, args, kwargs)
         tensors = call.tensors()
         before = [version_of(tensor) for tensor in tensors]
-        made = checkpoint(call, *tensors, use_reentrant=False)
+        output = checkpoint(call, *tensors, use_reentrant=False)
         if [version_of(tensor) for tensor in tensors] != before:
             raise ModelError(
-                f"A {type(self.unit).__name__} writes to its input in place, and its forward runs "
-                "again in backward (--activations recomputed), then with the changed input. Begin "
-                "it with x = x.clone(), or leave recomputation out."
+                f"{type(self.unit).__name__} changes its input in place. Its forward runs again in "
+                "backward (--activations recomputed), and would then read the changed input. "
+                "Begin its forward with x = x.clone(), or use --activations kept."
             )
-        return made
+        return output
 
     def undo(self) -> None:
-        """Give the unit its forward back."""
-        self._on = False  # should user code have wrapped this one in another
+        """Restore the unit's own forward."""
+        self._is_active = False  # in case user code has wrapped this forward in another
         module_hooks.give_back(self.unit, "forward", self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For a wrapper of a user's around this one. The copied unit's own bound method: it has no
-        # other forward yet when this is looked up.
+        # Only if a user's wrapper refers to this object. Return the copied unit's bound method: the
+        # copy has no other forward yet when this is looked up.
         if self._before is None:
             return getattr, (self.unit, "forward")
         return getattr, (SimpleNamespace(forward=self._before), "forward")
 
 
 class StandsForPart(Tensor):
-    """A tensor that stands for a whole: this rank's part, with its graph, is its `local`."""
+    """A tensor that represents a whole; `local` is this rank's part, with its autograd graph."""
 
     @property
     def local(self) -> Tensor:
-        """This rank's part."""
+        """Part that this rank holds."""
         raise NotImplementedError
 
     def constructor(self) -> Callable[[Tensor], Tensor]:
-        """A function from another part to such a tensor; it holds no part."""
+        """Return a function that builds such a tensor from another part; it must hold no part."""
         raise NotImplementedError
 
 
 class _RecomputedCall:
     """One forward of a unit, which can be run again.
 
-    Tensors among the arguments, in containers too, are handed to torch's checkpoint, which saves
-    them for backward as an operation would; the rest is held here.
+    Tensors among the arguments, also those in containers, are passed to torch's checkpoint, which
+    saves them for backward as an operation would. All other arguments are held here.
     """
 
     def __init__(self, forward: RecomputedForward, args: Any, kwargs: Any) -> None:
         self._forward = forward
         self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
-        self._given: tuple[Any, Any] | None = (args, kwargs)
+        self._arguments: tuple[Any, Any] | None = (args, kwargs)
         self._tape = Tape()
         self._before: list[tuple[nn.Module, str, Tensor]] = []
         self._attributes: unit_attributes.Values = []
 
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, each once, which are held here no longer.
+        """Return the distinct tensors among the arguments, and drop the references to them.
 
-        One that is given twice is one object when forward runs again too: forwards ask for that
-        (attention, whether its key is its value), and take other ways.
+        A tensor that is passed twice is one object in the recomputation too. Some forwards check
+        identity (attention: is the key also the value?) and branch on it.
         """
         found = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
-        places = {each: place for place, each in enumerate(found)}
+        places = {tensor_id: place for place, tensor_id in enumerate(found)}
         self._leaves = [
             _SavedForm(
                 places[id(leaf)],
@@ -122,30 +128,31 @@ class _RecomputedCall:
         return [leaf.local if isinstance(leaf, StandsForPart) else leaf for leaf in found.values()]
 
     def __call__(self, *tensors: Tensor) -> Any:
-        if self._given is None:
-            return self._again(tensors)
-        # The caller's own containers, which forward may change.
-        (args, kwargs), self._given = self._given, None
+        if self._arguments is None:
+            return self._recompute(tensors)
+        # The caller's own containers, because forward may change them.
+        (args, kwargs), self._arguments = self._arguments, None
         buffers = self._forward.buffers
         self._before = buffers.copies()
         attributes = unit_attributes.look(self._forward.unit)
         with self._tape.recording():
             output = self._forward.plain(*args, **kwargs)
-        # Keep copies of what forward has changed only: most buffers never change.
+        # Keep only copies of what forward has changed: most buffers never change.
         self._before = buffers.changed(self._before)
         self._attributes = unit_attributes.changed(attributes)
         return output
 
-    def _again(self, tensors: tuple[Tensor, ...]) -> Any:
-        made: dict[int, Tensor] = {}
+    def _recompute(self, tensors: tuple[Tensor, ...]) -> Any:
+        tensors_by_place: dict[int, Tensor] = {}
         for leaf in self._leaves:
-            if isinstance(leaf, _SavedForm) and leaf.place not in made:
-                made[leaf.place] = leaf.make(tensors[leaf.place])
+            if isinstance(leaf, _SavedForm) and leaf.place not in tensors_by_place:
+                tensors_by_place[leaf.place] = leaf.make(tensors[leaf.place])
         leaves = [
-            made[leaf.place] if isinstance(leaf, _SavedForm) else leaf for leaf in self._leaves
+            tensors_by_place[leaf.place] if isinstance(leaf, _SavedForm) else leaf
+            for leaf in self._leaves
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        # The recomputation reads what the forward read, and its writes go into stand-ins: batch
+        # The recomputation reads the original buffers, and writes into stand-ins. Otherwise batch
         # norm's running statistics would count the batch twice.
         as_before = unit_attributes.stand_ins(self._attributes)
         with self._tape.replaying(), stand_ins(self._before), as_before:
@@ -154,7 +161,7 @@ class _RecomputedCall:
 
 @dataclass(frozen=True)
 class _SavedForm:
-    """Stands in for a tensor among the leaves; `make` makes it of what was saved at `place`."""
+    """Placeholder for a tensor; `make` rebuilds it from the tensor saved at `place`."""
 
     place: int
     make: Callable[[Tensor], Tensor]
@@ -163,8 +170,8 @@ class _SavedForm:
 class UnitBuffers:
     """Learns which buffers of a unit its forward changes.
 
-    Known by module and mode: torch's batch_norm writes running statistics without raising their
-    version, as it does that of the count beside them.
+    It does so by module and mode, because torch's batch_norm increments the version of its counter
+    but not the versions of its running statistics.
     """
 
     def __init__(self, unit: nn.Module) -> None:
@@ -173,7 +180,7 @@ class UnitBuffers:
         self._marks: list[tuple[nn.Module, str, tuple[int, int]]] = []
 
     def copies(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Before a forward: copies of the buffers that it may change."""
+        """Return copies of the buffers that the next forward may change."""
         held = [
             (module, key, buffer)
             for module in self._unit.modules()
@@ -190,13 +197,15 @@ class UnitBuffers:
     def changed(
         self, copies: list[tuple[nn.Module, str, Tensor]]
     ) -> list[tuple[nn.Module, str, Tensor]]:
-        """After that forward: those of `copies` that it did change.
+        """Return the entries of `copies` that the forward has changed.
 
-        Of a module that has changed for the first time there is none: its buffers as they are now.
+        If a module has changed for the first time there is no copy; its present buffers are
+        returned instead.
         """
-        # By module: the version of one buffer tells for all (see the class).
+        # By module: the version of one buffer stands for all of them (see the class).
         moved = {m for m, key, mark in self._marks if _mark(m._buffers.get(key)) != mark}
         copied = {module for module, _, _ in copies}
+        # Modules that did not change need no copies next time, in the same mode.
         self._still |= {(module, module.training) for module in copied - moved}
         self._still -= {(module, module.training) for module in moved}
         late = [
@@ -214,10 +223,10 @@ def _mark(buffer: Tensor | None) -> tuple[int, int]:
 
 @contextmanager
 def stand_ins(values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Inside the block the buffers are copies of `values`; after it, what they were."""
+    """Context manager that replaces buffers by copies of `values`, and restores them."""
     held = [(module, key, module._buffers.get(key)) for module, key, _ in values]
     try:
-        # A clone: a graph may be recomputed several times (retain_graph).
+        # Clones, because a graph may be recomputed several times (retain_graph).
         for module, key, value in values:
             module._buffers[key] = value.clone()
         yield
@@ -230,10 +239,10 @@ T = TypeVar("T")
 
 
 class Tape:
-    """Records results of one forward that its recomputation must not make again, in order.
+    """Records results of a forward that its recomputation must reuse, in order.
 
-    Statistics that came from other ranks are such: nobody answers a second time. Recomputation runs
-    in the thread of backward.
+    Statistics from other ranks are such results: the others do not take part in a recomputation.
+    A recomputation runs in the thread of backward.
     """
 
     def __init__(self) -> None:
@@ -241,26 +250,26 @@ class Tape:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside the block `once` makes its value, which is put on this tape."""
+        """Context manager that makes `once` record the values that it computes."""
 
         def put(make: Callable[[], T]) -> T:
             value = make()
             self._values.append(value)
             return value
 
-        yield from _with(put)
+        yield from _use_rule(put)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Inside the block `once` gives the values of this tape, from the first one on."""
+        """Context manager that makes `once` return the recorded values, in order."""
         values = iter(self._values)
-        yield from _with(lambda make: next(values))
+        yield from _use_rule(lambda make: next(values))
 
 
 _once: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("once", default=None)
 
 
-def _with(rule: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+def _use_rule(rule: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
     token = _once.set(rule)
     try:
         yield
@@ -269,6 +278,6 @@ def _with(rule: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
 
 
 def once(make: Callable[[], T]) -> T:
-    """`make()`; in a recomputation, what it gave in the forward that is recomputed."""
+    """Return `make()`; in a recomputation, return the result of the original call."""
     rule = _once.get()
     return make() if rule is None else rule(make)

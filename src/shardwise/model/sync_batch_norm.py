@@ -1,7 +1,8 @@
-"""Synchronises BatchNorm over all ranks, with weighted counts, on CPU and accelerators.
+"""Synchronised BatchNorm over all ranks, with weighted counts, on CPU and accelerators.
 
-Each rank sends the count, mean and sum of squared deviations of its rows; the pairwise formula of
-Chan, Golub and LeVeque (1983) joins them in fp64. A rank that was given a stand-in counts nothing.
+Each rank sends the count, the mean and the sum of squared deviations of its rows. They are combined
+in fp64 with the pairwise formula of Chan, Golub and LeVeque (1983). A rank with a stand-in batch
+counts nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +31,15 @@ from shardwise.world.current_batch import CurrentBatch
 
 @dataclass(frozen=True)
 class _Statistics:
-    """Of a batch over all ranks: fp64 mean and biased variance per channel, the number of rows;
-    whether this rank's rows count, and the number of the forward."""
+    """Statistics of a batch over all ranks.
+
+    Args:
+        mean: fp64 mean per channel, (C,).
+        variance: fp64 biased variance per channel, (C,).
+        total: Number of rows.
+        counts: Whether this rank's rows count.
+        forward: Number of the forward.
+    """
 
     mean: Tensor
     variance: Tensor
@@ -41,12 +49,12 @@ class _Statistics:
 
     @property
     def backward(self) -> int:
-        """The number of the backward's exchange; the next ones are of a second derivative."""
+        """Number of the backward's exchange; the following numbers are for second derivatives."""
         return 4 * self.forward
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise with the statistics of all ranks."""
+    """Normalisation with the statistics of all ranks."""
 
     @staticmethod
     def forward(
@@ -56,12 +64,14 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         ranks: StatisticsRows,
-        of_all: _Statistics,
+        statistics: _Statistics,
     ) -> Tensor:
         wide = _wide(x)
-        mean, variance = of_all.mean.to(wide.dtype), of_all.variance.to(wide.dtype)
-        ctx.save_for_backward(x, weight, mean, (of_all.variance + eps).rsqrt(), of_all.total)
-        ctx.ranks, ctx.call, ctx.counts = ranks, of_all.backward, of_all.counts
+        mean, variance = statistics.mean.to(wide.dtype), statistics.variance.to(wide.dtype)
+        ctx.save_for_backward(
+            x, weight, mean, (statistics.variance + eps).rsqrt(), statistics.total
+        )
+        ctx.ranks, ctx.call, ctx.counts = ranks, statistics.backward, statistics.counts
         ctx.dims, ctx.eps = _dims(x), eps
         out = F.batch_norm(
             wide, mean, variance, _like(weight, wide), _like(bias, wide), False, 0.0, eps
@@ -70,16 +80,17 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph: gradients of these gradients are wanted
-            return _to_go_through_again(ctx, grad)
+        if torch.is_grad_enabled():  # create_graph=True: the gradients must be differentiable
+            return _differentiable_backward(ctx, grad)
         x, weight, mean, invstd64, total = ctx.saved_tensors
         dims = ctx.dims
         shape = [1, -1] + [1] * (x.ndim - 2)
         dy = grad.to(mean.dtype)
         centred = x.to(mean.dtype) - mean.view(shape)
-        # fp64 between ranks: the sum over ranks then rounds like one sum over all rows.
+        # fp64 between ranks, so that the sum over ranks rounds like one sum over all rows.
         sum_dy = dy.sum(dims).double()
         sum_dy_centred = (dy * centred).sum(dims).double()
+        # (2 C,)
         row = torch.cat([sum_dy, sum_dy_centred])
         rows = ctx.ranks.of_backward(row if ctx.counts else torch.zeros_like(row), ctx.call)
         all_dy, all_centred = (rows.sum(0) / total.clamp(min=1.0)).chunk(2)
@@ -87,16 +98,17 @@ class _Normalise(torch.autograd.Function):
         slope = (all_centred * invstd64.square()).to(mean.dtype).view(shape)
         dx = (dy - all_dy.to(mean.dtype).view(shape) - centred * slope) * invstd
         if weight is not None:
+            # dL/dx = weight * invstd * (dy - mean(dy) - (x - mean) * invstd^2 * mean(dy * (x -
+            # mean)))
             dx = dx * weight.to(mean.dtype).view(shape)
-        # Of this rank's rows only: the engine sums gradients of parameters over the ranks.
+        # From this rank's rows only: the engine sums parameter gradients over the ranks.
         dweight = None if weight is None else (sum_dy_centred * invstd64).to(weight.dtype)
         dbias = None if weight is None else sum_dy.to(weight.dtype)
         return dx.to(x.dtype), dweight, dbias, None, None, None
 
 
-class _Summed(torch.autograd.Function):
-    """`row` (a number for each channel) summed over the ranks in `call`; its gradient is summed in
-    the same way."""
+class _SumOverRanks(torch.autograd.Function):
+    """Sum of `row` (one number per channel) over the ranks; its gradient is summed the same way."""
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, ranks: StatisticsRows, call: int) -> Tensor:
@@ -105,13 +117,14 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Summed.apply(grad, ctx.ranks, -ctx.call), None, None  # type: ignore[no-untyped-call]
+        # The negated number keeps the exchange of the gradient apart from the exchange of the sum.
+        return _SumOverRanks.apply(grad, ctx.ranks, -ctx.call), None, None  # type: ignore[no-untyped-call]
 
 
-def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
-    """What backward gives, by operations that autograd can differentiate once more.
+def _differentiable_backward(ctx: Any, grad: Tensor) -> Any:
+    """Compute the result of backward with operations that autograd can differentiate again.
 
-    Normalising is done anew for that, with statistics that are made of `x` as autograd sees it.
+    For that the normalisation is repeated, with statistics that autograd can trace back to `x`.
     """
     x, weight, _, _, total = ctx.saved_tensors
     share, total = float(ctx.counts), total.clamp(min=1.0)
@@ -119,7 +132,7 @@ def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
 
     def over_all(values: Tensor, call: int) -> Tensor:
         row = values.sum(ctx.dims).double() * share
-        return _Summed.apply(row, ctx.ranks, call) / total  # type: ignore[no-any-return, no-untyped-call]
+        return _SumOverRanks.apply(row, ctx.ranks, call) / total  # type: ignore[no-any-return, no-untyped-call]
 
     wide = _wide(x)
     centred = wide - over_all(wide, ctx.call + 1).to(wide.dtype).view(shape)
@@ -135,34 +148,38 @@ def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
 
 
 @torch.no_grad()
-def _joined(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Statistics:
-    """The statistics over all ranks; collective."""
+def _gather_statistics(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Statistics:
+    """Return the statistics over all ranks. Collective."""
     x, dims = _wide(x), _dims(x)
-    # Mean and squared deviations, not sums of x and x*x: their difference cancels where the mean is
-    # large against the deviation.
+    # Mean and squared deviations, not sums of x and x*x: their difference would cancel if the mean
+    # is large compared with the deviation.
     variance, mean = torch.var_mean(x, dims, correction=0)
     count = float(x.numel() // x.shape[1]) if counts else 0.0
+    # (2 C + 1,): means, sums of squared deviations, count.
     row = torch.cat([mean.double(), variance.double() * count, mean.new_full((1,), count).double()])
     rows, forward = ranks.of_forward(row if counts else torch.zeros_like(row))
-    return _Statistics(*_of_rows(rows), counts, forward)
+    return _Statistics(*_combine_rows(rows), counts, forward)
 
 
-def _of_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and number over all ranks, of their `rows`."""
+def _combine_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, biased variance and row count over all ranks, from their `rows`."""
+    # rows: (ranks, 2 C + 1); means and squares: (ranks, C); numbers: (ranks, 1).
     channels = rows.shape[1] // 2
     means, squares, numbers = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = numbers.sum()
-    joined = (means * numbers).sum(0) / total.clamp(min=1.0)
-    spread = squares.sum(0) + (numbers * (means - joined).square()).sum(0)
-    return joined, spread / total.clamp(min=1.0), total
+    mean_of_all = (means * numbers).sum(0) / total.clamp(min=1.0)
+    # Chan et al.: deviations within each rank, plus the deviations of the ranks' means.
+    spread = squares.sum(0) + (numbers * (means - mean_of_all).square()).sum(0)
+    return mean_of_all, spread / total.clamp(min=1.0), total
 
 
 def _wide(x: Tensor) -> Tensor:
+    # Sums in 16 bits would lose most of the rows.
     return x.float() if x.dtype in NARROW else x
 
 
 def _dims(x: Tensor) -> list[int]:
-    """All but the channels'."""
+    """Return all dims except the channel dim."""
     return [0, *range(2, x.ndim)]
 
 
@@ -171,9 +188,9 @@ def _like(value: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """What a BatchNorm module's class becomes; its parameters and buffers stay as they are.
+    """Base class that a BatchNorm module gets; its parameters and buffers do not change.
 
-    Copies and pickles of it are of the plain class again.
+    Copies and pickles of the module have the plain class.
     """
 
     _plain: type[nn.Module]
@@ -181,53 +198,56 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     _feed: CurrentBatch
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (N, C, ...). In eval mode as the plain class; in training over all ranks."""
-        if not self.training or isinstance(x, FakeTensor):  # of that only the shape is wanted
+        """Normalise `x`, (N, C, ...), in training over all ranks, in eval mode as usual."""
+        # A FakeTensor has no values: only the output shape is needed.
+        if not self.training or isinstance(x, FakeTensor):
             return super().forward(x)
         self._feed.check_even("A forward of synchronised BatchNorm in training mode")
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         batch = self._feed.batch_of_forward(training=torch.is_grad_enabled())
         counts = batch is None or batch.samples > 0
-        # A recomputation neither speaks with the other ranks nor asks what the batch is by then.
-        of_all = once(lambda: _joined(x, self._ranks, counts))
-        # Before normalising: torch.utils.checkpoint ends a recomputation with the last tensor that
-        # autograd saves, and plain BatchNorm has updated its statistics by then.
+        # A recomputation must not communicate, nor ask for the current batch, which is a later one.
+        statistics = once(lambda: _gather_statistics(x, self._ranks, counts))
+        # Before the normalisation, as in plain BatchNorm: torch.utils.checkpoint stops a
+        # recomputation after the last tensor that autograd saves.
         if self.track_running_stats and self.running_mean is not None:
-            self._follow(of_all.mean, of_all.variance, of_all.total)
+            self._update_running_statistics(statistics.mean, statistics.variance, statistics.total)
         return _Normalise.apply(  # type: ignore[no-any-return, no-untyped-call]
-            x, self.weight, self.bias, self.eps, self._ranks, of_all
+            x, self.weight, self.bias, self.eps, self._ranks, statistics
         )
 
-    def follow_others(self, rows: Tensor) -> None:
-        """Take the running statistics on by `rows`, those of a forward that this rank skips."""
+    def update_from_others(self, rows: Tensor) -> None:
+        """Update the running statistics from the `rows` of a forward that this rank skips."""
         if self.track_running_stats and self.running_mean is not None:
-            self._follow(*_of_rows(rows.to(self.running_mean.device)))
+            self._update_running_statistics(*_combine_rows(rows.to(self.running_mean.device)))
 
-    def _follow(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+    def _update_running_statistics(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         with torch.no_grad():
-            # Zero if all ranks have stand-ins. A tensor, because `if` would wait for the device.
+            # 0 if all ranks have stand-ins. A tensor, because `if` would wait for the device.
             counted = total > 0
             self.num_batches_tracked.add_(counted)
+            # Running variance is unbiased, as in torch, although the normalisation uses the biased
+            # one.
             unbiased = variance * total / (total - 1).clamp(min=1.0)
             for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
                 rate: Any = self.momentum
                 if rate is None:
                     rate = self.num_batches_tracked.clamp(min=1).to(running.dtype).reciprocal()
-                joined = running.lerp(value.to(running.dtype), rate)
-                running.copy_(torch.where(counted, joined, running))
+                blended = running.lerp(value.to(running.dtype), rate)
+                running.copy_(torch.where(counted, blended, running))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickle refuses to make an object of another class than its own in the usual way.
+        # By default, pickle refuses an object whose __class__ is not the class in its state.
         state: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
         kept = {key: value for key, value in state.items() if key not in ("_ranks", "_feed")}
         return copyreg._reconstructor, (self._plain, object, None), kept  # type: ignore[attr-defined]
 
 
 @cache
-def _synchronised(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
+def _synchronised_class(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
     """Return the synchronised class of `plain`; None if its own forward would bypass ours.
 
     A subclass keeps its methods, and their `super()` calls reach ours. torch's SyncBatchNorm, whose
@@ -238,9 +258,9 @@ def _synchronised(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
     elif issubclass(plain, nn.modules.batchnorm._LazyNormBase):
         return None
     else:
-        # Every forward before torch's own must leave the normalisation to `super().forward`.
+        # Every forward before torch's own must delegate the normalisation to `super().forward`.
         own = plain.__mro__[: plain.__mro__.index(nn.modules.batchnorm._BatchNorm)]
-        for forward in (vars(each)["forward"] for each in own if "forward" in vars(each)):
+        for forward in (vars(base)["forward"] for base in own if "forward" in vars(base)):
             names = getattr(getattr(forward, "__code__", None), "co_names", ())
             if "super" not in names or "batch_norm" in names:
                 return None
@@ -249,7 +269,7 @@ def _synchronised(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
 
 
 def _class_of(module: nn.Module) -> Any:
-    """Its class, which mypy does not believe to have a hash."""
+    """Return its class, typed as Any because mypy does not consider it hashable."""
     return type(module)
 
 
@@ -257,8 +277,10 @@ _eager: Any = None
 
 
 def _run_eagerly() -> None:
-    """Let torch.compile leave our forward as it is. Not a decorator: this imports torch's compiler,
-    seconds that only who needs it should pay."""
+    """Exclude our forward from torch.compile.
+
+    This is not a decorator because it imports torch's compiler, which takes seconds.
+    """
     global _eager
     if _eager is None:
         _eager = torch.compiler.disable(_SyncBatchNorm.forward, recursive=True)  # type: ignore[no-untyped-call]
@@ -266,24 +288,28 @@ def _run_eagerly() -> None:
 
 
 def convert(models: Sequence[nn.Module], order: GatherOrder, feed: CurrentBatch) -> int:
-    """Let every BatchNorm of `models` use the statistics of all ranks of `order`; returns how many.
+    """Make every BatchNorm of `models` use the statistics of all ranks of `order`; return their
+    number.
 
-    Subclasses too, but for those that normalise in a forward of their own (see `is_out_of_reach`).
+    Subclasses are included, except those that normalise in their own forward (see
+    `is_out_of_reach`).
     """
-    found = _to_convert(models)
+    found = _find_batch_norms(models)
     if not found:
         return 0
     _run_eagerly()
     for module in found.values():
-        module.__class__ = _synchronised(_class_of(module))  # type: ignore[assignment]
+        # The object stays the same, so references to it in the user's code and in the optimizer
+        # stay valid.
+        module.__class__ = _synchronised_class(_class_of(module))  # type: ignore[assignment]
     exchanges = StatisticsExchanges(order, cast(dict[str, _SyncBatchNorm], found))
     for module, exchange in zip(found.values(), exchanges.each, strict=True):
         module.__dict__.update({"_ranks": exchange, "_feed": feed})
     return len(found)
 
 
-def _to_convert(models: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._BatchNorm]:
-    """The BatchNorms of `models` that can be converted, by name."""
+def _find_batch_norms(models: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._BatchNorm]:
+    """Return the BatchNorms of `models` that can be converted, by name."""
     found: dict[nn.modules.batchnorm._BatchNorm, str] = {}
     for number, model in enumerate(models):
         for name, module in model.named_modules():
@@ -291,18 +317,18 @@ def _to_convert(models: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._
                 continue
             if not isinstance(module, nn.modules.batchnorm._BatchNorm):
                 continue
-            if _synchronised(_class_of(module)) is not None:
+            if _synchronised_class(_class_of(module)) is not None:
                 place = f"models[{number}]" if len(models) > 1 else ""
                 found[module] = ".".join(part for part in (place, name) if part) or "the model"
     return {name: module for module, name in found.items()}
 
 
 def is_out_of_reach(module: nn.Module) -> bool:
-    """Whether `module` is a BatchNorm that `convert` leaves as it is."""
+    """Return whether `module` is a BatchNorm that `convert` cannot change."""
     if isinstance(module, _SyncBatchNorm):
         return False
     is_one = isinstance(module, nn.modules.batchnorm._BatchNorm)
-    return is_one and _synchronised(_class_of(module)) is None
+    return is_one and _synchronised_class(_class_of(module)) is None
 
 
 def restore(models: Iterable[nn.Module]) -> None:
@@ -317,5 +343,5 @@ def restore(models: Iterable[nn.Module]) -> None:
 
 
 def converted(models: Iterable[nn.Module]) -> set[_SyncBatchNorm]:
-    """The modules that `convert` has changed."""
+    """Return the modules that `convert` has changed."""
     return {m for model in models for m in model.modules() if isinstance(m, _SyncBatchNorm)}

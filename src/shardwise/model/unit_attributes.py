@@ -1,8 +1,8 @@
-"""Restores attributes that a forward changes (a counter, a cache, a list) for its recomputation.
+"""Attributes that a forward changes (a counter, a cache, a list), restored for its recomputation.
 
-Buffers are not all that a forward leaves behind. When it runs again it must read the attributes
-that it has read, and what it writes to them then must not count twice. So those that a forward has
-changed are what they were while it runs again, and after that what they have become.
+A forward may change attributes as well as buffers. A recomputation must read the same values as the
+forward, and its own writes must not count a second time. So the changed attributes get their
+previous values while the forward runs again, and their present values afterwards.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch import Tensor, nn
 from shardwise.errors import ModelError
 
 _OWN = frozenset(vars(nn.Module()))
-"""What every module has: parameters, buffers, hooks."""
+"""Attributes that every module has: parameters, buffers, hooks."""
 _PLAIN = "torch.nn.modules."
-"""Modules of classes from here leave their attributes alone."""
+"""Modules of classes in this package do not change their attributes."""
 _CONTAINERS = (list, dict, set, deque)
 _LONG = 1000
-"""Entries of a container from which on it is taken for data: only another one is noticed."""
-_NOTHING: Any = object()
+"""Containers with at least this many entries are taken for data: only replacing them is noticed."""
+_MISSING: Any = object()
 
 Values = list[tuple[nn.Module, str, Any]]
-"""Module, name and value of attributes; `_NOTHING` for one that was not there."""
+"""Module, name and value of attributes; `_MISSING` if the attribute did not exist."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Before:
-    """A module's attributes before a forward, with what was in its containers and how often its
-    tensors had been written to."""
+    """A module's attributes before a forward, with the contents of its containers and the versions
+    of its tensors."""
 
     module: nn.Module
     attributes: dict[str, Any]
@@ -43,48 +43,51 @@ class _Before:
 
 
 def look(unit: nn.Module) -> list[_Before]:
-    """Remember the attributes of all modules of a unit."""
+    """Return the present attributes of all modules of a unit."""
     return [
-        _looked_at(module)
+        _look_at(module)
         for module in unit.modules()
         if not type(module).__module__.startswith(_PLAIN)
     ]
 
 
-def _looked_at(module: nn.Module) -> _Before:
+def _look_at(module: nn.Module) -> _Before:
     attributes = dict(vars(module))
     contents, versions = [], []
     for name, value in attributes.items():
         if isinstance(value, Tensor):
-            if not value.is_inference():  # those count no writes
+            if not value.is_inference():  # torch counts no writes for those
                 versions.append((name, value, value._version))
+        # A shallow copy: a change inside an element is not noticed, but copying deeply would cost
+        # too much.
         elif type(value) in _CONTAINERS and name not in _OWN and len(value) < _LONG:
             contents.append((name, value, value.copy()))
     return _Before(module, attributes, contents, versions)
 
 
 def changed(before: list[_Before]) -> Values:
-    """What the attributes were that a forward since then has changed.
+    """Return the previous values of the attributes that have changed since `before`.
 
     Raises ModelError for a tensor that was changed in place.
     """
-    return [value for each in before for value in _changes(each)]
+    return [value for module_before in before for value in _changes(module_before)]
 
 
 def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
     module, then, now = before.module, before.attributes, vars(before.module)
     for name, tensor, version in before.versions:
         if tensor._version != version:
-            raise _in_place(module, name)
+            raise _in_place_error(module, name)
     copies = {name: copy for name, _, copy in before.contents}
+    # Cheap check first: most forwards change no attribute.
     if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
         for name in (then.keys() | now.keys()) - _OWN:
-            if then.get(name, _NOTHING) is not now.get(name, _NOTHING):
-                yield module, name, copies.pop(name, then.get(name, _NOTHING))
+            if then.get(name, _MISSING) is not now.get(name, _MISSING):
+                yield module, name, copies.pop(name, then.get(name, _MISSING))
     for name, value, copy in before.contents:
         if name not in copies:
             continue
-        # Identity, not equality: comparing tensors in a container would compute, or raise.
+        # Identity, not equality: comparing tensors in a container would compute or raise.
         is_dict = isinstance(value, dict)
         pairs = (value.values(), copy.values()) if is_dict else (value, copy)
         keys_are_same = not is_dict or value.keys() == copy.keys()
@@ -94,8 +97,8 @@ def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
 
 @contextmanager
 def stand_ins(values: Values) -> Iterator[None]:
-    """Inside the block attributes are as in `values`; after it, what they were."""
-    held = [(module, name, vars(module).get(name, _NOTHING)) for module, name, _ in values]
+    """Context manager that sets attributes to `values`, and restores them."""
+    held = [(module, name, vars(module).get(name, _MISSING)) for module, name, _ in values]
     try:
         for module, name, value in values:
             _set(module, name, value.copy() if type(value) in _CONTAINERS else value)
@@ -106,16 +109,16 @@ def stand_ins(values: Values) -> Iterator[None]:
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
-    if value is _NOTHING:
+    if value is _MISSING:
         vars(module).pop(name, None)
     else:
         vars(module)[name] = value
 
 
-def _in_place(module: nn.Module, name: str) -> ModelError:
+def _in_place_error(module: nn.Module, name: str) -> ModelError:
     return ModelError(
-        f"The forward of {type(module).__name__} changes its attribute {name}, a tensor, in place. "
-        "With --activations recomputed it runs again in backward, where it would change it twice "
-        f"and read another value than before. Make it a buffer, register_buffer({name!r}, ...), "
-        "which is looked after; or --activations kept."
+        f"The forward of {type(module).__name__} changes its tensor attribute {name} in place. "
+        "With --activations recomputed, forward runs again in backward, and would read the changed "
+        f"tensor and change it again. Make it a buffer, register_buffer({name!r}, ...), which is "
+        "handled, or use --activations kept."
     )

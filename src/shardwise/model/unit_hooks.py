@@ -1,8 +1,8 @@
 """Unit hooks: report when forward and backward need the parameters of a unit.
 
-A forward that enters a hooked module needs its unit until it leaves. For backward, a hook on the
-outputs reports that it comes to the unit, and what autograd saves of the unit's parameters is
-replaced by a reference to where they are.
+A hooked module needs its unit from the start to the end of its forward. For backward, a hook on the
+outputs reports when it reaches the unit. Parameters of a unit that autograd would save are replaced
+by a reference to the unit's memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.model.module_hooks import Hooked, attach
 
 def _untraced(function: Any) -> Any:
     """Exclude `function` and the functions it calls from torch.compile."""
-    # What torch.compiler.disable does, without importing the compiler, which takes seconds.
+    # As torch.compiler.disable does, but without importing the compiler, which takes seconds.
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
@@ -33,73 +33,79 @@ def _untraced(function: Any) -> Any:
 
 
 class SavedReference:
-    """Stands in for a saved tensor."""
+    """Placeholder for a saved tensor."""
 
     __slots__ = ()
 
 
 class UnitManager(Protocol):
-    """What unit hooks report to; see states/parameters/residency.py."""
+    """Receiver of the reports of unit hooks; see states/parameters/residency.py."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no forward and no backward is under way."""
+        """True if neither a forward nor a backward is in progress."""
 
     def enter(self, number: int, hook: int, module: nn.Module) -> None:
-        """Unit `number` is needed from now on, by `module`."""
+        """Note that `module` needs unit `number` from now on."""
 
     def leave(self, number: int, *, failed: bool) -> None:
-        """Unit `number` is needed no longer."""
+        """Note that unit `number` is no longer needed."""
 
     def touch(self, number: int) -> None:
-        """Unit `number` is needed in a backward."""
+        """Note that a backward needs unit `number`."""
 
     def keep(self, number: int | None = None) -> None:
-        """Keep unit `number`, or all that are whole, until the next backward has ended."""
+        """Keep unit `number`, or all gathered units, until the next backward has ended."""
 
     @property
     def reference_of(self) -> Callable[[Tensor], SavedReference | None]:
-        """Makes the reference to save instead of a tensor, if its memory is a unit's."""
+        """Function that returns the reference for a tensor in a unit's memory; None for others."""
 
     def fetch(self, reference: Any) -> Tensor:
-        """The tensor that a reference was made of, its unit shown."""
+        """Return the tensor of a reference, after its unit is available."""
 
 
 class UnitHooks:
-    """The hooks of some models. They stay when units are laid out anew; `manager` is replaced.
+    """Hooks of several models. They stay when units get a new layout; `manager` is replaced.
 
-    `before` is called before a forward that may be trained from begins.
+    `before` is called before each forward that may be used for training.
     """
 
     def __init__(self) -> None:
         self.manager: UnitManager | None = None
         self.before: Callable[[], None] | None = None
         self._handles: dict[tuple[nn.Module, int], list[Hooked]] = {}
-        self._made = 0
+        self._hook_count = 0
 
     def attach(self, wanted: Sequence[tuple[nn.Module, int]]) -> None:
-        """Hook the `wanted`, modules with the number of the unit that they need."""
-        # torch.func looks this function up at each call: allow it inside of forwards.
+        """Hook the `wanted` modules, each with the number of the unit that it needs."""
+        # torch.func looks this function up at each call, so this allows torch.func in forwards.
         torch.autograd.graph.disable_saved_tensors_hooks = _without_references
+        # Hooks that are still wanted stay attached: re-attaching would change their order.
         for place in [place for place in self._handles if place not in wanted]:
             for handle in self._handles.pop(place):
                 handle.remove()
         for place in wanted:
             if place not in self._handles:
-                hook = ModuleHook(self, place[1], self._made)
-                self._made += 1
+                hook = ModuleHook(self, place[1], self._hook_count)
+                self._hook_count += 1
                 self._handles[place] = hook.attach(place[0])
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         self.attach([])
         self.manager = None
 
 
 @dataclass(frozen=True)
 class _OpenForward:
-    """A forward under way: whether it records, what it pushed for that, and the error that was
-    being handled around it."""
+    """A forward in progress.
+
+    Args:
+        recording: Whether autograd records it.
+        saving: Saved-tensor hooks that were pushed for it.
+        before: Exception that was being handled when it started.
+    """
 
     recording: bool
     saving: saved_tensors_hooks | None
@@ -107,7 +113,7 @@ class _OpenForward:
 
 
 class ModuleHook:
-    """The hooks on one module for one unit. A copy of the model has some that do nothing."""
+    """Hooks on one module for one unit. In a copy of the model they do nothing."""
 
     def __init__(self, hooks: UnitHooks | None, number: int, index: int) -> None:
         self._hooks = hooks
@@ -120,7 +126,7 @@ class ModuleHook:
         return None if self._hooks is None else self._hooks.manager
 
     def attach(self, module: nn.Module) -> list[Hooked]:
-        """Watch every forward of `module` until the handles are removed."""
+        """Report every forward of `module`, until the handles are removed."""
         return [
             attach(module.register_forward_pre_hook, self.enter, prepend=True),
             attach(module.register_forward_hook, self.leave, always_call=True),
@@ -128,21 +134,22 @@ class ModuleHook:
 
     @_untraced
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Before forward."""
+        """Report the start of a forward."""
         del args
         if self._hooks is None or self._manager is None:
             return
+        # May turn gradients on or off, so `recording` is read after it.
         if torch.is_grad_enabled() and self._hooks.before is not None and self._manager.is_idle:
             self._hooks.before()
         recording = torch.is_grad_enabled()
-        # Inside torch.func.grad and vjp autograd saves parameters themselves.
+        # Inside torch.func.grad and vjp, autograd saves the parameters themselves.
         refers = recording and _hooks_are_enabled()
         saving = _saving(self._manager) if refers else None
         self._open.append(_OpenForward(recording, saving, sys.exc_info()[1]))
         if saving is not None:
             saving.__enter__()
-        # Not seen by modes that follow the user's operations, and below all levels of torch.func:
-        # tensors that are made here outlive those levels.
+        # Invisible to modes that track the user's operations, and below all levels of torch.func,
+        # because tensors that are created here outlive those levels.
         with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
             self._manager.enter(self._number, self._index, module)
             if recording and not refers:
@@ -150,13 +157,13 @@ class ModuleHook:
 
     @_untraced
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After forward, also after one that failed."""
+        """Report the end of a forward, even if it failed."""
         del module, args
         if self._manager is None or not self._open:
             return
         opened = self._open.pop()
-        # A forward inside an `except` block sees the error that is being handled: only another one
-        # is its own.
+        # A forward inside an `except` block sees the exception that is being handled; only a
+        # different exception is its own.
         error = sys.exc_info()[1]
         failed = error is not None and error is not opened.before
         if opened.saving is not None:
@@ -164,19 +171,22 @@ class ModuleHook:
         if opened.recording:
             functorch = torch._C._functorch
             for tensor in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
-                # Below the wrappers of torch.func, which differentiates inside of its levels while
-                # the unit is kept.
+                # Unwrap torch.func's wrappers: it differentiates inside its levels, while the unit
+                # is kept.
                 plain = tensor
                 while isinstance(plain, Tensor) and functorch.is_functorch_wrapped_tensor(plain):
                     plain = functorch.get_unwrapped(plain)
                 if isinstance(plain, Tensor) and plain.grad_fn is not None:
-                    plain.register_hook(self._reached)  # type: ignore[no-untyped-call]
-        ignored = suppress(CollectiveError) if failed else nullcontext()  # the first error is shown
+                    # A tensor hook fires when backward reaches the output, before any node of the
+                    # unit runs.
+                    plain.register_hook(self._touch)  # type: ignore[no-untyped-call]
+        # After a failure, suppress an error of a gather, so that the first error is shown.
+        ignored = suppress(CollectiveError) if failed else nullcontext()
         with ignored, torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
             self._manager.leave(self._number, failed=failed)
 
     @_untraced
-    def _reached(self, grad: Tensor) -> None:
+    def _touch(self, grad: Tensor) -> None:
         del grad
         if self._manager is not None:
             with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
@@ -186,41 +196,45 @@ class ModuleHook:
         return ModuleHook(None, self._number, self._index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_doors": None, "_open": []}
+        return self.__dict__ | {"_hooks": None, "_open": []}
 
 
 class _ReferenceHooks:
-    """Saves references instead of what `manager` shows; other tensors as hooks further out say."""
+    """Saves references in place of a unit's tensors; other tensors go to the enclosing hooks."""
 
     def __init__(self, manager: UnitManager, outer: Any) -> None:
         self.manager = manager
         self.outer = outer
-        """The hooks further out, a pair; None where there are none."""
+        """The enclosing pair of hooks, or None."""
         self._reference_of = manager.reference_of
 
     @_untraced
     def pack(self, tensor: Tensor) -> Any:
-        """What to keep of `tensor`."""
+        """Return what autograd stores for `tensor`."""
         with torch._C.DisableTorchFunction():
             reference = self._reference_of(tensor)
             if reference is not None:
                 if not (tensor.is_conj() or tensor.is_neg()):
                     return reference
+                # A reference stands for plain memory; a lazy conjugate or negative is a view with a
+                # flag.
                 tensor = tensor.clone()
         return tensor if self.outer is None else self.outer[0](tensor)
 
     @_untraced
     def unpack(self, saved: Any) -> Any:
-        """The tensor that `saved` was kept of."""
+        """Return the tensor that `saved` stands for."""
         if isinstance(saved, SavedReference):
             with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
                 return self.manager.fetch(saved)
         return saved if self.outer is None else self.outer[1](saved)
 
 
-def unpack_of_others(unpack: Any) -> Any:
-    """Return the hook that unpacks tensors which are no parameters, if `unpack` is a hook of ours;
-    None if nothing was packed."""
+def find_outer_unpack(unpack: Any) -> Any:
+    """Return the enclosing hook that unpacks tensors other than parameters.
+
+    Returns None if `unpack` is one of our hooks and no other encloses it.
+    """
     while isinstance(hooks := getattr(unpack, "__self__", None), _ReferenceHooks):
         unpack = None if hooks.outer is None else hooks.outer[1]
     return unpack
@@ -228,12 +242,13 @@ def unpack_of_others(unpack: Any) -> Any:
 
 @contextmanager
 def _without_references(error_message: str) -> Iterator[None]:
-    """Stands in for torch.autograd.graph.disable_saved_tensors_hooks.
+    """Replacement for torch.autograd.graph.disable_saved_tensors_hooks.
 
-    torch.func.grad and vjp refuse hooks that are on already, as ours are inside of a forward. So
-    ours are off inside the block, and units stay whole instead.
+    torch.func.grad and vjp refuse active hooks, and ours are active inside a forward. So ours are
+    removed inside the block, and units stay gathered instead.
     """
     taken: list[tuple[Any, Any]] = []
+    # Only our own hooks on top of the stack can be taken off; the user's hooks below stay.
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks = getattr(top[0], "__self__", None)
         if not isinstance(hooks, _ReferenceHooks):
@@ -246,6 +261,7 @@ def _without_references(error_message: str) -> Iterator[None]:
         with _disable_saved_tensors_hooks(error_message):
             yield
     finally:
+        # In reverse, so that the stack has its old order.
         for pack, unpack in reversed(taken):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
@@ -255,9 +271,10 @@ _disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 def _saving(manager: UnitManager) -> saved_tensors_hooks | None:
-    """The hooks that save references; None where those of the same `manager` are on already."""
+    """Return hooks that save references; None if hooks of the same `manager` are active."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     around = getattr(outer[0], "__self__", None) if outer is not None else None
+    # A module inside a hooked module: the enclosing hooks save its references already.
     if isinstance(around, _ReferenceHooks) and around.manager is manager:
         return None
     hooks = _ReferenceHooks(manager, outer)
@@ -267,10 +284,11 @@ def _saving(manager: UnitManager) -> saved_tensors_hooks | None:
 def hooked_modules(
     model: nn.Module, unit_of: Mapping[nn.Parameter, int], units: Mapping[nn.Module, int]
 ) -> list[tuple[nn.Module, int]]:
-    """The modules of `model` whose forwards need a unit, with its number.
+    """Return the modules of `model` whose forwards need a unit, with the unit's number.
 
-    Those of `units`, the model itself among them; and every module that holds a parameter of
-    another unit than the one around it, or of the model's rest: so that it can be called alone.
+    These are the modules in `units` (including the model itself), and every module with a parameter
+    of another unit than its parent's, or of the model's remainder. So each of them can be called
+    separately.
     """
     found: list[tuple[nn.Module, int]] = []
     seen: set[nn.Module] = set()
@@ -281,11 +299,13 @@ def hooked_modules(
         seen.add(module)
         number = units.get(module, around)
         needed = {unit_of[p] for p in module._parameters.values() if p is not None and p in unit_of}
+        # Parameters of the module's own unit are gathered by the hook of that unit's module. The
+        # model's remainder has no such module below the model, so each holder needs a hook.
         if number != units.get(model):
             needed.discard(number)
         if module in units:
             needed.add(units[module])
-        found.extend((module, each) for each in sorted(needed))
+        found.extend((module, unit) for unit in sorted(needed))
         for child in module.children():
             collect(child, number)
 

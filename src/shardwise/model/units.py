@@ -1,4 +1,4 @@
-"""Finds the repeated blocks of a model, which are compiled, sharded and recomputed one by one."""
+"""Repeated blocks of a model, which are compiled, sharded and recomputed one by one."""
 
 from __future__ import annotations
 
@@ -11,33 +11,38 @@ from torch import nn
 def find_units(
     model: nn.Module, patterns: Sequence[str] | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """The model's repeated blocks in order of registration, by name.
+    """Return names and modules of the model's repeated blocks, in registration order.
 
-    With `patterns` (module names in which * stands for one part or some of it, such as
-    "encoder.layer.*") they are the modules so named instead.
+    Without `patterns`:
 
-    Without, a block is a child of an `nn.ModuleList` or `nn.Sequential` that has a sibling of its
-    own class with parameters, and inside a block no further ones are looked for; a child of any
-    other module with such a sibling (an encoder beside a decoder) is one where it has no blocks
-    inside. A model without repetition has none.
+    - A child of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` is a block if it has
+      parameters and a sibling of the same class. Blocks are not searched for further blocks.
+    - A child of any other module with such a sibling (an encoder next to a decoder) is a block only
+      if it contains no blocks.
+    - A model without repetition has no blocks.
 
-    A container without a forward (a `ModuleList`, a `ModuleDict`) is no block, since nobody calls
-    it: inside another container its children stand in its place, and so they do where a pattern
-    names it.
+    A container without a forward (`ModuleList`, `ModuleDict`) is never a block, because nothing
+    calls it. Inside another container, or if a pattern names it, its children take its place.
+
+    Args:
+        patterns: Names of the modules to return instead. A * matches one part of a name, or some of
+            it, as in "encoder.layer.*".
     """
     if patterns is not None:
-        return _named(model, patterns)
-    return list(_within(model, ""))
+        return _match_names(model, patterns)
+    return list(_find_blocks(model, ""))
 
 
 def unknown(models: Sequence[nn.Module], patterns: Sequence[str]) -> list[str]:
-    """Those of `patterns` that name no module with parameters in any of `models`."""
+    """Return the `patterns` that match no module with parameters in any of `models`."""
     return [
-        pattern for pattern in patterns if not any(_named(model, [pattern]) for model in models)
+        pattern
+        for pattern in patterns
+        if not any(_match_names(model, [pattern]) for model in models)
     ]
 
 
-def _named(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def _match_names(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
     named = [
         (name.replace("_orig_mod.", ""), module)
         for name, module in model.named_modules()
@@ -46,15 +51,15 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Modu
     found: list[tuple[str, nn.Module]] = []
     for name, module in named:
         parts = name.split(".")
-        for pattern in (each.split(".") for each in patterns):
-            # Part by part: a star must not match across a dot.
+        for pattern in (pattern_text.split(".") for pattern_text in patterns):
+            # Part by part, because a star must not match across a dot.
             if len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern)):
-                found += _called(name, module)
+                found += _callable_modules(name, module)
                 break
     return found
 
 
-def _within(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _find_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     children = [
         (f"{path}.{name}" if path else name, child)
         for name, child in module.named_children()
@@ -62,29 +67,30 @@ def _within(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     ]
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     if is_list:
-        children = [each for name, child in children for each in _called(name, child)]
+        children = [block for name, child in children for block in _callable_modules(name, child)]
     kinds = [type(child) for _, child in children]
     for below, child in children:
+        # A layer without children, such as a Linear, is too small to be a unit.
         repeated = kinds.count(type(child)) > 1 and any(True for _ in child.children())
-        inner = list(_within(child, below))
+        inner = list(_find_blocks(child, below))
         if repeated and _has_forward(child) and (is_list or not inner):
             yield below, child
         else:
             yield from inner
 
 
-def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`module`, or the modules in it that are called in its place if it has no forward."""
+def _callable_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield `module`, or if it has no forward, the modules in it that are called instead."""
     if _has_forward(module):
         yield name, module
         return
     for below, child in module.named_children():
         if _has_weights(child):
-            yield from _called(f"{name}.{below}", child)
+            yield from _callable_modules(f"{name}.{below}", child)
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether `module` can be called: containers of torch cannot."""
+    """Return whether `module` can be called; torch's containers cannot."""
     kind = type(module)
     overrides = kind.forward is not nn.Module.forward or kind.__call__ is not nn.Module.__call__
     return overrides or "forward" in vars(module)

@@ -1,11 +1,12 @@
-"""Tells a process which rank it is, and connects it to the others.
+"""Identifies the rank of a process, and connects it to the other ranks.
 
-identity.py, environment.py  rank and size, and the variables that carry them
-launchers/        reads them from the variables of each launcher
-rpc.py            authenticated messages between processes; authentication.py: proofs and seals
-rendezvous.py     how all ranks meet; rendezvous_file.py, torchrun_store.py: where
-store.py          the key-value store in rank 0; listeners.py: closes its sockets to strangers
-network.py, hosts.py  interfaces and addresses; lists of hosts
-progress.py, error_file.py, restarts.py  what a rank tells its launcher, through private_files.py
-python_command.py the command line of a Python module
+identity.py, environment.py  rank and size, and the variables that hold them
+launchers/                   reads them from the variables of each launcher
+rpc.py, authentication.py    authenticated messages between processes
+rendezvous.py                all ranks meet: by rendezvous_file.py, or on torchrun_store.py
+store.py, listeners.py       rank 0's key-value store; closes Gloo's sockets to new connections
+network.py, hosts.py         interfaces and addresses; lists of hosts
+progress.py, error_file.py   reports from a rank to its launcher, in private_files.py
+restarts.py                  decides whether a failed run starts again
+python_command.py            the command line of a Python module
 """

@@ -1,11 +1,11 @@
-"""Proves that a process knows the secret of its run, and seals what processes send. Pure.
+"""Proofs that a process knows the secret of its run, and seals for messages. Pure.
 
-The end that accepts a connection has a *role*, such as b"status 3": what it does, and which process
-it is. The end that connects names the role that it means to reach, and each proof covers the role.
-A proof that somebody passes on to another process of the run therefore proves nothing there.
+The end that accepts a connection has a *role*, such as b"status 3", which names its service and its
+process. The end that connects names the role that it means to reach, and each proof covers the
+role. So a proof that somebody relays to another process of the run is invalid there.
 
-Each message has a MAC by a key of this connection and direction, over its number and content.
-Somebody in between can neither change, repeat, omit nor add a message, but can read it: nothing is
+Each message has a MAC over its number and content, with a key for this connection and direction.
+Somebody in between cannot change, repeat, omit or add a message. They can read it: nothing is
 encrypted. MACs are HMAC-SHA-256, compared in constant time. rpc.py is the protocol over sockets.
 """
 
@@ -33,13 +33,14 @@ class Forged(ValueError):
 
 def mac(secret: bytes, *parts: bytes) -> bytes:
     """Return the MAC of `parts`."""
-    # Each part has its length in front: otherwise ("ab", "c") and ("a", "bc") had the same MAC.
+    # Each part is prefixed with its length. Otherwise ("ab", "c") and ("a", "bc") would have the
+    # same MAC.
     whole = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
     return hmac.digest(secret, whole, "sha256")
 
 
 def sealed(secret: bytes, purpose: str, data: bytes) -> bytes:
-    """Return `data` with its MAC for `purpose` in front."""
+    """Return `data` prefixed with its MAC for `purpose`."""
     return mac(secret, b"seal", purpose.encode(), data) + data
 
 
@@ -61,12 +62,12 @@ class Proof:
         self, secret: bytes, role: bytes, of_accepting: bytes, of_connecting: bytes | None = None
     ) -> None:
         self._secret = secret
-        # Both ends contribute a nonce, so that neither accepts a recorded connection again.
+        # Both ends contribute a nonce, so that neither accepts a replay of a recorded connection.
         self._about = role, of_accepting, of_connecting or secrets.token_bytes(NONCE)
         self.words = self._about[-1] + mac(secret, b"connects", *self._about)
-        """What the end that connects sends."""
+        """The proof that the connecting end sends."""
         self.answer = mac(secret, b"accepts", *self._about)
-        """What the end that accepts sends then."""
+        """The proof that the accepting end sends back."""
 
     def is_proven_by(self, words: bytes) -> bool:
         """Return whether the end that connects knows the secret and means this role."""
@@ -117,14 +118,14 @@ class Seals:
         return max(0, _HEAD + length - len(self._rest))
 
     def next(self) -> bytes | None:
-        """Remove and return the next message; None until all of it was received. Raises Forged."""
+        """Remove and return the next message; None while it is incomplete. Raises Forged."""
         if self.missing:
             return None
         end = _HEAD + int.from_bytes(self._rest[:_LENGTH], "big")
         seal, message = bytes(self._rest[_LENGTH:_HEAD]), bytes(self._rest[_HEAD:end])
         del self._rest[:end]
-        # The number of the message is not sent: both ends count, so that a message which somebody
-        # repeats or drops does not fit.
+        # The number of the message is not sent. Both ends count, so the MAC is wrong as soon as
+        # somebody repeats or drops a message.
         number = self._received.to_bytes(8, "big")
         if not hmac.compare_digest(seal, mac(self._keys[1], number, message)):
             raise Forged(f"A message of {len(message)} bytes was not sealed by the other end.")

@@ -1,4 +1,4 @@
-"""Names the environment variables that the launcher gives each rank, and draws the secret of a run.
+"""Names of the environment variables that the launcher gives each rank, and the secret of a run.
 
 `launch/run_spec.py` builds the environment of a rank, and `launchers/detection.py` reads it back.
 """
@@ -14,12 +14,12 @@ from shardwise.errors import LaunchError
 from shardwise.net.identity import Identity
 
 PREFIX = "SHARDWISE_LAUNCH_"
-"""What the variables of `shardwise run` begin with."""
+"""Prefix of the variables of `shardwise run`."""
 
 OWN_NAMES = {
     name: PREFIX + name.upper() for name in ("rank", "size", "local_rank", "local_size", "port")
 }
-"""By field of Identity, the variable that `shardwise run` gives it in."""
+"""The variables of `shardwise run` for the fields of an Identity."""
 
 RANK_VARIABLE = OWN_NAMES["rank"]
 
@@ -30,7 +30,7 @@ RUN_VARIABLE = PREFIX + "RUN"
 """Holds a name that all starts of a run share, and no other run has."""
 
 REPORTS_VARIABLE = PREFIX + "REPORTS"
-"""Holds the folder where a rank leaves its error file (see error_file.py)."""
+"""Holds the folder for the error file of a rank (see error_file.py)."""
 
 RUN_SECRET_VARIABLE = PREFIX + "SECRET"
 """Holds the secret that `shardwise run` drew for the processes of a run."""
@@ -39,10 +39,11 @@ SECRET_VARIABLE = "SHARDWISE_SECRET"
 """Holds the secret that the user gives, for runs that another launcher starts."""
 
 SHORTEST_SECRET = 16
-"""Characters of a secret that the user gives; a shorter one may be guessed."""
+"""Minimum length in characters of a secret that the user gives, because short ones are guessable.
+"""
 
 BY_HAND = {SETTINGS_PREFIX + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "ALONE")}
-"""Variables by which a user tells one process who it is (see launcher_detection.py)."""
+"""Variables for users who start each rank themselves (see launchers/detection.py)."""
 
 FOREIGN = BY_HAND | {
     "RANK",
@@ -57,22 +58,22 @@ FOREIGN = BY_HAND | {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
-"""Variables of an outer run that would tell a rank that it is someone else."""
+"""Variables of an outer run, which would give a rank of ours a wrong identity."""
 
 FOREIGN_PREFIXES = ("TORCHELASTIC_", PREFIX)
 
 OF_THE_TERMINAL = ("TERM", "COLORTERM", "NO_COLOR")
-"""Variables of the terminal that rank 0 draws on, wherever it is."""
+"""Variables of the terminal that rank 0 draws on, also from another host."""
 
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
-"""Where ranks meet that were given no other place."""
+"""The default meeting place of ranks."""
 
 
 # -- one rank ---------------------------------------------------------------------------------
 
 
 def identity_variables(identity: Identity) -> dict[str, str]:
-    """Return the variables from which a rank reads `identity` back."""
+    """Return the variables that pass `identity` to a rank."""
     values = {
         "RANK": identity.rank,
         "SIZE": identity.size,
@@ -86,7 +87,7 @@ def identity_variables(identity: Identity) -> dict[str, str]:
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a variable tells a process which rank it is."""
+    """Return whether a variable tells a process its rank."""
     return name in FOREIGN or name.startswith(FOREIGN_PREFIXES)
 
 
@@ -95,15 +96,22 @@ def is_foreign(name: str) -> bool:
 
 def passed_variables(
     environ: Mapping[str, str],
-    asked: Collection[str],
+    requested: Collection[str],
     interface: str | None,
-    heeded: Collection[str] = (),
+    overridable: Collection[str] = (),
 ) -> dict[str, str]:
-    """Return the variables that ranks on other hosts get from here. Pure.
+    """Return the variables that ranks on other hosts get from this process. Pure.
 
-    These are what `-x NAME` and `-x NAME=VALUE` ask for, settings of ours, the terminal and the
-    interface. Raises LaunchError for a NAME that is not set here, or that each rank is given
-    anyway, but for those that are `heeded`.
+    These are settings of ours, variables of the terminal, and the `requested` ones.
+
+    Args:
+        environ: The variables of this process.
+        requested: The user's `-x NAME` and `-x NAME=VALUE`.
+        interface: The network interface for Gloo and NCCL, if the user named one.
+        overridable: Variables of the launcher that the user may set here all the same.
+
+    Raises:
+        LaunchError: A requested NAME is not set, given twice, or set by the launcher itself.
     """
     found = {
         name: value
@@ -113,31 +121,26 @@ def passed_variables(
     }
     if interface is not None:
         found |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    for word in asked:
+    for word in requested:
         name, given, value = word.partition("=")
         if not name:
             raise LaunchError(f"-x {word}: write -x NAME, or -x NAME=VALUE.")
         if not given and name not in environ:
             near = difflib.get_close_matches(name, environ, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"Set it, or write -x {name}=VALUE."
-            raise LaunchError(f"-x {name}: there is no such variable here. {hint}")
+            raise LaunchError(f"-x {name}: this variable is not set here. {hint}")
         is_ours = is_foreign(name) or name == FLAGS_VARIABLE
-        if is_ours and name not in heeded:
-            raise LaunchError(
-                f"-x {name}: shardwise run tells each rank who it is, and sets {name} itself: "
-                "leave it out."
-            )
-        if any(each.partition("=")[0] == name and each != word for each in asked):
+        if is_ours and name not in overridable:
+            raise LaunchError(f"-x {name}: shardwise run sets {name} itself: leave it out.")
+        if any(each.partition("=")[0] == name and each != word for each in requested):
             raise LaunchError(f"-x {name} is given twice: leave one out.")
         found[name] = value if given else environ[name]
     return found
 
 
 def working_folder(environ: Mapping[str, str]) -> str:
-    """Return the working directory, by the name that the user knows it by.
-
-    Links in it may lead elsewhere on other hosts.
-    """
+    """Return the working directory under the name that the user knows, with its symbolic links."""
+    # On other hosts the links may point elsewhere, so the resolved name may not exist there.
     named, here = environ.get("PWD", ""), os.getcwd()
     return named if os.path.isabs(named) and os.path.realpath(named) == here else here
 
@@ -146,19 +149,19 @@ def working_folder(environ: Mapping[str, str]) -> str:
 
 
 def draw_secret() -> str:
-    """Draw a secret for one run, which its processes prove to each other that they know.
+    """Draw the secret that the processes of a run authenticate each other with.
 
-    shardwise run hands it to ranks in their environment, over ssh inside the connection. Under
-    other launchers rank 0 draws it and leaves it where only the same user can read it; where hosts
-    share no folder, the user gives one.
+    `shardwise run` passes it to ranks in their environment, and to agents over ssh. Under other
+    launchers rank 0 draws it and writes it to a file that only the same user can read. If the hosts
+    share no folder, the user gives a secret.
     """
     return secrets.token_hex(32)
 
 
 def given_secret(environ: Mapping[str, str]) -> str | None:
-    """Return the secret that our launcher, else the user, has given; None without one. Pure.
+    """Return the secret from our launcher, or else from the user; None without one. Pure.
 
-    Raises LaunchError for one that is too short.
+    Raises LaunchError if the user's secret is too short.
     """
     if RUN_SECRET_VARIABLE in environ:
         return environ[RUN_SECRET_VARIABLE]
@@ -172,7 +175,7 @@ def given_secret(environ: Mapping[str, str]) -> str | None:
 
 
 def current_folder() -> str | None:
-    """The working folder; None where it has been removed."""
+    """Return the working directory, or None if it has been removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:

@@ -1,14 +1,14 @@
-"""Writes the error that a rank died of to a file, in which its launcher reads it.
+"""Writes the error that ends a rank to a file for its launcher.
 
-When several ranks fail, most of them only report that another one is gone. Each rank that dies of
+When several ranks fail, most of them only report that another rank is gone. Each rank that dies of
 an exception writes an error file with the time, so that the launcher can show the first cause.
 
-What a user asked for and cannot have is a *refusal*: one sentence says it all, and a traceback of
-ours says nothing. The launcher shows one once that all ranks share; without a launcher each rank
+A *refusal* is an error for a wrong call by the user. Its sentence is enough, and our traceback adds
+nothing. If all ranks have the same one, the launcher shows it once. Without a launcher each rank
 shows its own.
 
-the user's line ─▶ our frames only ─▶ an error of ours              a refusal
-                ─▶ the same, after an error of the user's own       no refusal: both are shown
+the user's line ─▶ only frames of ours ─▶ an error of ours              a refusal
+                ─▶ the same, caused by an error in the user's code      no refusal: both are shown
 """
 
 from __future__ import annotations
@@ -36,11 +36,17 @@ from shardwise.net.launchers import detection as launcher_detection
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
-    """Why a rank died. `secondary` when the cause is likely on another rank, one of `at_fault`
-    where any are known.
+    """The error that ended a rank.
 
-    `message` is the last line, `text` the whole traceback, `where` the user's own line that it
-    went through last ("" if none), `time` in seconds since the epoch.
+    Args:
+        rank: The rank.
+        time: The time of the error, in seconds since the epoch.
+        secondary: The cause is likely on another rank.
+        message: The last line of the traceback.
+        text: The whole traceback.
+        where: The innermost line of the user's code in it, or "".
+        refusal: The sentence to show instead of the traceback, or "".
+        at_fault: The ranks to blame, if known.
     """
 
     rank: int
@@ -53,20 +59,20 @@ class ErrorReport:
     at_fault: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "at_fault", tuple(self.at_fault))  # JSON knows lists
+        object.__setattr__(self, "at_fault", tuple(self.at_fault))  # JSON makes it a list
 
 
 def watch_exceptions() -> None:
-    """Write an error file for an uncaught exception, and show a refusal as a sentence."""
+    """Install a hook that reports uncaught exceptions, and shows a refusal as a sentence."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 
 
 def watch_before_joining() -> None:
-    """Watch exceptions of a process that may be a rank, from its import of shardwise on.
+    """Watch exceptions from the import of shardwise on, in a process that may be a rank.
 
-    Only the first process of a rank reports for it: an error of a helper that the script starts is
-    not the rank's.
+    Only the first process of a rank does so, because the error of a helper that the script starts
+    is not an error of the rank.
     """
     if os.environ.setdefault(_REPORTER, str(os.getpid())) == str(os.getpid()):
         watch_exceptions()
@@ -76,10 +82,7 @@ _REPORTER = "SHARDWISE_LAUNCH_REPORTER"
 
 
 class _Hook:
-    """Shows an uncaught exception; `before` does where no launcher of ours waits for a report.
-
-    Written past sys.stderr, which torch.distributed wraps in a prefix of its own by then.
-    """
+    """An exception hook that reports to our launcher. Without one it calls the hook `before`."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self._before = before
@@ -89,16 +92,17 @@ class _Hook:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         refused = refusal_sentence(error)
-        speaker = ""  # this rank, if there are several: the others may not say the same
+        speaker = ""  # names this rank if there are several, because their errors may differ
         if refused:
-            with suppress(LaunchError):  # then that error is the one to be shown
+            with suppress(LaunchError):  # `identify` fails: show only the error at hand
                 identity = launcher_detection.identify()
                 if identity.size > 1:
                     speaker = f"rank {identity.rank} of {identity.size}: "
         shown = f"shardwise: {speaker}{refused}\n" if refused else ""
-        # An error of a forked child is not the rank's, and nobody else shows it.
+        # A forked child is not the rank, so it writes no error file, and shows its error itself.
         if REPORTS_VARIABLE not in os.environ or os.getpid() != self._process:
-            if not shown or self._before is not sys.__excepthook__:  # one that others have set
+            # The sentence replaces Python's own traceback, but not the hook of another library.
+            if not shown or self._before is not sys.__excepthook__:
                 self._before(kind, error, trace)
             if shown:
                 _show(shown)
@@ -110,7 +114,7 @@ class _Hook:
             folder = Path(os.environ[REPORTS_VARIABLE])
             try:
                 write(folder, error, text, refusal=refused if is_shown_for_us else "")
-            except OSError:  # a full disk: then this rank says it itself
+            except OSError:  # a full disk: the launcher will not see it, so show it here
                 is_shown_for_us = False
         if isinstance(error, KeyboardInterrupt) or _blames(error):
             _show(f"{_message(error)} [{users_line(trace)}]\n")
@@ -119,13 +123,14 @@ class _Hook:
 
 
 def _show(text: str) -> None:
+    # Not sys.stderr: torch.distributed may have wrapped it to prefix each line.
     if sys.__stderr__ is not None:
         sys.__stderr__.write(text)
         sys.__stderr__.flush()
 
 
 def write(folder: Path, error: BaseException, text: str, refusal: str = "") -> None:
-    """Write the error file of this rank in `folder`, whole or not at all."""
+    """Write the error file of this rank to `folder`, atomically."""
     rank = int(os.environ[RANK_VARIABLE])
     report = ErrorReport(
         rank=rank,
@@ -143,7 +148,7 @@ def write(folder: Path, error: BaseException, text: str, refusal: str = "") -> N
 
 
 def _blames(error: BaseException) -> bool:
-    """Whether the cause is likely on another rank."""
+    """Return whether the cause is likely on another rank."""
     named = isinstance(error, ShardwiseError) and bool(error.at_fault)
     return named or isinstance(error, CollectiveError)
 
@@ -160,33 +165,34 @@ def read(folder: Path) -> dict[int, ErrorReport]:
 
 OURS = Path(__file__).parents[1]
 _BEFORE_USERS = {OURS / "adopt.py", OURS / "launch" / "function_rank.py"}
-"""Files whose refusals are whole sentences although no line of the user's led to them."""
+"""Files whose errors are refusals even though no line of the user leads to them."""
 
 
 def refusal_sentence(error: BaseException) -> str:
-    """Return the error with the user's lines that led to it; "" where the traceback is needed."""
+    """Return a refusal as its message and the user's lines that led to it.
+
+    Returns "" for an error that needs its traceback.
+    """
     if not isinstance(error, ShardwiseError) or isinstance(error, CollectiveError):
         return ""
     files = _files(error.__traceback__)
     users = [number for number, file in enumerate(files) if is_users(file)]
+    message = " ".join([str(error), *getattr(error, "__notes__", ())])
     if not users and not _BEFORE_USERS.isdisjoint(files):
-        return _said(error)
+        return message
+    # The user's code must have called ours: an error class of ours raised by user code is theirs.
     if not users or not any(OURS in file.parents for file in files[users[-1] :]):
         return ""
+    # An error in user code that led to ours, such as one in a callback, needs its own traceback.
     if any(any(map(is_users, _files(cause.__traceback__))) for cause in _causes(error)):
         return ""
     *before, last = _users_frames(error.__traceback__)
     way = "".join(f"{_place(frame)} > " for frame in before)
-    return f"{_said(error)} [{way}{_line(last)}]"
-
-
-def _said(error: BaseException) -> str:
-    return " ".join([str(error), *getattr(error, "__notes__", ())])
+    return f"{message} [{way}{_line(last)}]"
 
 
 def users_line(trace: TracebackType | None) -> str:
-    """The innermost line of a traceback that is neither ours nor torch's nor Python's; "" if none
-    is."""
+    """Return the innermost line of user code in a traceback, or ""."""
     frames = _users_frames(trace)
     return _line(frames[-1]) if frames else ""
 
@@ -205,18 +211,19 @@ def _place(frame: traceback.FrameSummary) -> str:
 
 
 def _files(trace: TracebackType | None) -> list[Path]:
-    """Return the files whose code a traceback goes through, outermost first."""
+    """Return the file of each frame of a traceback, outermost first."""
     found = []
     for frame, _ in traceback.walk_tb(trace):
         name = frame.f_code.co_filename
-        # Code that a dataclass, say, has generated counts as its module's. Other code keeps its own
-        # file: with --adopt a script runs in the module `__main__` of ours.
+        # Generated code, such as a dataclass's __init__, has no file: take the file of its module.
+        # Other code keeps its own file, because with --adopt the user's script runs in a module
+        # whose __file__ is ours.
         found.append(frame.f_globals.get("__file__", name) if name.startswith("<") else name)
     return [Path(each) for each in found]
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The errors that led to this one, as a traceback shows them."""
+    """Yield the errors that a traceback shows as the causes of this one."""
     seen = [error]
     while True:
         found = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -228,8 +235,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_users(file: Path) -> bool:
-    """Whether a file is neither ours nor torch's nor Python's own: a package that is installed may
-    well be the user's project."""
+    """Return whether a file is user code: neither ours, nor torch's, nor the standard library's."""
+    # An installed package counts as user code, because the user's own project may be installed.
     if str(file).startswith("<frozen ") or not {OURS, _torch()}.isdisjoint(file.parents):
         return False
     installed = {"site-packages", "dist-packages"}.intersection(file.parts)

@@ -1,8 +1,8 @@
-"""Reads which hosts a run has (`-H`, hostfiles), and spreads the ranks over them. Pure.
+"""Reads the hosts of a run (`-H`, hostfiles), and spreads the ranks over them. Pure.
 
-All of these give the same map:
+All of these forms give the same result:
 
-    -H alice@node1:4,[fd00::2]:2        as mpirun has it
+    -H alice@node1:4,[fd00::2]:2        as in mpirun
 
     node1 slots=4                       a hostfile in Open MPI's form (DeepSpeed's too)
     [fd00::2] slots=2 max_slots=2
@@ -21,12 +21,12 @@ from shardwise.config.values import MOST_ON_A_HOST, MOST_RANKS
 from shardwise.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
-"""The address by which the ranks of one host meet."""
+"""The address for ranks that are all on one host."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host: a name or address as ssh takes it, and its `slots`, None where not said."""
+    """A host: a name or address for ssh, and its number of `slots`; None if not given."""
 
     name: str
     slots: int | None = None
@@ -37,13 +37,13 @@ class Host:
 
     @property
     def login(self) -> str:
-        """What ssh is given: user@name, or the name alone."""
+        """The destination for ssh: user@name, or only the name."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
 @dataclass(frozen=True)
 class Share:
-    """The `count` ranks of one host, from `first` on."""
+    """The ranks of one host: `count` of them, starting at `first`."""
 
     host: Host
     first: int
@@ -51,17 +51,18 @@ class Share:
 
     @property
     def numbers(self) -> range:
-        """The numbers of its ranks."""
+        """The ranks, as numbers."""
         return range(self.first, self.first + self.count)
 
     @property
     def ranks(self) -> str:
-        """In words: rank 3, or ranks 0-3."""
+        """The ranks in words: "rank 3", or "ranks 0-3"."""
         last = self.first + self.count - 1
         return f"rank {last}" if self.count == 1 else f"ranks {self.first}-{last}"
 
 
 _NAME = r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+# No part may begin with a hyphen: ssh would take the host for an option, such as -oProxyCommand=x.
 _HOST = re.compile(
     r"((?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
     rf"(\[(?P<six>[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?)\]|(?P<name>{_NAME}))"
@@ -70,21 +71,24 @@ _HOST = re.compile(
 
 
 def from_list(text: str) -> list[Host]:
-    """The hosts of `-H`, separated by commas. Raises LaunchError that quotes what is wrong."""
+    """Parse the hosts of `-H`, separated by commas. Raises LaunchError."""
     hosts = []
     for word in text.split(","):
         try:
             hosts.append(host_of(word.strip()))
         except ValueError as fault:
             raise LaunchError(f"-H {text}: {fault}") from None
-    return merged(hosts)
+    return merge(hosts)
 
 
 def read(path: Path) -> list[Host]:
-    """The hosts of the file at `path`. Raises LaunchError where it cannot be read or understood."""
+    """Read the hostfile at `path`. Raises LaunchError if it cannot be read or parsed."""
     try:
+        # Reading a FIFO or a terminal would block forever.
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise LaunchError(f"The hostfile {path} is no file: name a file with a host per line.")
+            raise LaunchError(
+                f"The hostfile {path} is not a regular file: name a file with one host per line."
+            )
         return from_file(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
@@ -92,7 +96,7 @@ def read(path: Path) -> list[Host]:
 
 
 def from_file(text: str, name: str) -> list[Host]:
-    """The hosts of a hostfile with content `text`; `name` is for messages, which say name:line."""
+    """Parse the `text` of a hostfile. Messages give the place of an error as `name`:line."""
     hosts = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -103,12 +107,12 @@ def from_file(text: str, name: str) -> list[Host]:
         except ValueError as fault:
             raise LaunchError(f"{name}:{number}: {fault}") from None
     if not hosts:
-        raise LaunchError(f"{name} names no host. Write one on each line, such as: node1 slots=4")
-    return merged(hosts)
+        raise LaunchError(f"{name} names no host. Write one per line, such as: node1 slots=4")
+    return merge(hosts)
 
 
-def merged(hosts: Sequence[Host]) -> list[Host]:
-    """Each host once, at its first place, with all its slots: `h1,h1` is `h1:2`."""
+def merge(hosts: Sequence[Host]) -> list[Host]:
+    """Return each host once, at its first position, with all its slots: `h1,h1` is `h1:2`."""
     found: dict[str, Host] = {}
     for host in hosts:
         before = found.get(host.login)
@@ -120,28 +124,31 @@ def merged(hosts: Sequence[Host]) -> list[Host]:
 def spread(
     hosts: Sequence[Host], *, total: int | None = None, per_host: int | None = None
 ) -> list[Share]:
-    """Which ranks run where: host after host, in the order given.
+    """Assign ranks to hosts, in the order of the hosts.
 
-    A host whose slots are not said has `per_host` of them, else 1. `total` ranks fill the slots
-    from the first on; left out, all. Raises LaunchError where they do not fit.
+    Args:
+        hosts: The hosts with their slots.
+        total: The number of ranks, which fill the slots from the first host on; None for all slots.
+        per_host: The slots of a host that does not give them (default 1).
+
+    Raises:
+        LaunchError: The ranks do not fit on the hosts.
     """
     for host in hosts:
         if per_host is not None and host.slots not in (None, per_host):
             raise LaunchError(
-                f"--nproc-per-node {per_host}, but {host.name} is given {host.slots} slots: "
-                "give one of the two."
+                f"--nproc-per-node {per_host} contradicts the {host.slots} slots of {host.name}: "
+                "give only one of the two."
             )
     slots = [host.slots or per_host or 1 for host in hosts]
     if max(slots) > MOST_ON_A_HOST:
-        raise LaunchError(
-            f"{max(slots)} ranks are asked for on one host, which bears {MOST_ON_A_HOST} at most."
-        )
+        raise LaunchError(f"{max(slots)} ranks on one host: the limit is {MOST_ON_A_HOST}.")
     if sum(slots) > MOST_RANKS:
-        raise LaunchError(f"{sum(slots)} ranks are asked for, and a run has {MOST_RANKS} at most.")
+        raise LaunchError(f"{sum(slots)} ranks: the limit for a run is {MOST_RANKS}.")
     if total is not None and total > sum(slots):
         raise LaunchError(
             f"-n {total}: the {len(hosts)} hosts have {sum(slots)} slots in all. Give them more "
-            f"({hosts[0].name}:{-(-total // len(hosts))}), or ask for {sum(slots)} ranks at most."
+            f"({hosts[0].name}:{-(-total // len(hosts))}), or write -n {sum(slots)} or less."
         )
     if total is not None and total < 1:
         raise LaunchError(f"-n {total}: a run has at least one rank; write -n 1 or more.")
@@ -156,57 +163,55 @@ def spread(
 
 
 def host_of(word: str) -> Host:
-    """The host of `user@name:slots`; ValueError says what is wrong."""
+    """Parse `user@name:slots`. Raises ValueError with a message for the user."""
     if max(map(len, re.split(r"[.@:]", word))) > 64 or len(word) > 320:
-        raise ValueError(f"{word[:40] + '...'!r} is longer than the name of any host.")
+        raise ValueError(f"{word[:40] + '...'!r} is too long for a host name.")
     found = _HOST.fullmatch(word)
     if found is None:
         if set(word) <= set(hexdigits + ":.") and word.count(":") > 1:
             raise ValueError(f"{word!r}: write an IPv6 address in brackets, such as [{word}]:4.")
-        raise ValueError(f"{word!r} is no host. Write for example node1:4 or alice@10.0.0.7:4.")
+        raise ValueError(f"{word!r} is not a host. Write for example node1:4 or alice@10.0.0.7:4.")
     slots = None if found["slots"] is None else _slots(found["slots"], word)
     return Host(found["six"] or found["name"], slots, found["user"])
 
 
 def _with_options(host: Host, words: Sequence[str]) -> Host:
-    """`host` with the slots=N of Open MPI's form, where there are any."""
+    """Return `host` with the slots=N of Open MPI's form, if `words` have it. Raises ValueError."""
     most = None
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in ("slots", "max_slots", "max-slots"):
             raise ValueError(
-                f"{word!r} is not understood after {host.name}. Write slots=4, or {host.name}:4."
+                f"{word!r} is not an option of host {host.name}. Write slots=4, or {host.name}:4."
             )
         number = _slots(value, word)
         if key != "slots":
             most = number
         elif host.slots is not None:
-            raise ValueError(f"{host.name} has :{host.slots} and {word}: write one of the two.")
+            raise ValueError(f"{host.name} has :{host.slots} and {word}: write only one of them.")
         else:
             host = replace(host, slots=number)
     if most is not None and host.slots is not None and host.slots > most:
-        raise ValueError(
-            f"{host.name} has {host.slots} slots, which is more than max_slots={most}."
-        )
+        raise ValueError(f"{host.name} has {host.slots} slots, more than max_slots={most}.")
     return host
 
 
 def _slots(text: str, word: str) -> int:
     if not text.isascii() or not text.isdigit() or not text.strip("0"):
-        raise ValueError(f"{word!r}: the number of slots is {text!r}, which is no number above 0.")
+        raise ValueError(f"{word!r}: the number of slots takes a number above 0, not {text!r}.")
     if len(text) > 9 or int(text) > MOST_ON_A_HOST:
-        raise ValueError(f"{word!r}: a host has {MOST_ON_A_HOST} slots at most here.")
+        raise ValueError(f"{word!r}: the limit for one host is {MOST_ON_A_HOST} slots.")
     return int(text)
 
 
 def ranks(text: str, size: int, flag: str) -> tuple[int, ...]:
-    """The ranks of "0,2-3"; raises LaunchError, naming `flag`, for what is no rank of `size`."""
+    """Parse ranks such as "0,2-3". Raises LaunchError, naming `flag`, for a rank above `size`."""
     found: set[int] = set()
     for word in text.split(","):
         first, dash, last = word.strip().partition("-")
         ends = (first, last if dash else first)
         if not all(end.isascii() and end.isdigit() and len(end) < 10 for end in ends):
-            raise LaunchError(f"{flag} {text}: {word!r} is no rank. Write for example 0,2-3.")
+            raise LaunchError(f"{flag} {text}: {word!r} is not a rank. Write for example 0,2-3.")
         low, high = int(ends[0]), int(ends[1])
         if low > high:
             raise LaunchError(f"{flag} {text}: {word!r} ends before it begins. Write {high}-{low}.")

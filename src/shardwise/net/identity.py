@@ -1,4 +1,4 @@
-"""Describes who a process is: its rank, the number of ranks, and how to find rank 0."""
+"""The identity of a process: its rank, the number of ranks, and how to find rank 0."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,17 +10,24 @@ from shardwise.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Rank and size as a launcher gave them, and what it says of where rank 0 listens.
+    """The rank of a process and the size of its run, as the launcher gave them.
 
-    `is_placed` is False if the launcher does not say which ranks share a host. `local_rank` and
-    `local_size` are then placeholders until the ranks meet (see collectives.place).
-    `node` is the index of this host, None where the launcher tells none. With `port` set, rank 0
-    listens at `address`; without it the launcher only started processes, and ranks find each
-    other by `job`: a name that all of them were given and no other run was (None where there is
-    none), with `address` as a first guess at where rank 0 is. `listen_fd` is a socket, already
-    listening on `port`, that rank 0 inherited; so no port is ever chosen by one process and taken
-    by another. `own_gpus` says that the launcher shows each rank no GPUs but its own. `variables`
-    says which variable each number was read from.
+    Args:
+        launcher: The name of the launcher.
+        rank: The rank of this process.
+        size: The number of ranks.
+        local_rank: The number of this rank on its host.
+        local_size: The number of ranks on this host.
+        is_placed: False if the launcher does not tell which ranks share a host. `local_rank` and
+            `local_size` are then placeholders until the ranks meet.
+        node: The index of this host; None if the launcher does not give it.
+        address: The host of rank 0. Without a `port` it is only a guess.
+        port: The port of rank 0; None if the ranks must find each other by a rendezvous file.
+        listen_fd: A socket, already listening on `port`, that rank 0 inherited. So nobody can take
+            the port between its choice and its use.
+        job: A name that all ranks of this run have, and no other run; None without one.
+        own_gpus: Each rank sees only its own GPUs.
+        variables: By field, the environment variable that it was read from.
     """
 
     launcher: str
@@ -44,13 +51,13 @@ class Identity:
             sources = f" ({', '.join(known)})" if known else ""
             raise LaunchError(
                 f"{self.launcher} says rank {self.rank} of {self.size} and local rank "
-                f"{self.local_rank} of {self.local_size}{sources}, which cannot be: "
-                "check what sets these variables."
+                f"{self.local_rank} of {self.local_size}{sources}, which is impossible: find out "
+                "what sets these variables."
             )
         if self.port is not None and not 0 < self.port < 65536:
             raise LaunchError(
-                f"{self.launcher} says that rank 0 listens on port {self.port}, which cannot be: "
-                "check what sets these variables."
+                f"{self.launcher} says that rank 0 listens on port {self.port}, which is "
+                "impossible: find out what sets these variables."
             )
 
     @property
@@ -62,33 +69,33 @@ class Identity:
 def read_integers(
     environ: Mapping[str, str], names: Mapping[str, str], launcher: str
 ) -> dict[str, Any]:
-    """The whole numbers in the variables `names`; raises LaunchError for one that is missing."""
+    """Read the integers in the variables `names`. Raises LaunchError if one is missing."""
     return {name: read_integer(environ, variable, launcher) for name, variable in names.items()}
 
 
 def read_integer(environ: Mapping[str, str], variable: str, launcher: str) -> int:
-    """The whole number in `variable`; raises LaunchError that names it and its launcher."""
+    """Read the integer in `variable`. Raises LaunchError, naming the variable and its launcher."""
     text = environ.get(variable)
     if text is None:
-        raise LaunchError(f"This looks like a start by {launcher}, but {variable} is not set.")
+        raise LaunchError(f"{launcher} seems to have started this, but {variable} is not set.")
     try:
         return values.whole(-1)(text)
     except ValueError:
         raise LaunchError(
-            f"{variable}={text[:40]!r}, set by {launcher}, is not a number that it can be: check "
-            "what sets it."
+            f"{variable}={text[:40]!r}, set by {launcher}, is not a valid number: find out what "
+            "sets it."
         ) from None
 
 
 def read_text(environ: Mapping[str, str], variable: str, launcher: str) -> str:
-    """What `variable` says; raises LaunchError that names it and its launcher."""
+    """Return the value of `variable`. Raises LaunchError if it is missing."""
     if variable not in environ:
-        raise LaunchError(f"This looks like a start by {launcher}, but {variable} is not set.")
+        raise LaunchError(f"{launcher} seems to have started this, but {variable} is not set.")
     return environ[variable]
 
 
 def described(identity: Identity, environ: Mapping[str, str]) -> str:
-    """A line for each number of `identity`, with the variable that it was read from."""
+    """Return a line for each number of `identity`, with the variable that it was read from."""
     lines = [f"started by {identity.launcher}"]
     for name in ("rank", "size", "local_rank", "local_size", "node"):
         value, variable = getattr(identity, name), identity.variables.get(name)
@@ -104,7 +111,7 @@ def described(identity: Identity, environ: Mapping[str, str]) -> str:
     if identity.port is not None:
         meet = f"rank 0 listens at {identity.address}, port {identity.port}"
     elif identity.size == 1:
-        meet = "there are no others"
+        meet = "there are no other ranks"
     else:
-        meet = "rank 0 writes a rendezvous file: its address is not given"
+        meet = "through a rendezvous file of rank 0"
     return "\n".join([*lines, f"  {'meeting':<12}{meet}"])

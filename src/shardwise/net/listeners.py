@@ -1,9 +1,9 @@
-"""Closes Gloo's listening sockets to everybody, once its ranks are connected.
+"""Closes Gloo's listening sockets to new connections, once its ranks are connected.
 
-Gloo accepts whoever connects as long as a group lives, asks nobody who it is, and ends the process
-once that is more than it may open files. But nobody has to come once a group is made. Its sockets
-are out of our reach, but not the kernel's: a filter on one drops what comes for it; connections
-that there are already go on.
+As long as a process group lives, Gloo accepts any connection without authentication, and aborts the
+process when it runs out of file descriptors. But a complete group needs no new connections. Gloo
+does not hand out its sockets, so we find them among the descriptors of the process, and attach a
+socket filter that drops every packet. Established connections have their own sockets and continue.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 _ATTACH_FILTER = 26
-"""SO_ATTACH_FILTER, which Python has no name for."""
+"""The socket option SO_ATTACH_FILTER, which Python's socket module lacks."""
 
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
-"""A filter of one instruction: accept 0 bytes of every packet."""
+"""A BPF program of one instruction: accept 0 bytes of every packet."""
 
 _OPEN = "/proc/self/fd"
-"""The descriptors of this process, by number (Linux)."""
+"""Lists the open descriptors of this process (Linux)."""
 
 _noted: deque[bytes] = deque(maxlen=64)
 
 
 def note(value: bytes) -> None:
-    """Remember a value that was put on the store: Gloo's say where it listens."""
+    """Remember a value set on the store: Gloo publishes its listening addresses there."""
     _noted.append(value)
 
 
 def shut() -> None:
-    """Let the sockets that Gloo listens on hear nobody any more.
+    """Close Gloo's listening sockets to new connections.
 
-    Call it when all ranks of its groups are connected. Where the kernel has no filters they stay
-    open.
+    Call it once all ranks of its groups are connected. Without support by the kernel, the sockets
+    stay open.
     """
     noted = list(_noted)
     _noted.clear()
@@ -46,8 +46,8 @@ def shut() -> None:
         with listener, suppress(OSError):
             host, port = listener.getsockname()[:2]
             packed = socket.inet_pton(listener.family, host.partition("%")[0])
-            # The store's values hold addresses as the kernel's own structure. Those of IPv6 have
-            # four bytes of flow information between port and address.
+            # Gloo publishes its addresses as the kernel's sockaddr. That of IPv6 has four bytes of
+            # flow information between port and address.
             gap = b"" if listener.family == socket.AF_INET else bytes(4)
             address = struct.pack("!H", port) + gap + packed
             if any(address in value for value in noted):
@@ -55,10 +55,10 @@ def shut() -> None:
 
 
 def _listening() -> Iterator[socket.socket]:
-    """The listening TCP sockets of this process, each by a descriptor of its own."""
-    # Some sandboxes have no /proc: there the sockets stay open, as on other systems.
+    """Yield the listening TCP sockets of this process, each as a duplicate to be closed."""
+    # Without /proc, as in some sandboxes and on other systems, the sockets stay open.
     for fd in os.listdir(_OPEN) if os.path.isdir(_OPEN) else ():
-        with suppress(OSError):  # it was closed meanwhile, or is no socket
+        with suppress(OSError):  # it was closed meanwhile, or is not a socket
             if not os.readlink(f"{_OPEN}/{fd}").startswith("socket:"):
                 continue
             found = socket.socket(fileno=os.dup(int(fd)))

@@ -13,33 +13,36 @@ from shardwise.errors import LaunchError
 from shardwise.net.hosts import LOOPBACK, Host
 
 _GET_ADDRESS = 0xC0206921 if sys.platform == "darwin" else 0x8915
-"""The request SIOCGIFADDR of ioctl."""
+"""The ioctl request SIOCGIFADDR."""
 
 _ANY_PORT = 9
 """Connecting a datagram socket sends nothing, so any port will do."""
 
 
 def address_of_interface(name: str) -> str:
-    """The address of interface `name`, IPv4 before IPv6; LaunchError says which there are."""
+    """Return the address of interface `name`, preferring IPv4.
+
+    Raises LaunchError, listing the interfaces, if no interface has this name, or it has no address.
+    """
     found = [address for interface, address in _addresses() if interface == name]
     if found:
         return found[0]
     known = ", ".join(f"{interface} ({address})" for interface, address in _addresses())
     if name in dict(_indices()):
-        raise LaunchError(f"--interface {name} has no address here. With one are: {known}.")
-    raise LaunchError(f"--interface {name}: there is no such interface here. Known are: {known}.")
+        raise LaunchError(f"--interface {name} has no address here. These have one: {known}.")
+    raise LaunchError(f"--interface {name}: no such interface here. The interfaces are: {known}.")
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has `address`; None where no interface of this host does."""
+    """Return the interface of this host that has `address`, or None."""
     plain = address.partition("%")[0]
     return next((name for name, held in _addresses() if held == plain), None)
 
 
 def address_towards(peer: str) -> str:
-    """The address of this host from which packets to `peer` (a name or an address) leave.
+    """Return this host's source address for packets to `peer`, a name or an address.
 
-    Raises LaunchError where `peer` is unknown or no route leads there.
+    Raises LaunchError if `peer` is unknown or there is no route to it.
     """
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
@@ -50,13 +53,13 @@ def address_towards(peer: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise LaunchError(
-            f"No route leads from this host to {peer}: {error.strerror}. Name the interface of the "
-            "network that all hosts share, with --interface NAME."
+            f"There is no route from this host to {peer}: {error.strerror}. Name the network "
+            "interface that reaches all hosts, with --interface NAME."
         ) from None
 
 
 def is_here(host: Host) -> bool:
-    """Whether `host` is this host itself; not where another user is asked for."""
+    """Return whether `host` is this host, with no other user given."""
     if host.user is not None:
         return False
     if host.name in ("localhost", socket.gethostname()):
@@ -64,6 +67,7 @@ def is_here(host: Host) -> bool:
     name = host.name
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]
+        # Only an address of this host can be bound, under any name.
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(place)
     except OSError:
@@ -72,7 +76,7 @@ def is_here(host: Host) -> bool:
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """Interface and address, IPv4 first."""
+    """Yield the interfaces with their addresses, IPv4 first."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name, _ in _indices():
             if (held := _address_four(probe, name)) is not None:
@@ -84,9 +88,9 @@ def _addresses() -> Iterator[tuple[str, str]]:
 
 
 def _address_four(probe: socket.socket, name: str) -> str | None:
-    asked = struct.pack("256s", os.fsencode(name)[:15])
+    request = struct.pack("256s", os.fsencode(name)[:15])
     try:
-        found = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, asked)
+        found = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
     except OSError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV, errno.EINVAL):
             return None
@@ -99,10 +103,8 @@ def _indices() -> list[tuple[str, int]]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Open a socket that listens on `port`, or with 0 on one that the kernel chooses.
-
-    Rank 0 inherits it, so no other process can take the port in between. Raises LaunchError.
-    """
+    """Listen on `port` of `address`; port 0 lets the kernel choose. Raises LaunchError."""
+    # Rank 0 inherits this socket, so no other process can take the port before rank 0 listens.
     if address == LOOPBACK:
         _check_loopback()
     try:
@@ -111,18 +113,18 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
-                f"Port {port} on {address} is in use by another process. "
-                "Leave --port out, and a free one is taken."
+                f"Port {port} on {address} is in use by another process. Leave out --port to take "
+                "a free one."
             ) from None
         raise LaunchError(
-            f"Port {port} on {address} cannot be listened on: {error.strerror}. "
-            "Leave --port out, and a free one is taken."
+            f"Cannot listen on port {port} of {address}: {error.strerror}. Leave out --port to "
+            "take a free one."
         ) from None
 
 
 def _check_loopback() -> None:
-    """Raise LaunchError if the loopback interface is down, as in a new network namespace: one can
-    listen there all the same, and ranks would try to connect until --timeout."""
+    """Raise LaunchError if the loopback interface is down, as in a new network namespace."""
+    # Listening works even then, and the ranks would try to connect until --timeout.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((LOOPBACK, _ANY_PORT))
@@ -134,27 +136,23 @@ def _check_loopback() -> None:
 
 
 def reserve_port(address: str) -> socket.socket:
-    """Reserve a port that the kernel chooses, for MASTER_PORT.
-
-    It does not listen, so that a script on this host can, by torch's own init_process_group.
-    Raises LaunchError.
-    """
-    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    """Reserve a port that the kernel chooses, for MASTER_PORT. Raises LaunchError."""
+    # Bind without listening, so that a script on this host can listen on the same port when it
+    # calls torch's own init_process_group.
+    reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((address, 0))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((address, 0))
     except OSError as error:
-        made.close()
-        raise LaunchError(f"No port on {address} can be had: {error.strerror}.") from None
-    return made
+        reserved.close()
+        raise LaunchError(f"Cannot reserve a port on {address}: {error.strerror}.") from None
+    return reserved
 
 
 def listen_everywhere() -> socket.socket:
-    """Open a socket that listens on every address of this host, on a port of the kernel's choice.
-
-    IPv6 is for hosts that have nothing else: torch warns of a client whose name it cannot find,
-    and few networks know a name for an IPv4 address in IPv6's clothes.
-    """
+    """Listen on every address of this host, on a port that the kernel chooses."""
+    # Use IPv6 only on hosts without an IPv4 address. torch warns about clients whose address it
+    # cannot resolve to a name, and few networks resolve IPv4 addresses mapped into IPv6.
     try:
         socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
     except socket.gaierror:

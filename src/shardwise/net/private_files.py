@@ -1,8 +1,8 @@
-"""Reads and writes files that only this user can have written, and only this user can read.
+"""Reads and writes files that only this user can read, and only this user can have written.
 
-Names in the temporary folder can be known by other users of the host, who may put a link or a
-file of their own there first. So what ranks leave there lies in a folder of the user's own, which
-is believed only if nobody else may write to it; no link is followed.
+Other users of the host can guess names in the temporary folder, and put a link or a file there
+first. So ranks use a subfolder that belongs to the user. It is trusted only if nobody else may
+write to it, and links are never followed.
 """
 
 import os
@@ -17,69 +17,67 @@ from shardwise.errors import LaunchError
 
 
 def folder_path() -> Path:
-    """The folder of this user in the temporary folder, whether it is there or not."""
+    """Return the path of this user's folder in the temporary folder. It may not exist."""
     return Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}"
 
 
 def folder() -> Path:
-    """The same, made where it is not there. Raises LaunchError where it is not this user's alone,
-    or cannot be made."""
+    """Return this user's folder, creating it if it is missing.
+
+    Raises LaunchError if it cannot be created, or if other users may access it.
+    """
     found = folder_path()
     try:
-        state = _made(found)
+        # Another run may remove the folder, while it is empty, between mkdir and lstat: try again.
+        state: os.stat_result | None = None
+        while state is None:
+            with suppress(FileExistsError):
+                found.mkdir(mode=0o700)
+            with suppress(FileNotFoundError):
+                state = found.lstat()
     except OSError as error:
         raise LaunchError(
-            f"{found} cannot be made, where ranks find each other: {error.strerror}. Name another "
-            "place for temporary files with TMPDIR=FOLDER."
+            f"{found}, where ranks find each other, cannot be created: {error.strerror}. Name "
+            "another place for temporary files with TMPDIR=FOLDER."
         ) from None
     is_ours = stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid()
     if not is_ours or state.st_mode & 0o077:
         raise LaunchError(
-            f"{found} is to be a folder of this user's alone (drwx------), but it is "
+            f"{found} must be a folder that only this user can access (drwx------), but it is "
             f"{stat.filemode(state.st_mode)} of user {state.st_uid}. Remove it, or name another "
             "place for temporary files with TMPDIR=FOLDER."
         )
     return found
 
 
-def _made(place: Path) -> os.stat_result:
-    """What lstat says of a folder, made where it is not there: another run may remove it as empty
-    between the two calls."""
-    while True:
-        with suppress(FileExistsError):
-            place.mkdir(mode=0o700)
-        with suppress(FileNotFoundError):
-            return place.lstat()
-
-
 def tidy() -> None:
-    """Remove the folder where nothing is in it."""
+    """Remove the folder if it is empty."""
     with suppress(OSError):
         folder_path().rmdir()
 
 
 def create(place: Path) -> BinaryIO:
-    """A new file for this user alone. Raises OSError, also where anything is there before it."""
+    """Create a file that only this user can read. Raises OSError, also if `place` exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(place, flags, 0o600), "wb")
 
 
 def write(place: Path, text: str, aside: str = ".writing-") -> None:
-    """Put a text at `place`, whole or not at all, for this user alone. Raises OSError.
+    """Write a text to `place` atomically, readable only by this user. Raises OSError.
 
-    Meanwhile it lies under a name of its own that starts with `aside`.
+    The text is first written to a file whose name starts with `aside`, which is then renamed.
     """
     draft = place.with_name(f"{aside}{place.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with _created(draft) as file:
+        with _create_in_folder(draft) as file:
             file.write(text.encode())
         draft.rename(place)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _created(place: Path) -> BinaryIO:
-    """`create`; where another run has just removed our own folder as empty, it is made again."""
+def _create_in_folder(place: Path) -> BinaryIO:
+    """Create a file as `create` does, and its folder again if another run has just removed it."""
     while True:
         try:
             return create(place)
@@ -90,17 +88,16 @@ def _created(place: Path) -> BinaryIO:
 
 
 def opened(place: Path) -> BinaryIO | None:
-    """The file at `place` to be read, if nobody else can have left it there; None where there is
-    none, or one that is not to be believed."""
+    """Open the file at `place` for reading; None if it is missing, or another user may own it."""
     try:
-        # A pipe in its place must not keep us waiting.
+        # O_NONBLOCK: opening a pipe that someone put there must not block.
         fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # nothing is there, or a link, or what is not for us
+    except OSError:  # missing, a link, or not readable
         return None
     file = os.fdopen(fd, "rb")
     found, around = os.fstat(fd), place.parent.stat()
-    # Some network file systems rename owners. But in a folder that only its owner may write to,
-    # nobody else can have left the file.
+    # Some network file systems change owners. But nobody else can have put the file into a folder
+    # that only its owner may write to.
     for_others = around.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if stat.S_ISREG(found.st_mode) and (found.st_uid == os.getuid() or not for_others):
         return file
@@ -109,7 +106,7 @@ def opened(place: Path) -> BinaryIO | None:
 
 
 def read(place: Path) -> str | None:
-    """The text at `place`, as `opened` believes it."""
+    """Return the text of the file at `place`, or None as `opened` does."""
     file = opened(place)
     if file is None:
         return None
@@ -118,5 +115,5 @@ def read(place: Path) -> str | None:
 
 
 def commit_file(run: str) -> str:
-    """The name of the file, in the folder of this user, that holds an elastic run's last commit."""
+    """Return the name of the file with an elastic run's last commit, in this user's folder."""
     return f"shardwise-commit-{run}"

@@ -1,9 +1,9 @@
-"""Records how far a rank has come, in numbers of a file that it and its launcher map.
+"""Records the progress of a rank in a memory-mapped file that its launcher reads.
 
     saves_when_asked | ended | resumes | steps, kept of engine 0 | steps, kept of engine 1 | ...
 
-Recording one costs a store into memory, so a rank records every step, and the record is there
-however the rank ends.
+Each entry is a 64-bit integer. An update is one store into memory, so a rank records every step,
+and the launcher finds the record even if the rank was killed.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from shardwise.errors import LaunchError
 from shardwise.net.environment import RANK_VARIABLE, REPORTS_VARIABLE
 
 ENGINES = 60
-"""Of so many engines of a process steps are recorded; not of those made later."""
+"""Number of engines in a process whose steps are recorded; later engines are ignored."""
 
 _living: WeakSet[ProgressWriter] = WeakSet()
 
-_HEEDS, _ENDED, _RESUMES, _FIRST = range(4)
+_SAVES, _ENDED, _RESUMES, _FIRST = range(4)
 _NUMBERS = _FIRST + 2 * ENGINES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress that a rank has recorded, of the engine that has most to lose.
+    """The progress that a rank has recorded, for the engine with the most unsaved steps.
 
-    `step` is how many steps it made, `kept` how many of them a restart has not to make again.
-    `saves_when_asked`: asked to end, it saves first; `ended`: it has done so. `resumes`: it asks
-    for the newest checkpoint when it starts.
+    Args:
+        step: The number of steps that the engine has made.
+        kept: The number of them in a complete checkpoint, which a restart need not repeat.
+        saves_when_asked: The rank saves when it is asked to end.
+        ended: The rank has saved for this reason, and ends.
+        resumes: The script resumes from the newest checkpoint when it starts.
     """
 
     step: int
@@ -45,7 +48,7 @@ class Progress:
 
 
 class ProgressWriter:
-    """The rank's side; without a launcher it records into memory of its own."""
+    """The rank's side of the record. Without a launcher it writes to private memory."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._launcher = os.getppid() if REPORTS_VARIABLE in environ else None
@@ -56,7 +59,8 @@ class ProgressWriter:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                # Written, since a store into a mapped hole is a SIGBUS where the disk is full.
+                # Write the zeros, rather than truncate the file to this length: if the disk is
+                # full, a store into a hole of a mapped file raises SIGBUS.
                 os.pwrite(fd, bytes(8 * _NUMBERS), 0)
                 self._numbers = memoryview(mmap.mmap(fd, 8 * _NUMBERS)).cast("q")
             finally:
@@ -64,41 +68,42 @@ class ProgressWriter:
         except OSError as error:
             raise LaunchError(
                 f"This rank cannot record its progress for its launcher in {path.parent}: "
-                f"{error.strerror}. Make room there, in bytes and in files, or name another place "
-                "for temporary files with TMPDIR=FOLDER."
+                f"{error.strerror}. Free some space or inodes there, or name another folder for "
+                "temporary files with TMPDIR=FOLDER."
             ) from None
         _living.add(self)
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the launcher is gone."""
+        """Whether the launcher has ended."""
+        # An orphan gets another parent.
         return self._launcher is not None and os.getppid() != self._launcher
 
     def saves_when_asked(self, *, saves: bool) -> None:
-        """From now on this rank saves before it ends, when asked to end; or no longer."""
-        self._numbers[_HEEDS] = saves
+        """Record whether this rank saves when it is asked to end."""
+        self._numbers[_SAVES] = saves
 
     def ended(self) -> None:
-        """It has saved, and ends because it was asked to."""
+        """Record that this rank has saved, and ends because it was asked to."""
         self._numbers[_ENDED] = 1
 
     def resumes(self) -> None:
-        """It goes on from the newest checkpoint when it is started again."""
+        """Record that this rank resumes from the newest checkpoint when it is restarted."""
         self._numbers[_RESUMES] = 1
 
     def stepped(self, engine: int, steps: int) -> None:
-        """Engine number `engine` has made `steps` steps."""
+        """Record that engine number `engine` has made `steps` steps."""
         if engine < ENGINES:
             self._numbers[_FIRST + 2 * engine] = steps
 
     def kept(self, engine: int, steps: int) -> None:
-        """Of those, `steps` are in a complete checkpoint."""
+        """Record that a complete checkpoint holds the first `steps` steps of the engine."""
         if engine < ENGINES:
             self._numbers[_FIRST + 2 * engine + 1] = steps
 
 
 def read(folder: Path, rank: int) -> Progress | None:
-    """Read the progress of `rank` in `folder`; None where it never began to record."""
+    """Read the progress of `rank` in `folder`; None if it has recorded nothing."""
     try:
         data = _path(folder, rank).read_bytes()
     except FileNotFoundError:
@@ -111,7 +116,7 @@ def read(folder: Path, rank: int) -> Progress | None:
     return Progress(
         step=step,
         kept=kept,
-        saves_when_asked=bool(numbers[_HEEDS]),
+        saves_when_asked=bool(numbers[_SAVES]),
         ended=bool(numbers[_ENDED]),
         resumes=bool(numbers[_RESUMES]),
     )
@@ -121,21 +126,20 @@ def _path(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.progress"
 
 
-# -- ranks that have ended before the others met ----------------------------------------------
+# -- ranks that ended before the rendezvous ---------------------------------------------------
 
 
 def mark_ended_early(folder: Path, rank: int) -> None:
-    """Let the ranks of this host, whose error files lie in `folder`, know that `rank`, of any host,
-    ended well.
+    """Tell the ranks of this host, whose reports are in `folder`, that `rank` ended with code 0.
 
-    For a rank of which no process is left: what goes on in the background may still come.
+    Call it only once no process of that rank is left: one in the background may still join.
     """
-    with suppress(OSError):  # a full disk: they wait until --timeout then
+    with suppress(OSError):  # a full disk: then the other ranks wait until --timeout
         _ended_mark(folder, rank).touch()
 
 
 def ended_early(ranks: Iterable[int]) -> list[int]:
-    """Those of `ranks` that have ended with code 0, as far as this process's launcher knows."""
+    """Return which of `ranks` have ended with code 0, as far as this rank's launcher knows."""
     folder = os.environ.get(REPORTS_VARIABLE)
     return [] if folder is None else [r for r in ranks if _ended_mark(Path(folder), r).exists()]
 
@@ -145,7 +149,7 @@ def _ended_mark(folder: Path, rank: int) -> Path:
 
 
 def _in_forked_child() -> None:
-    """What a forked child does is no progress of the rank."""
+    """Detach a forked child from the file: its steps are not progress of the rank."""
     for writer in list(_living):
         writer._numbers = memoryview(bytearray(8 * _NUMBERS)).cast("q")
 

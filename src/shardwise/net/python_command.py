@@ -4,15 +4,13 @@ import sys
 
 
 def python_words(module: str, python: str = sys.executable) -> tuple[str, ...]:
-    """Return the words that run `module` as `python -m` does.
-
-    For a module of Shardwise, or of torch, `-P` keeps the working directory off the path of
-    modules: somebody else may have put a `shardwise.py` or `torch.py` into a shared directory, and
-    it would run as the user. A module of the user's own is found there.
-    """
+    """Return the command that runs `module` as `python -m` does."""
+    # For our modules and torch's, -P keeps the working directory off sys.path: in a shared
+    # directory somebody else may have put a shardwise.py or torch.py, which would run as this user.
+    # Modules of the user are expected in the working directory, so they get no -P.
     return (python, "-P", "-m", module) if is_own(module) else (python, "-m", module)
 
 
 def is_own(module: str) -> bool:
-    """Whether the launcher starts this module itself: one of Shardwise or of torch."""
+    """Return whether `module` belongs to Shardwise or torch, rather than to the user."""
     return module.partition(".")[0] in ("shardwise", "torch")

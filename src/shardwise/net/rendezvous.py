@@ -1,11 +1,11 @@
-"""Lets all ranks of a run meet at rank 0, and prove to each other that they are of it.
+"""The rendezvous: all ranks of a run connect to rank 0 and authenticate each other.
 
-    rank 0      listens ─▶ writes a file ─▶ waits for all ─▶ removes it, says where it was reached
-    the others  find the file ─▶ reach rank 0 ─▶ proof ─▶ "here I am" ─▶ on which network to talk
+    rank 0       listens ─▶ writes a file ─▶ waits for all ranks ─▶ removes it, tells its address
+    other ranks  read the file ─▶ connect ─▶ proof ─▶ register ─▶ wait ─▶ choose the interface
 
-The rendezvous file (net/rendezvous_file.py) holds the secret that both prove to know. There is
-none where the launcher gave rank 0's address and the secret. Under torchrun ranks meet on its own
-store (torchrun_store.py).
+The rendezvous file (net/rendezvous_file.py) holds the secret that both ends prove to know. No file
+is needed if the launcher gives all ranks the secret and rank 0's address. Under torchrun, ranks
+meet on its own store (torchrun_store.py).
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from shardwise.net.store import ClientStore, HostStore, role_of
 
 POLL = 0.02
 WARN = 60.0
-"""Seconds after which rank 0 says for whom it waits."""
+"""Seconds after which rank 0 prints the missing ranks."""
 
 STARTING = 3.0
-"""Seconds in which a launcher may still be starting the ranks beside rank 0."""
+"""Seconds that a launcher may take to start the other ranks of rank 0's host."""
 
 REACH = 5.0
-"""Seconds for a connection to one of rank 0's addresses, and in which one may be refused."""
+"""Seconds to connect to one of rank 0's addresses, and to retry after a wrong secret."""
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
-SILENT = "it does not answer, as where it has not called sw.init, or is stopped"
+SILENT = "it does not answer: it may not have called sw.init, or it is stopped"
 
 TWICE = "twice"
-"""The key under which a rank is named that came a second time."""
+"""The key of a rank that two processes have claimed."""
 
 
 class Rendezvous(NamedTuple):
-    """What ranks have once they have met: a store, and the secret of their run.
+    """The result of the rendezvous: a store, and the secret of the run.
 
-    `is_open`: the secret was given to whoever reached the store. `close` closes the store.
+    `is_open` says that anybody who reached the store got the secret. `close` closes the store.
     """
 
     store: Store
@@ -71,10 +71,15 @@ class Rendezvous(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Terms:
-    """How the ranks of a run are to meet, until `deadline` of the monotonic clock.
+    """Terms of the meeting.
 
-    `address` is rank 0's, where it was given; `path` that of the rendezvous file, where there is to
-    be one; `given` the secret, where all ranks were given it.
+    Args:
+        identity: The rank of this process.
+        timeout: Seconds for the whole rendezvous.
+        deadline: Its end, as a time of the monotonic clock.
+        address: Host and port of rank 0, if the launcher or the user gave them.
+        path: The rendezvous file, if the ranks need one.
+        secret: The secret of the run, if the launcher or the user gave it to all ranks.
     """
 
     identity: Identity
@@ -82,20 +87,20 @@ class _Terms:
     deadline: float
     address: tuple[str, int] | None
     path: Path | None
-    given: str | None
+    secret: str | None
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing but the address is known to all ranks."""
-        return self.given is None and self.path is None and self.identity.size > 1
+        """Whether the ranks know only the address, so anybody can join them."""
+        return self.secret is None and self.path is None and self.identity.size > 1
 
     @property
     def left(self) -> float:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
-    def found(self) -> RendezvousFile | None:
-        """Rank 0's rendezvous file, or what it would say."""
+    def read_file(self) -> RendezvousFile | None:
+        """Return rank 0's rendezvous file, or one made from the given address."""
         if self.path is not None:
             return rendezvous_file.read(self.path)
         assert self.address is not None
@@ -106,13 +111,19 @@ class _Terms:
 
 
 def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
-    """Meet the other ranks of the run that `identity` belongs to; `timeout` in seconds.
+    """Meet the other ranks of the run.
 
-    `place` is the setting `rendezvous`: HOST:PORT of rank 0, or a folder that all hosts share.
-    Sets GLOO_SOCKET_IFNAME where it is not, to the interface over which all reach rank 0.
-    Raises LaunchError where ranks do not find each other, naming those that are missing.
+    Sets GLOO_SOCKET_IFNAME, unless the user has, to the interface that leads to rank 0.
+
+    Args:
+        identity: The rank of this process.
+        timeout: Seconds to wait for all ranks.
+        place: The setting `rendezvous`: HOST:PORT of rank 0, or a folder that all hosts share.
+
+    Raises:
+        LaunchError: Some ranks are missing, and it names them.
     """
-    address, given = _given_address(identity, place), environment.given_secret(os.environ)
+    address, secret = _given_address(identity, place), environment.given_secret(os.environ)
     path = None
     if address is None:
         if identity.launcher == "the user" and place is None and identity.size > 1:
@@ -123,7 +134,9 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
                 "and no other run uses)."
             )
         path = rendezvous_file.path(identity, place)
-    elif given is None and identity.size > 1 and (identity.on_one_host or _is_local(address[0])):
+    elif secret is None and identity.size > 1 and (identity.on_one_host or _is_local(address[0])):
+        # On one host a file passes the secret on, readable only by this user. The address in its
+        # name keeps apart the runs of one user.
         folder = str(private_files.folder())
         path = rendezvous_file.path(identity, folder, run=f"{address[0]}:{address[1]}")
     terms = _Terms(
@@ -132,9 +145,9 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
         deadline=time.monotonic() + timeout,
         address=address,
         path=path,
-        given=given,
+        secret=secret,
     )
-    return _receive(terms) if identity.rank == 0 else _go(terms)
+    return _host(terms) if identity.rank == 0 else _join(terms)
 
 
 def _is_local(host: str) -> bool:
@@ -155,40 +168,43 @@ def _given_address(identity: Identity, place: str | None) -> tuple[str, int] | N
     return None
 
 
-# -- rank 0's side --------------------------------------------------------------------------
+# -- rank 0 ---------------------------------------------------------------------------------
 
 
-def _receive(terms: _Terms) -> Rendezvous:
-    """Host the store, and return it when all other ranks have come to it."""
+def _host(terms: _Terms) -> Rendezvous:
+    """Host the store, and return it once all other ranks have registered."""
     identity, listening = terms.identity, _listen(terms)
-    port, drawn = listening.getsockname()[1], terms.given or environment.draw_secret()
-    proven = b"" if terms.is_open else drawn.encode()
-    hosted = HostStore(listening, proven, terms.timeout)
+    port, secret = listening.getsockname()[1], terms.secret or environment.draw_secret()
+    # In an open run the ranks know no secret before they connect, so they prove the empty one, and
+    # get the drawn secret over the store.
+    proven = b"" if terms.is_open else secret.encode()
+    store = HostStore(listening, proven, terms.timeout)
     try:
         if terms.is_open:
-            hosted.set("secret", drawn)
-        with _announced(terms, port, "" if terms.given else drawn):
-            _await_all(terms, hosted)
+            store.set("secret", secret)
+        with _announce(terms, port, "" if terms.secret else secret):
+            _await_all(terms, store)
     except BaseException:
-        hosted.close()
+        store.close()
         raise
-    hosted.accept_no_more()
-    seen = {hosted.get(here(rank)).decode() for rank in range(1, identity.size)}
+    store.accept_no_more()
+    # Each rank has registered the address that it used to reach rank 0. Prefer one that other hosts
+    # can reach: ranks on this host may have used the loopback address.
+    seen = {store.get(here(rank)).decode() for rank in range(1, identity.size)}
     address = min(seen, key=lambda one: ipaddress.ip_address(one).is_loopback, default="127.0.0.1")
-    hosted.set("address", address)
+    store.set("address", address)
     _choose_interface(address)
-    return Rendezvous(hosted, drawn.encode(), terms.is_open, hosted.close)
+    return Rendezvous(store, secret.encode(), terms.is_open, store.close)
 
 
 def _listen(terms: _Terms) -> socket.socket:
-    """Where the others come to: at the address that they were given, or that the user's choice of
-    an interface has; everywhere where nothing says by which they come."""
+    """Listen at the given address or interface, or on all interfaces if neither is given."""
     identity = terms.identity
     if identity.listen_fd is not None:
         return socket.socket(fileno=identity.listen_fd)
     if terms.address is not None:
         host, port = terms.address
-        return network.listen(_own(host, identity), port)
+        return network.listen(_own_address(host, identity), port)
     if identity.on_one_host:
         return network.listen("127.0.0.1", 0)
     named = _named_interface()
@@ -199,21 +215,24 @@ def _listen(terms: _Terms) -> socket.socket:
     )
 
 
-def _own(host: str, identity: Identity) -> str:
-    """The address of this host that `host` is; "" for all, where it is none, or one that leads
-    nowhere from other hosts."""
+def _own_address(host: str, identity: Identity) -> str:
+    """Return the address that `host` stands for; "" (all addresses) if we cannot listen there.
+
+    It may be an address of another device, such as a load balancer, or a
+    loopback address that other hosts cannot reach.
+    """
     try:
         found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return ""
     is_loopback = ipaddress.ip_address(found.partition("%")[0]).is_loopback
     if is_loopback:
-        # Who gives a loopback address without saying where ranks are means one host.
+        # If the launcher does not say which ranks share a host, a loopback address means one host.
         return found if identity.on_one_host or not identity.is_placed else ""
     return found if network.interface_of(found) is not None else ""
 
 
-def _announced(terms: _Terms, port: int, secret: str) -> AbstractContextManager[None]:
+def _announce(terms: _Terms, port: int, secret: str) -> AbstractContextManager[None]:
     if terms.path is None:
         return nullcontext()
     addresses = rendezvous_file.addresses(terms.identity)
@@ -228,59 +247,63 @@ def _announced(terms: _Terms, port: int, secret: str) -> AbstractContextManager[
         host=host,
         pid=pid,
         secret=secret,
-        began=rendezvous_file.began(pid),
+        began=rendezvous_file.start_time(pid),
     )
-    return rendezvous_file.written(terms.path, file)
+    return rendezvous_file.publish(terms.path, file)
 
 
-def _await_all(terms: _Terms, hosted: HostStore) -> None:
+def _await_all(terms: _Terms, store: HostStore) -> None:
+    """Wait until all ranks have registered. Raises LaunchError if some are missing."""
     identity, warning = terms.identity, time.monotonic() + WARN
     neighbours = LocalRanks(identity)
     keys = {here(rank): rank for rank in range(1, identity.size)}
-    while absent := hosted.absent(list(keys), 5 * POLL):
-        _check_twice(identity, hosted)
+    while absent := store.absent(list(keys), 5 * POLL):
+        _check_duplicates(identity, store)
         now, ended = time.monotonic(), neighbours.have_ended()
         missing = [keys[key] for key in absent]
         _check_ended(terms, missing)
         if ended or now > min(terms.deadline, warning):
-            said = _missing(terms, missing, ended=ended)
+            message = _describe_missing(terms, missing, ended=ended)
             if ended or not terms.left:
-                raise LaunchError(said).blaming(missing)
-            print(f"shardwise: {said} Waiting on.", file=sys.stderr, flush=True)
+                raise LaunchError(message).blaming(missing)
+            print(f"shardwise: {message} Still waiting.", file=sys.stderr, flush=True)
             warning = terms.deadline
 
-    _check_twice(identity, hosted)
+    # The duplicate of a rank may have connected just before the last missing rank registered.
+    _check_duplicates(identity, store)
 
 
-def _check_twice(identity: Identity, hosted: HostStore) -> None:
-    if hosted.check([TWICE]):
-        raise _came_twice(identity, int(hosted.get(TWICE)))
+def _check_duplicates(identity: Identity, store: HostStore) -> None:
+    if store.check([TWICE]):
+        raise _duplicate_rank(identity, int(store.get(TWICE)))
 
 
 def _check_ended(terms: _Terms, missing: Sequence[int]) -> None:
-    """Raise LaunchError where one of the `missing` ranks has ended with code 0: it never comes."""
-    if terms.identity.launcher != "shardwise run":  # a launcher inside of it counts its own ranks
+    """Raise LaunchError if a missing rank has ended with code 0, because it will never join."""
+    # Not under a launcher inside of shardwise run, which numbers its own ranks.
+    if terms.identity.launcher != "shardwise run":
         return
     if gone := progress.ended_early(missing):
         raise LaunchError(
-            f"{_ranks(gone)} of {terms.identity.size} ended with exit code 0 before sw.init, where "
-            "the others wait: let all ranks call it, or none."
+            f"{_ranks(gone)} of {terms.identity.size} ended with exit code 0 before sw.init, and "
+            "the other ranks wait there: call it on all ranks, or on none."
         ).blaming(gone)
 
 
 class LocalRanks:
-    """Watches the ranks beside this one: mpiexec and srun may let others wait for an ended one."""
+    """Watches the other ranks of this host, because mpiexec and srun may ignore that one ended."""
 
     def __init__(self, identity: Identity) -> None:
         self._size = identity.local_size
-        # Another launcher above may have started the script alone, whose ranks we count then.
+        # Search all ancestors for this launcher: an inner launcher, whose ranks are not counted
+        # here, may have started the script.
         names = launcher_detection.processes_of(identity.launcher)
         above = processes.ancestors()
         self._launcher = next((pid for pid, name in above if name in names), None)
         self._fewer_since: float | None = None
 
     def have_ended(self) -> bool:
-        """Whether fewer run than were to be started, and have for a while."""
+        """Return whether fewer ranks run than the launcher starts here, and have for a while."""
         living = None if self._launcher is None else processes.living_children(self._launcher)
         if living is None or living >= self._size:
             self._fewer_since = None
@@ -289,26 +312,26 @@ class LocalRanks:
         return time.monotonic() > self._fewer_since + STARTING
 
 
-def _missing(terms: _Terms, missing: Sequence[int], *, ended: bool) -> str:
+def _describe_missing(terms: _Terms, missing: Sequence[int], *, ended: bool) -> str:
     identity = terms.identity
-    said = (
-        f"{_ranks(missing)} of the {identity.size} that {identity.launcher} started did not come "
-        f"to rank 0 on {socket.gethostname()}."
+    message = (
+        f"{_ranks(missing)} of the {identity.size} that {identity.launcher} started did not reach "
+        f"rank 0 on {socket.gethostname()}."
     )
     if ended:
-        return f"{said} A process beside rank 0 has ended: look for what it said."
+        return f"{message} A rank on rank 0's host has ended: look for its output."
     if not terms.left:
-        said = f"{said.removesuffix('.')} {terms}."
-    return said + _hint(terms)
+        message = f"{message.removesuffix('.')} {terms}."
+    return message + _hint(terms)
 
 
 def _hint(terms: _Terms) -> str:
-    """What to look at where ranks on several hosts find each other by a file."""
+    """Return a hint for ranks that look for a rendezvous file on several hosts; else ""."""
     if terms.path is None or terms.identity.on_one_host:
         return ""
     return (
         f" Do all hosts share {terms.path.parent}? If not, name a folder that they share, or rank "
-        f"0's host and a port that is free there: {rendezvous_file.VARIABLE}=FOLDER/ or HOST:PORT."
+        f"0's host and a free port there: {rendezvous_file.VARIABLE}=FOLDER/ or HOST:PORT."
     )
 
 
@@ -316,102 +339,105 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ("Rank " if len(ranks) == 1 else "Ranks ") + ", ".join(map(str, ranks))
 
 
-# -- the others' side -----------------------------------------------------------------------
+# -- the other ranks ------------------------------------------------------------------------
 
 
-def _go(terms: _Terms) -> Rendezvous:
-    """Reach the store of rank 0, and return it when all ranks have come to it."""
+def _join(terms: _Terms) -> Rendezvous:
+    """Connect to the store of rank 0, and return it once all ranks have registered."""
     trouble = ""
     refused_since: float | None = None  # since when every answer was "another secret"
     while terms.left:
         _check_ended(terms, [0])
-        file = terms.found()
+        file = terms.read_file()
         for name in file.addresses if file else ():
             assert file is not None
-            known = "" if terms.is_open else (terms.given or file.secret)
-            # A rank 0 that was given its port has a listening socket before it runs: the kernel
-            # accepts, and the proof takes as long as rank 0 takes to start.
-            # Else REACH seconds to connect, and as many for the proof.
+            secret = "" if terms.is_open else (terms.secret or file.secret)
+            # If rank 0 was given its port, the socket listens before rank 0 runs. The kernel then
+            # accepts the connection, and the proof takes as long as rank 0 takes to start.
+            # Otherwise allow REACH seconds to connect, and REACH seconds for the proof.
             patience = terms.left if terms.path is None else min(2 * REACH, terms.left)
             place, role = (name, file.port), role_of(file.port)
             try:
                 connection = rpc.connect(
-                    place, known.encode(), role, time.monotonic() + patience, reach=REACH
+                    place, secret.encode(), role, time.monotonic() + patience, reach=REACH
                 )
-            except OSError as error:  # this address leads nowhere; the next one may
+            except OSError as error:  # try the next address
                 refused = isinstance(error, rpc.Unproven)
                 refused_since = (refused_since or time.monotonic()) if refused else None
                 if isinstance(error, TimeoutError):
                     trouble = SILENT
                 elif refused:
-                    trouble = f"{error} ({environment.SECRET_VARIABLE} must be alike on all ranks)"
+                    trouble = f"{error} (all ranks need the same {environment.SECRET_VARIABLE})"
                 else:
                     trouble = error.strerror or str(error)
                 continue
-            return _come(terms, connection, known)
+            return _register(terms, connection, secret)
+        # With a given address the answer will not change. With a file it may: the file of a killed
+        # run can stand there until rank 0 of this run replaces it.
         if terms.path is None and refused_since and time.monotonic() > refused_since + REACH:
-            break  # nothing else will be found there
+            break
         time.sleep(POLL)
-    raise _did_not_find(terms, trouble)
+    raise _rank_0_not_found(terms, trouble)
 
 
-def _come(terms: _Terms, connection: rpc.Connection, known: str) -> Rendezvous:
-    """Say that this rank is here, and wait for the others."""
+def _register(terms: _Terms, connection: rpc.Connection, secret: str) -> Rendezvous:
+    """Register this rank on the store, and wait for the others."""
     identity = terms.identity
+    # Rank 0 listens on an IPv6 socket on some hosts, which maps IPv4 addresses to ::ffff:a.b.c.d.
     address = connection.socket.getpeername()[0].removeprefix("::ffff:")
     store = ClientStore(connection, terms.timeout)
     try:
-        # Two runs may meet at the same place, and a script may give all processes one rank. The
-        # second process of a rank tells rank 0, so that none of them trains in a mixed group.
+        # Two runs may use the same meeting place, and a script may give all processes one rank. The
+        # second process of a rank reports it to rank 0, so that nobody trains in a mixed group.
         if store.add(f"came/{identity.rank}", 1) > 1:
             store.set(TWICE, str(identity.rank))
-            raise _came_twice(identity, identity.rank)
+            raise _duplicate_rank(identity, identity.rank)
         store.set(here(identity.rank), address)
         if store.absent(["address"], terms.left):
             keys = {here(rank): rank for rank in range(1, identity.size)}
             missing = [keys[key] for key in store.absent(list(keys))] or [0]
             raise LaunchError(
-                f"Rank {identity.rank} of {identity.size} came to rank 0, but "
-                f"{_ranks(missing).lower()} did not come {terms}.{_hint(terms)}"
+                f"Rank {identity.rank} of {identity.size} reached rank 0, but "
+                f"{_ranks(missing).lower()} did not {terms}.{_hint(terms)}"
             ).blaming(missing)
         _choose_interface(store.get("address").decode())
-        known = store.get("secret").decode() if terms.is_open else known
+        secret = store.get("secret").decode() if terms.is_open else secret
     except dist.DistStoreError as error:
         store.close()
         raise LaunchError(
-            f"Rank {identity.rank} of {identity.size} came to rank 0, but {error}: others did not "
-            "come in time, as it says then, or it is stopped."
+            f"Rank {identity.rank} of {identity.size} reached rank 0, but {error}. Either rank 0 "
+            "is stopped, or it gave up and its own error names the missing ranks."
         ).blaming([0]) from None
     except BaseException:
         store.close()
         raise
-    return Rendezvous(store, known.encode(), terms.is_open, store.close)
+    return Rendezvous(store, secret.encode(), terms.is_open, store.close)
 
 
-def _came_twice(identity: Identity, rank: int) -> LaunchError:
+def _duplicate_rank(identity: Identity, rank: int) -> LaunchError:
     return LaunchError(
-        f"Two processes say that they are rank {rank} of {identity.size} (started by "
-        f"{identity.launcher}). Does every process have a rank of its own, and does no other run "
-        f"meet at the same place ({rendezvous_file.VARIABLE})?"
+        f"Two processes claim to be rank {rank} of {identity.size} (started by "
+        f"{identity.launcher}). Give every process its own rank, and runs that start at the same "
+        f"time different meeting places ({rendezvous_file.VARIABLE})."
     )
 
 
-def _did_not_find(terms: _Terms, trouble: str) -> LaunchError:
-    identity, file = terms.identity, terms.found()
+def _rank_0_not_found(terms: _Terms, trouble: str) -> LaunchError:
+    identity, file = terms.identity, terms.read_file()
     if file is not None:
-        where = f"at {' or '.join(file.addresses)}, port {file.port}"
-        what = f"did not reach rank 0 {where}, {terms}" + (f": {trouble}" if trouble else "")
+        place = f"at {' or '.join(file.addresses)}, port {file.port}"
+        failure = f"did not reach rank 0 {place}, {terms}" + (f": {trouble}" if trouble else "")
     else:
         assert terms.path is not None
-        what = f"found no rendezvous file of rank 0 in {terms.path.parent} {terms}"
+        failure = f"found no rendezvous file of rank 0 in {terms.path.parent} {terms}"
     return LaunchError(
         f"Rank {identity.rank} of {identity.size}, started by {identity.launcher} on "
-        f"{socket.gethostname()}, {what}. Did rank 0 start?{_hint(terms)}"
+        f"{socket.gethostname()}, {failure}. Did rank 0 start?{_hint(terms)}"
     ).blaming([0])
 
 
 def here(rank: int) -> str:
-    """The key under which a rank says that it has come."""
+    """Return the key that a rank sets to register."""
     return f"here/{rank}"
 
 
@@ -420,7 +446,7 @@ def _named_interface() -> str:
 
 
 def _choose_interface(address: str) -> None:
-    """Let Gloo talk on the network where rank 0 has `address`; the user's own choice stays."""
+    """Make Gloo use the network of rank 0's `address`, unless the user has chosen an interface."""
     if INTERFACE not in os.environ:
         name = network.interface_of(network.address_towards(address))
         if name is not None:

@@ -1,10 +1,10 @@
-"""Writes and reads the rendezvous file, in which rank 0 says where it listens.
+"""Writes and reads the rendezvous file, which holds rank 0's address and the secret of the run.
 
-mpirun and srun start processes and give them no address. Rank 0 then listens on a port that the
-kernel gave it, and writes a file under a name that only this run has: in the user's own temporary
-folder where all ranks are on one host, else in the working directory, which hosts of a cluster
-mostly share. Only the same user can read it, so it also holds the secret of the run. The file is
-removed when all ranks have come.
+mpirun and srun start processes without giving them an address. Rank 0 then listens on a port that
+the kernel chooses, and writes a file whose name is unique to the run. If all ranks are on one host,
+the file is in the user's own temporary folder; otherwise in the working directory, which the hosts
+of a cluster usually share. Only the same user can read it. Rank 0 removes the file once all ranks
+have registered.
 """
 
 import hashlib
@@ -30,18 +30,23 @@ from shardwise.net.launchers import processes
 VARIABLE = "SHARDWISE_RENDEZVOUS"
 PATTERN = ".shardwise-{user}-{run}"
 DRAFT = ".writing"
-"""What the name of a file begins with while it is being written; nobody looks for that."""
+"""Prefix of the name while the file is being written, so that nobody reads half of it."""
 
 OLD = 60.0
-"""Seconds after which a file may be one that a killed run left behind."""
+"""Age in seconds of a file that may be a leftover of a killed run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousFile:
-    """Where rank 0 listens: names or addresses of its host, the likeliest first, and the port.
+    """The content of a rendezvous file.
 
-    `host`, `pid` and `began` (see `began`) are of the process that wrote the file. `secret` is that
-    of the run, "" where ranks have it from their environment.
+    Args:
+        addresses: Names or addresses of rank 0's host, the most likely first.
+        port: The port of rank 0.
+        host: The host name of rank 0.
+        pid: The process id of rank 0.
+        secret: The secret of the run; "" if the ranks have it from their environment.
+        began: The start time of rank 0 (see `start_time`).
     """
 
     addresses: tuple[str, ...]
@@ -53,10 +58,16 @@ class RendezvousFile:
 
 
 def path(identity: Identity, folder: str | None = None, run: str | None = None) -> Path:
-    """Return where the file of this run lies: in `folder`, or where all ranks look by themselves.
+    """Return the path of this run's file, the same on all ranks.
 
-    `run` names the run where that is known otherwise. Raises LaunchError where nothing names the
-    run on all of its hosts, or the user's own temporary folder cannot be had.
+    Args:
+        identity: The rank of this process.
+        folder: The folder of the file; None for the default.
+        run: A name of the run; None to derive one from the launcher.
+
+    Raises:
+        LaunchError: The launcher gives the run no name that its hosts share, or the temporary
+            folder of this user cannot be created.
     """
     run = run or identity.job or _name_by_hydra(identity)
     if run is None:
@@ -70,17 +81,17 @@ def path(identity: Identity, folder: str | None = None, run: str | None = None) 
 
 
 def _nameless(identity: Identity) -> str:
-    where = "on several hosts" if identity.is_placed else "somewhere"
+    hosts = "several" if identity.is_placed else "unknown"
     return (
-        f"{identity.launcher} put the {identity.size} ranks {where} and tells them "
-        f"nothing of each other. Name rank 0's host and a port that is free there: {VARIABLE}="
-        f"{socket.gethostname()}:29500, passed on to all ranks (mpiexec -genv NAME VALUE, "
+        f"{identity.launcher} started the {identity.size} ranks on {hosts} hosts and gives them no "
+        f"common name or address. Name rank 0's host and a free port there: {VARIABLE}="
+        f"{socket.gethostname()}:29500, for all ranks (mpiexec -genv NAME VALUE, "
         "mpirun -x NAME=VALUE)."
     )
 
 
 def addresses(identity: Identity) -> tuple[str, ...]:
-    """Return how others may reach this host, which is rank 0's, the likeliest first."""
+    """Return addresses of this host for other hosts, the most likely first."""
     if identity.on_one_host:
         return ("127.0.0.1",)
     name = socket.gethostname()
@@ -89,30 +100,30 @@ def addresses(identity: Identity) -> tuple[str, ...]:
 
 
 def _own_number(name: str) -> str | None:
-    """Return the address of this host on the way out, for hosts that do not know its name."""
+    """Return the address of this host on the default route, for hosts that do not know its name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: only asks for the route
-        except OSError:  # no way out: the name will do
+            probe.connect(("192.0.2.1", 9))  # sends nothing, only looks up the route
+        except OSError:  # no default route: the host name has to do
             return None
         return str(probe.getsockname()[0])
 
 
 @contextmanager
-def written(place: Path, file: RendezvousFile) -> Iterator[None]:
-    """Keep the file at `place` while the block runs, and no longer, also when SIGTERM comes.
+def publish(place: Path, file: RendezvousFile) -> Iterator[None]:
+    """Keep the file at `place` during the block. Removes it afterwards, and on SIGTERM.
 
-    Raises LaunchError if another living process of this host has its file there.
+    Raises LaunchError if the file of another living process of this host is there.
     """
-    _sweep(place.parent)
+    _remove_stale(place.parent)
     before = read(place)
     is_here = before is not None and before.host == file.host and before.pid != file.pid
-    # A number comes back, in containers soon; the time of the start does not.
-    if before is not None and is_here and before.began and began(before.pid) == before.began:
+    # Process ids are reused, in containers soon. The start time tells the processes apart.
+    if before is not None and is_here and before.began and start_time(before.pid) == before.began:
         raise LaunchError(
-            f"Process {before.pid} is rank 0 of a run that meets in {place.parent} under the name "
-            "of this one. Does every process have a rank of its own? Give two runs that start at "
-            f"the same time a place each: {VARIABLE}=FOLDER/ or HOST:PORT."
+            f"Process {before.pid} is rank 0 of another run with the same name and meeting place, "
+            f"{place.parent}. Give every process its own rank, and runs that start at the same "
+            f"time different meeting places: {VARIABLE}=FOLDER/ or HOST:PORT."
         )
     with _sigterm_raises():
         try:
@@ -125,13 +136,13 @@ def written(place: Path, file: RendezvousFile) -> Iterator[None]:
                 f"rank 0's host and a free port: {VARIABLE}=FOLDER/ or HOST:PORT."
             ) from error
         finally:
-            if read(place) in (None, file):  # another run may have written its own since
+            if read(place) in (None, file):  # otherwise another run has replaced it
                 place.unlink(missing_ok=True)
             private_files.tidy()
 
 
-def began(pid: int) -> str:
-    """Return when a process of this host started, in ticks since the boot; "" if unseen."""
+def start_time(pid: int) -> str:
+    """Return when a process of this host started, in ticks since boot; "" if it is not visible."""
     try:
         return processes.stat(pid)[3]
     except OSError:
@@ -139,48 +150,48 @@ def began(pid: int) -> str:
 
 
 def read(place: Path) -> RendezvousFile | None:
-    """Read the file at `place`; None where there is none that is whole and trusted."""
+    """Read the file at `place`; None if it is missing, malformed or not trusted."""
     with suppress(FileNotFoundError):
-        os.listdir(place.parent)  # makes a network file system look again
+        os.listdir(place.parent)  # makes a network file system refresh its cache
         text = private_files.read(place)
-        # Another version, or a crash, may have left something else.
+        # Another version of Shardwise may have left a file of another form.
         with suppress(ValueError, TypeError, KeyError):
             found = json.loads(text or "")
             return RendezvousFile(**found | {"addresses": tuple(found["addresses"])})
     return None
 
 
-def _sweep(folder: Path) -> None:
-    """Remove files of this user whose process was killed before it could."""
+def _remove_stale(folder: Path) -> None:
+    """Remove files of this user's killed processes."""
     ours = PATTERN.format(user=os.getuid(), run="*")
     for old in [*folder.glob(ours), *folder.glob(DRAFT + ours)]:
         with suppress(FileNotFoundError):
-            # A process that is alive in another container has no number here.
+            # Age is tested too: a process that lives in another container is not visible here.
             if time.time() - old.stat().st_mtime > OLD and not _is_needed(old):
                 old.unlink()
 
 
 def _is_needed(old: Path) -> bool:
-    """Whether its process may run still: on another host, or one of another version."""
+    """Return whether the process of a file may still run: here, or on a host we cannot see."""
     if old.name.startswith(DRAFT):
         return False
     file = read(old)
-    return file is None or file.host != socket.gethostname() or _lives(file.pid)
+    return file is None or file.host != socket.gethostname() or _is_alive(file.pid)
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's process has the number now: keep the file
+    except PermissionError:  # a process of another user has this id now: keep the file
         return True
     return True
 
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM, with which launchers end a run, raise SystemExit: then the file is removed."""
+    """Make SIGTERM, which launchers send to end a run, raise SystemExit, so that cleanups run."""
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -197,22 +208,18 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def name_by_process() -> str:
-    """Name the run by the process that started this rank: its number and start time.
-
-    A rank may be started through a script of its own, so parents are followed upwards; where none
-    of them is a known launcher, the parent is taken.
-    """
+    """Return a name of the run: the id and start time of the process that started this rank."""
+    # A wrapper script may stand between launcher and rank, so search all ancestors. If none is a
+    # known launcher, take the parent.
     pid = launcher_process() or os.getppid()
-    # There may be no /proc, or one that hides other users' processes.
-    return f"process {pid} started at {began(pid) or 'an unknown time'}"
+    # /proc may be missing, or hide the processes of other users.
+    return f"process {pid} started at {start_time(pid) or 'an unknown time'}"
 
 
 def _name_by_hydra(identity: Identity) -> str | None:
-    """Return a name of a run that MPICH's mpiexec started; None for other runs.
-
-    Its ranks get no name of their run. The proxies that start them on each host get mpiexec's
-    address, `--control-port HOST:PORT`, which no other run has at the same time.
-    """
+    """Return a name of the run if MPICH's mpiexec started it; None for other launchers."""
+    # mpiexec gives ranks no name of their run. But the proxies that start the ranks on each host
+    # get mpiexec's address, `--control-port HOST:PORT`, which is unique at any time.
     pid = launcher_process() if "PMI_RANK" in identity.variables.values() else None
     try:
         words = [] if pid is None else Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -222,6 +229,6 @@ def _name_by_hydra(identity: Identity) -> str | None:
 
 
 def launcher_process(pid: int | None = None) -> int | None:
-    """Return the nearest launcher's process above `pid` (this process); None where none is seen."""
+    """Return the nearest ancestor of `pid` (default: this process) that is a launcher, or None."""
     above = processes.ancestors(pid)
     return next((each for each, name in above if name in launcher_detection.PROCESSES), None)

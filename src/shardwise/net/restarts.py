@@ -1,4 +1,4 @@
-"""Decides whether a run that failed starts again, and says so in a line."""
+"""Decides whether a failed run starts again, and words the message about it."""
 
 import signal
 from collections.abc import Callable
@@ -8,16 +8,22 @@ from shardwise.errors import LaunchError
 from shardwise.net.progress import Progress
 
 STUCK = 3
-"""So many failures in a row at one step, without a newer checkpoint, are not chance."""
+"""Number of failures in a row at one step, without a newer checkpoint, after which to give up."""
 
 SAVED = 75
-"""The exit code of a run that was asked to end, and saved first: sysexits.h's "try again"."""
+"""Exit code of a run that saved because it was asked to end: EX_TEMPFAIL of sysexits.h."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A failure that is not of the user's asking: `what` happened to whom, and `why`, in words;
-    `progress` is what the ranks had made by then. `rank` is the one to blame, None for a host."""
+    """A failure of a run, other than a requested end.
+
+    Args:
+        what: The event with its rank or host, in words.
+        why: The cause, in words.
+        progress: The progress of the ranks at that time, if they recorded it.
+        rank: The rank to blame; None if a host failed.
+    """
 
     what: str
     why: str
@@ -27,8 +33,14 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a run ended: its exit code and last words, the `failure` if it was one, and the signal
-    by which someone `asked` for the end."""
+    """The end of a run.
+
+    Args:
+        code: The exit code.
+        words: The last text to print.
+        failure: The failure, if the run failed.
+        asked: The signal that requested the end, if there was one.
+    """
 
     code: int
     words: str = ""
@@ -37,8 +49,7 @@ class Ending:
 
 
 class Restarts:
-    """Counts what has failed; `allowed` is how often a run starts again, or an island of it.
-    Pure."""
+    """Counts failures. At most `allowed` times a run, or an island of it, starts again. Pure."""
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
@@ -47,20 +58,20 @@ class Restarts:
 
     @property
     def number(self) -> int:
-        """The one that is next, counted from 1."""
+        """The number of the next restart, counted from 1."""
         return len(self._failures) + self._islands + 1
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing is started again any more."""
+        """Whether all allowed restarts are used up."""
         return self.number > self.allowed
 
     def island_started(self) -> None:
-        """An island was started again, while the others went on."""
+        """Count the restart of an island while the others continued."""
         self._islands += 1
 
     def after(self, failure: Failure) -> tuple[bool, str]:
-        """Whether to start again, and what to say of it, a line or nothing."""
+        """Count `failure`. Return whether to start again, and a message about it, or ""."""
         progress = failure.progress or Progress(step=0, kept=0)
         number, is_spent = self.number, self.is_spent
         self._failures.append((progress.step, progress.kept))
@@ -68,20 +79,22 @@ class Restarts:
             return False, ""
         if self._failures[-STUCK:] == [self._failures[-1]] * STUCK:
             return False, (
-                f"\nshardwise: {STUCK} failures in a row {_where(progress)}, and no newer "
-                "checkpoint in between: not starting again.\n"
+                f"\nshardwise: {STUCK} failures in a row {_where(progress)}, without a newer "
+                "checkpoint in between: not restarting.\n"
             )
         if is_spent:
-            times = "once" if self.allowed == 1 else f"{self.allowed} times"
-            return False, f"\nshardwise: it was started again {times}, and no more.\n"
+            return False, (
+                f"\nshardwise: the limit of {self.allowed} restart{'s' * (self.allowed > 1)} "
+                "(--restarts) is reached.\n"
+            )
         return True, (
-            f"shardwise: {failure.what} {_where(progress)} ({failure.why}). Starting again, "
+            f"shardwise: {failure.what} {_where(progress)} ({failure.why}). Restart "
             f"{number} of {self.allowed}, {resume_point(progress)}.\n"
         )
 
 
 def repeated(restarts: Restarts, once: Callable[[], Ending], say: Callable[[str], None]) -> int:
-    """Run `once`, again and again while `restarts` allows it, and return the exit code."""
+    """Call `once` until it succeeds or `restarts` is used up. Return the exit code."""
     ending = last_ending(restarts, once, say)
     say(ending.words)
     return ending.code
@@ -90,8 +103,7 @@ def repeated(restarts: Restarts, once: Callable[[], Ending], say: Callable[[str]
 def last_ending(
     restarts: Restarts, once: Callable[[], Ending], say: Callable[[str], None]
 ) -> Ending:
-    """Run `once`, again and again while `restarts` allows it. Return how it ended the last time,
-    with all that is left to say."""
+    """Call `once` until it succeeds or `restarts` is used up. Return the last ending."""
     ending = once()
     while ending.failure is not None:
         again, line = restarts.after(ending.failure)
@@ -101,7 +113,7 @@ def last_ending(
         try:
             ending = once()
         except LaunchError as error:
-            return replace(ending, words=f"\nshardwise: it cannot start again. {error}\n")
+            return replace(ending, words=f"\nshardwise: the restart failed. {error}\n")
     return ending
 
 
@@ -110,7 +122,7 @@ def _where(progress: Progress) -> str:
 
 
 def resume_point(progress: Progress) -> str:
-    """Say where the next start continues, and what is lost."""
+    """Return in words the point that the next start continues from, and the lost steps."""
     lost = progress.step - (progress.kept if progress.resumes else 0)
     steps = f"{lost} step{'s' * (lost != 1)} {'is' if lost == 1 else 'are'} lost"
     if progress.kept and progress.resumes:
@@ -119,4 +131,4 @@ def resume_point(progress: Progress) -> str:
         return "from the beginning: nothing is lost"
     if progress.resumes:
         return f"from the beginning: there is no checkpoint yet, and {steps}"
-    return f"from the beginning, for the script calls no engine.resume(folder): {steps}"
+    return f"from the beginning, because the script does not call engine.resume(folder): {steps}"

@@ -6,16 +6,16 @@
     both      ─▶ messages: length, MAC, content
 
     Server      accepts connections in a thread, and handles each
-    connect     one connection, whose calls block; `call` sends a request and returns the reply
+    connect     one connection with blocking calls; `call` sends a request and returns the reply
     call_all    one request to many servers at once
-    Link        one end of a connection in an event loop, whose calls do not block
+    Link        one end of a connection in an event loop, with calls that do not block
 
-A peer without the secret is cut off before any other byte of it is read, and one that says nothing
-keeps nobody waiting.
+A peer without the secret is disconnected before any other byte from it is read. A silent peer
+delays nobody.
 
-Four protocols do not use this one. The messages of an ssh agent ride on the standard streams of
-ssh, which has authenticated both ends, between lines that a login prints (launch/ssh/protocol.py).
-The other three use Unix sockets, because they pass file descriptors on or are on the hot path:
+Four protocols do not use this one. The messages of an ssh agent use the standard streams of ssh,
+which has authenticated both ends, and mix with lines that a login prints (launch/ssh/protocol.py).
+The other three use Unix sockets, because they pass file descriptors or are on the hot path:
 comm/socket_mesh.py, the links between rank and launcher, and the fork server of tools/verify.
 """
 
@@ -39,36 +39,36 @@ from shardwise.net.authentication import CLAIM, MAC, NONCE, Forged, Proof, Seals
 K = TypeVar("K", bound=Hashable)
 
 PATIENCE = 5.0
-"""Seconds within which a peer that connects must prove itself."""
+"""Seconds that a new peer has to authenticate."""
 
 MOST = 128
-"""The number of peers that may be proving themselves at a time."""
+"""Number of peers that may be authenticating at the same time."""
 
 RETRY = 0.05
-"""Seconds until a listener that had no descriptor left accepts again."""
+"""Seconds before accepting again when the process is out of file descriptors."""
 
 CHUNK = 1 << 16
 
-HUNG_UP = "who listens there hung up: it knows another secret, or is of another run"
+HUNG_UP = "the server hung up: it has another secret, or belongs to another run"
 
 _opened: WeakSet[socket.socket] = WeakSet()
 
 
 class Unproven(OSError):
-    """The other end of a connection has not proved that it knows the secret."""
+    """The other end of a connection has not proved that it knows the secret of the run."""
 
 
 # -- one connection ---------------------------------------------------------------------------
 
 
 class Connection:
-    """A connection whose two ends have proved themselves, for threads that may block. A context."""
+    """An authenticated connection with blocking calls. A context manager that closes it."""
 
     def __init__(self, peer: socket.socket, seals: Seals) -> None:
         self.socket = peer
         self.seals = seals
         _opened.add(peer)
-        with suppress(OSError):  # the peer has left, which the first read or write will find
+        with suppress(OSError):  # the peer is gone: the first read or write will report it
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def __enter__(self) -> Connection:
@@ -82,10 +82,8 @@ class Connection:
         self.socket.sendall(self.seals.frame(message))
 
     def receive(self) -> bytes | None:
-        """Return the next message; None at the end of the stream. Raises Forged.
-
-        It reads no byte beyond that message: a transfer's bulk data may follow.
-        """
+        """Return the next message; None at the end of the stream. Raises Forged."""
+        # Never read beyond the message: bulk data of a transfer may follow, which others read.
         while (message := self.seals.next()) is None:
             data = self.socket.recv(min(self.seals.missing, CHUNK))
             if not data:
@@ -94,10 +92,18 @@ class Connection:
         return message
 
     def call(self, request: Any, seconds: float) -> Any:
-        """Send a request, and return the reply that comes within `seconds` of silence.
+        """Send a request and return the reply.
 
-        Raises OSError without a reply, and Forged. Replies have no number: close the connection
-        after an error, since a late reply would be taken for that of the next request.
+        Replies are not numbered. Close the connection after an error: otherwise a late reply would
+        be taken for the reply to the next request.
+
+        Args:
+            request: The request, as JSON values and bytes.
+            seconds: The longest silence to wait for.
+
+        Raises:
+            OSError: There was no reply.
+            Forged: The reply is not from the other end.
         """
         self.socket.settimeout(seconds)
         self.send(encode(request))
@@ -112,12 +118,12 @@ class Connection:
 
 
 def encode(message: Any) -> bytes:
-    """Encode a message as JSON, which may hold bytes."""
+    """Encode a message as JSON. It may contain bytes."""
     return json.dumps(message, separators=(",", ":"), default=_replace_bytes).encode()
 
 
 def decode(data: bytes) -> Any:
-    """Decode what `encode` has encoded. Raises ValueError."""
+    """Decode a message that `encode` has encoded. Raises ValueError."""
     return json.loads(data, object_hook=_restore_bytes)
 
 
@@ -135,10 +141,18 @@ def _restore_bytes(found: dict[str, Any]) -> Any:
 def connect(
     place: tuple[str, int], secret: bytes, role: bytes, until: float, *, reach: float | None = None
 ) -> Connection:
-    """Connect to the server of a `role` at `place`, until a time of the monotonic clock.
+    """Connect to a server and authenticate.
 
-    `reach` limits the seconds for the connection alone. Raises OSError; Unproven if the server
-    knows another secret, has another role or hangs up.
+    Args:
+        place: The host and port of the server.
+        secret: The secret of the run.
+        role: The role that the server must have (see authentication.py).
+        until: The deadline, as a time of the monotonic clock.
+        reach: Seconds for the TCP connection, without the authentication.
+
+    Raises:
+        Unproven: The server has another secret or role, or hangs up.
+        OSError: The server cannot be reached.
     """
     left = max(0.001, until - time.monotonic())
     peer = socket.create_connection(place, timeout=left if reach is None else min(reach, left))
@@ -150,7 +164,10 @@ def connect(
 
 
 def prove(peer: socket.socket, secret: bytes, role: bytes, until: float) -> Connection:
-    """Prove oneself to the server behind `peer`, and check its proof. Raises as `connect`."""
+    """Authenticate to the server at the other end of `peer`, and check its proof.
+
+    Raises the errors of `connect`.
+    """
     try:
         proof = Proof(secret, role, _exactly(peer, NONCE, until))
         peer.sendall(proof.words)
@@ -158,7 +175,7 @@ def prove(peer: socket.socket, secret: bytes, role: bytes, until: float) -> Conn
     except ConnectionError:
         raise Unproven(HUNG_UP) from None
     if not proof.is_answered_by(answer):
-        raise Unproven("who listens there does not know the secret of this run")
+        raise Unproven("the server does not know the secret of this run")
     return Connection(peer, proof.seals())
 
 
@@ -174,19 +191,19 @@ def _exactly(peer: socket.socket, count: int, until: float) -> bytes:
 
 
 class Link:
-    """One end of a connection in an event loop. It queues bytes that the socket has no room for."""
+    """One end of a connection in an event loop. Queues bytes while the socket's buffer is full."""
 
     def __init__(self, connection: Connection) -> None:
         self.socket, self._seals = connection.socket, connection.seals
         self.socket.setblocking(False)
         self.is_open = True
         self.queued_bytes = self.sent_bytes = 0
-        """Bytes of all messages so far, and the number of them that the socket has taken."""
+        """Bytes of all messages so far, and how many of them the socket has accepted."""
         self._unsent = bytearray()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether some bytes do not fit into the socket yet."""
+        """Whether bytes are queued that the socket has not accepted yet."""
         return bool(self._unsent)
 
     @property
@@ -195,14 +212,14 @@ class Link:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, now or once the socket has room. Does nothing if the peer is gone."""
+        """Send a message, or queue it while the socket is full. Drops it if the peer is gone."""
         frame = self._seals.frame(encode(message))
         self._unsent += frame
         self.queued_bytes += len(frame)
         self.flush()
 
     def flush(self) -> None:
-        """Send as many unsent bytes as the socket takes."""
+        """Send as many queued bytes as the socket accepts."""
         try:
             while self._unsent:
                 count = self.socket.send(self._unsent)
@@ -210,19 +227,23 @@ class Link:
                 del self._unsent[:count]
         except BlockingIOError:
             return
-        except OSError:  # `read` finds the end, after all messages that the peer sent before
+        except OSError:
+            # The peer is gone. Do not close yet: `read` still returns the messages that it sent
+            # before, and then finds the end.
             self._unsent.clear()
             self.sent_bytes = self.queued_bytes
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages received so far. Clears `is_open` at the end of the stream, and at a
-        message that the other end has not sealed."""
+        """Yield the messages received so far.
+
+        Clears `is_open` at the end of the stream, and at a message with a wrong MAC.
+        """
         try:
             while data := self.socket.recv(CHUNK):
                 self._seals.take(data)
             self.is_open = False
         except BlockingIOError:
-            pass  # all that has arrived is read
+            pass  # everything that has arrived is read
         except OSError:
             self.is_open = False
         try:
@@ -241,7 +262,7 @@ class Link:
 
 
 def listen(address: str) -> socket.socket:
-    """Listen at `address`, on a port that the kernel chooses. Raises OSError."""
+    """Listen on a port of `address` that the kernel chooses. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=1024)
     _opened.add(listener)
@@ -250,20 +271,24 @@ def listen(address: str) -> socket.socket:
 
 @dataclass(eq=False)
 class _Stranger:
-    """A peer that has connected and not proved itself yet."""
+    """A peer that has connected and not authenticated yet."""
 
     peer: socket.socket
     until: float
     nonce: bytes
-    said: bytes = b""
+    received: bytes = b""
 
 
 class Acceptor:
-    """Accepts connections of peers that prove that they know `secret`, several at a time.
+    """Accepts connections, and authenticates several peers at the same time.
 
-    `role` is that of this process; peers that mean another one are turned away. `bell` is a socket:
-    once something, or its end, has arrived there, `accept` returns None. A context, which closes
-    neither the listener nor the bell.
+    A context manager, which closes neither the listener nor the bell.
+
+    Args:
+        listener: The listening socket.
+        secret: The secret that peers must know.
+        role: The role of this process. Peers that mean another one are disconnected.
+        bell: A socket that makes `accept` return None once it becomes readable.
     """
 
     def __init__(
@@ -290,10 +315,12 @@ class Acceptor:
         self._selector.close()
 
     def accept(self, until: float | None = None) -> Connection | None:
-        """Return the next connection that has proved itself; None when the bell has rung, or at
-        `until`, a time of the monotonic clock."""
+        """Return the next authenticated connection.
+
+        Returns None when the bell rings, or at `until`, a time of the monotonic clock.
+        """
         while until is None or time.monotonic() < until:
-            # The oldest stranger stands first, and all have the same time to prove themselves.
+            # All strangers have the same time to authenticate, so the first one is due first.
             times = [each.until for each in self._strangers[:1]]
             times += [] if until is None else [until]
             wait = max(0.0, min(times) - time.monotonic()) if times else None
@@ -301,27 +328,27 @@ class Acceptor:
                 if key.fileobj is self._bell:
                     return None
                 if key.fileobj is self._listener:
-                    self._let_in()
-                elif key.data in self._strangers and (proven := self._hear(key.data)) is not None:
+                    self._greet_next()
+                elif key.data in self._strangers and (proven := self._read_proof(key.data)):
                     return proven
             now = time.monotonic()
             for late in [each for each in self._strangers if each.until < now]:
                 self._turn_away(late)
         return None
 
-    def _let_in(self) -> None:
-        """Send a nonce to the next peer that has connected."""
+    def _greet_next(self) -> None:
+        """Accept the next peer and send it a nonce."""
         try:
             peer, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # the peer has left again, or there is no descriptor for it
+        except OSError:  # the peer is gone, or this process is out of file descriptors
             if self._strangers:
                 self._turn_away(self._strangers[0])
             else:
                 time.sleep(RETRY)
             return
-        # Strangers who connect and say nothing must not use up the descriptors of this process.
+        # Silent strangers must not use up the file descriptors of this process.
         if len(self._strangers) == MOST:
             self._turn_away(self._strangers[0])
         peer.setblocking(False)
@@ -329,28 +356,29 @@ class Acceptor:
         self._strangers.append(stranger)
         self._selector.register(peer, selectors.EVENT_READ, stranger)
         try:
-            peer.send(stranger.nonce)  # it fits into the buffer of a new connection
+            peer.send(stranger.nonce)  # never blocks: it fits into the buffer of a new connection
         except OSError:
             self._turn_away(stranger)
 
-    def _hear(self, stranger: _Stranger) -> Connection | None:
-        """Read more of a proof, and not a byte beyond it. Return the connection if it holds."""
+    def _read_proof(self, stranger: _Stranger) -> Connection | None:
+        """Read more of a proof. Return the connection once the proof is complete and valid."""
         try:
-            more = stranger.peer.recv(CLAIM - len(stranger.said))
+            # Not a byte beyond the proof: the messages that follow belong to the connection.
+            more = stranger.peer.recv(CLAIM - len(stranger.received))
         except BlockingIOError:
             return None
         except OSError:
             more = b""
-        stranger.said += more
-        if more and len(stranger.said) < CLAIM:
+        stranger.received += more
+        if more and len(stranger.received) < CLAIM:
             return None
-        proof = Proof(self._secret, self._role, stranger.nonce, stranger.said[:NONCE] or None)
-        if not more or not proof.is_proven_by(stranger.said):
+        proof = Proof(self._secret, self._role, stranger.nonce, stranger.received[:NONCE] or None)
+        if not more or not proof.is_proven_by(stranger.received):
             self._turn_away(stranger)
             return None
         self._forget(stranger)
         stranger.peer.setblocking(True)
-        with suppress(OSError):  # the peer has left, which its handler finds by reading
+        with suppress(OSError):  # the peer is gone: the handler finds that out when it reads
             stranger.peer.sendall(proof.answer)
         return Connection(stranger.peer, proof.seals(accepts=True))
 
@@ -364,10 +392,11 @@ class Acceptor:
 
 
 class Server:
-    """Accepts connections at `listener`, which it owns, and calls `handle` with each.
+    """Accepts connections in a thread, and calls `handle` with each.
 
-    Each connection has a thread of its own, or with `one_by_one` all of them share one thread. A
-    handler that raises OSError, or an error of a malformed message, ends its connection alone.
+    Owns `listener`. Each connection gets its own thread; with `one_by_one` the accepting thread
+    handles one after the other. If a handler raises OSError, or an error that a malformed message
+    causes, only its connection ends.
     """
 
     def __init__(
@@ -388,17 +417,18 @@ class Server:
         self._thread = self._start(self._accept, listener, secret, role, rung)
 
     def accept_no_more(self, seconds: float | None = None) -> None:
-        """Accept nobody from now on. Waits for the thread, `seconds` at most."""
+        """Stop accepting. Waits at most `seconds` for the thread."""
         self._bell.close()
         self._thread.join(seconds)
 
     def close(self, seconds: float | None = None) -> None:
-        """Close all connections. Waits for each handler, `seconds` at most."""
+        """Close all connections. Waits at most `seconds` for each handler."""
         self.accept_no_more(seconds)
         with self._lock:
             handlers = dict(self._handlers)
         for connection, thread in handlers.items():
-            with suppress(OSError):  # it has ended meanwhile
+            # shutdown, unlike close, wakes a handler that is blocked in a read.
+            with suppress(OSError):  # the connection has ended meanwhile
                 connection.socket.shutdown(socket.SHUT_RDWR)
             thread.join(seconds)
 
@@ -414,7 +444,7 @@ class Server:
                         self._handlers[connection] = self._start(self._serve, connection)
 
     def _serve(self, connection: Connection) -> None:
-        # A message of another form than expected must not end the thread that accepts others.
+        # A malformed message must not end the thread that accepts other connections.
         malformed = ValueError, KeyError, TypeError, struct.error
         with connection, suppress(OSError, *malformed):
             self._handle(connection)
@@ -422,7 +452,7 @@ class Server:
             self._handlers.pop(connection, None)
 
     def _start(self, target: Callable[..., None], *given: Any) -> threading.Thread:
-        # A daemon, since the end of a process must not wait for a peer that does not answer.
+        # A daemon, because the exit of the process must not wait for a peer that does not answer.
         thread = threading.Thread(target=target, args=given, name=self._name, daemon=True)
         thread.start()
         return thread
@@ -432,7 +462,7 @@ class Server:
 
 
 class Endpoint(NamedTuple):
-    """The place of a server: `port` of `address`, in a `role` (see authentication.py)."""
+    """The address, port and role of a server (see authentication.py)."""
 
     address: str
     port: int
@@ -442,11 +472,18 @@ class Endpoint(NamedTuple):
 def call_all(
     places: Mapping[K, Endpoint], secret: bytes, request: Any, patience: float
 ) -> dict[K, Any]:
-    """Send a request to all servers at once. Returns the replies that arrive within `patience`
-    seconds, by the key of their place.
+    """Send a request to all servers at once.
 
-    Nothing is left of a server that does not answer, since each has a separate connection.
+    Args:
+        places: The servers by key.
+        secret: The secret of the run.
+        request: The request, as JSON values and bytes.
+        patience: Seconds to wait for replies.
+
+    Returns:
+        The replies that arrived in time, by the key of their server.
     """
+    # Each request has its own connection, so a late reply cannot disturb anything after the call.
     message = encode(request)
     until = time.monotonic() + patience
     replies: dict[K, Any] = {}
@@ -454,11 +491,12 @@ def call_all(
         for key, place in places.items():
             try:
                 peer = socket.socket(socket.AF_INET6 if ":" in place.address else socket.AF_INET)
-            except OSError:  # no more descriptors: the replies of the others will do
+            except OSError:  # out of file descriptors: return the replies of the others
                 continue
             peer.setblocking(False)
             peer.connect_ex((place.address, place.port))
-            # A generator per connection: it takes received bytes, and returns the reply.
+            # One generator per connection runs its protocol: it takes received bytes from `send`,
+            # and returns the reply.
             steps = _one_call(peer, secret, place.role, message)
             next(steps)
             selector.register(peer, selectors.EVENT_READ, (key, peer, steps))
@@ -470,7 +508,7 @@ def call_all(
                     continue
                 except StopIteration as end:
                     replies[key] = end.value
-                except (OSError, ValueError):  # refused, gone, or without the secret
+                except (OSError, ValueError):  # refused, gone, or not authenticated
                     pass
                 selector.unregister(peer)
                 peer.close()
@@ -482,17 +520,20 @@ def call_all(
 def _one_call(
     peer: socket.socket, secret: bytes, role: bytes, message: bytes
 ) -> Generator[None, bytes, Any]:
-    """Prove oneself, send `message` and return the reply. It is sent the bytes that arrive, none at
-    the end of the stream. Raises OSError and ValueError."""
-    heard = bytearray()
-    proof = Proof(secret, role, (yield from _taken(heard, NONCE)))
+    """Authenticate, send `message` and return the reply.
+
+    Its caller sends it the bytes that arrive, and b"" at the end of the stream. Raises OSError and
+    ValueError.
+    """
+    received = bytearray()
+    proof = Proof(secret, role, (yield from _take(received, NONCE)))
     seals = proof.seals()
-    # Sent before the server has proved itself, which saves a round trip: a request is no secret.
-    # Both fit into the buffer of a new connection.
+    # Send the request before the server has proved itself, which saves a round trip. A request
+    # holds no secrets. Both fit into the buffer of a new connection, so this does not block.
     peer.sendall(proof.words + seals.frame(message))
-    if not proof.is_answered_by((yield from _taken(heard, MAC))):
-        raise Unproven("who listens there does not know the secret of this run")
-    seals.take(bytes(heard))
+    if not proof.is_answered_by((yield from _take(received, MAC))):
+        raise Unproven("the server does not know the secret of this run")
+    seals.take(bytes(received))
     while (reply := seals.next()) is None:
         data = yield
         if not data:
@@ -501,23 +542,24 @@ def _one_call(
     return decode(reply)
 
 
-def _taken(heard: bytearray, count: int) -> Generator[None, bytes, bytes]:
-    """Return the first `count` bytes of `heard`, once they have arrived."""
-    while len(heard) < count:
+def _take(received: bytearray, count: int) -> Generator[None, bytes, bytes]:
+    """Remove and return the first `count` bytes of `received`, once they have arrived."""
+    while len(received) < count:
         data = yield
         if not data:
             raise Unproven(HUNG_UP)
-        heard += data
-    taken = bytes(heard[:count])
-    del heard[:count]
+        received += data
+    taken = bytes(received[:count])
+    del received[:count]
     return taken
 
 
-def _in_forked_child() -> None:
-    """Close all connections in a forked child, such as a DataLoader worker: a copy that stays open
-    would hide the end of this process from its peers, and answer in its place."""
+def _close_in_forked_child() -> None:
+    """Close all connections in a forked child, such as a DataLoader worker."""
+    # A copy of a socket that stays open in the child would hide the end of this process from its
+    # peers, and might answer in its place.
     for each in list(_opened):
         each.close()
 
 
-os.register_at_fork(after_in_child=_in_forked_child)
+os.register_at_fork(after_in_child=_close_in_forked_child)

@@ -1,10 +1,10 @@
-"""The key-value store on which ranks meet: in rank 0's memory, for ranks that know the secret.
+"""The key-value store of the rendezvous, in rank 0's memory, for ranks that know the secret.
 
-    rank 0      KeyValueTable ◀─ HostStore
-    the others  ClientStore ─▶ a connection each (rpc.py) ─▶ a thread of rank 0 ─▶ KeyValueTable
+    rank 0       KeyValueTable ◀─ HostStore
+    other ranks  ClientStore ─▶ a connection each (rpc.py) ─▶ a thread of rank 0 ─▶ KeyValueTable
 
-torch's own store would do for torch, but it lets anybody in. A connection lasts as long as its
-rank. Rank 0 accepts nobody any more once all ranks are there.
+torch's own TCPStore serves anybody who connects. Here a connection lasts as long as its rank, and
+rank 0 accepts no more connections once all ranks have registered.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from shardwise.net import authentication, listeners, rpc
 
 SLICE = 1.0
-"""Seconds that rank 0 lets a connection wait for a key before it says that there is none yet."""
+"""Longest time in seconds that rank 0 waits for a key before it answers that the key is missing."""
 
 DRAWN_OUT = 2.0
-"""Seconds beyond a limit of its own in which rank 0, which may be busy, may still answer."""
+"""Seconds that a rank waits beyond the limit of its request, since rank 0 may be busy."""
 
 
 def role_of(port: int) -> bytes:
-    """The role in which rank 0 accepts at `port`; see authentication.py."""
+    """Return the role of rank 0's store at `port` (see authentication.py)."""
     return f"store {port}".encode()
 
 
 class KeyValueTable:
-    """Values by key; safe for many threads."""
+    """A thread-safe table of values by key."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,16 +48,16 @@ class KeyValueTable:
             self._put(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number that is there, 0 at first; the new one."""
+        """Add to the number under `key`, which starts at 0, and return the sum."""
         with self._lock:
             total = int(self._values.get(key, b"0")) + amount
             self._put(key, str(total).encode())
             return total
 
     def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        """Set `value` where `expected` is there, or nothing is and nothing is expected.
+        """Set `value` if the present value is `expected`; a missing value counts as empty.
 
-        Returns what is there then, or what was expected where nothing is.
+        Returns the value after the call, or `expected` for a missing key.
         """
         with self._lock:
             if self._values.get(key, b"") == expected:
@@ -65,7 +65,7 @@ class KeyValueTable:
             return self._values.get(key, expected)
 
     def delete(self, key: str) -> bool:
-        """Whether it was there."""
+        """Delete `key`. Return whether it existed."""
         with self._lock:
             return self._values.pop(key, None) is not None
 
@@ -76,11 +76,12 @@ class KeyValueTable:
         return self._values.get(key)
 
     def absent(self, keys: Sequence[str], until: float = 0.0) -> list[str]:
-        """Those of `keys` that have not come by `until`, a time of the monotonic clock."""
+        """Return the keys still missing at `until`, a time of the monotonic clock."""
         with self._lock:
             for key in keys:
                 while key not in self._values:
                     left = until - time.monotonic()
+                    # One condition per key: a `set` wakes only the threads that wait for its key.
                     arrival = self._arrivals.setdefault(key, threading.Condition(self._lock))
                     if left <= 0 or not arrival.wait(left):
                         return [each for each in keys if each not in self._values]
@@ -93,21 +94,23 @@ class KeyValueTable:
 
 
 class _TableStore(Store):
-    """A store as torch knows it, over a table. torch calls these methods, also from C++."""
+    """A store with torch's interface over a table. torch calls these methods, also from C++.
+
+    `timeout` is the default for waits, in seconds.
+    """
 
     def __init__(self, timeout: float) -> None:
-        """`timeout` in seconds is for waits that are given none."""
         super().__init__()
         self.seconds = timeout
         self.set_timeout(timedelta(seconds=timeout))
 
     @abstractmethod
     def absent(self, keys: Sequence[str], seconds: float = 0.0) -> list[str]:
-        """Those of `keys` that have not come within `seconds`."""
+        """Return the keys that are still missing after `seconds`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections and threads."""
+        """Close the connections and end the threads."""
 
     @abstractmethod
     def _do(self, verb: str, *given: Any) -> Any:
@@ -155,7 +158,7 @@ class _TableStore(Store):
 class HostStore(_TableStore):
     """Rank 0's side of the store.
 
-    It accepts at `listener`, which it owns, ranks that know `secret`, until `accept_no_more`.
+    Accepts ranks that know `secret` at `listener`, which it owns, until `accept_no_more`.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, timeout: float) -> None:
@@ -171,22 +174,24 @@ class HostStore(_TableStore):
         return self._table.absent(keys, time.monotonic() + seconds)
 
     def accept_no_more(self) -> None:
-        """Accept nobody from now on: all ranks are there."""
+        """Accept no more connections."""
         self._server.accept_no_more()
 
     def close(self) -> None:
         self._server.accept_no_more()
-        # A rank may wait for a key: nobody waits for the thread that answers it.
+        # A handler may be waiting for a key on behalf of its rank, so do not wait for its thread.
         self._server.close(0.0)
 
     def _serve(self, connection: rpc.Connection) -> None:
-        """Reply to the requests of a rank until it leaves."""
+        """Answer the requests of a rank until it disconnects."""
         while (request := connection.receive()) is not None:
             verb, *given = rpc.decode(request)
             connection.send(rpc.encode(self._answer(verb, given)))
 
     def _answer(self, verb: str, given: list[Any]) -> Any:
         if verb == "absent":
+            # A short wait at a time: the thread of a rank that has gone must find that out. The
+            # client asks again until its own limit.
             keys, seconds = given
             return self._table.absent(keys, time.monotonic() + min(seconds, SLICE))
         if verb not in _VERBS:
@@ -195,18 +200,18 @@ class HostStore(_TableStore):
 
 
 _VERBS = ("set", "get", "add", "compare_set", "delete", "count")
-"""What other ranks may ask for."""
+"""The methods of the table that other ranks may call."""
 
 
 class ClientStore(_TableStore):
-    """The other ranks' side of the store, over a `connection` that is proven at both ends."""
+    """The other ranks' side of the store, over an authenticated connection."""
 
     def __init__(self, connection: rpc.Connection, timeout: float) -> None:
         super().__init__(timeout)
         self._connection = connection
         self._lock = threading.Lock()
         self._broken = ""
-        """Why no request is sent any more."""
+        """Why no more requests can be sent; "" while the connection works."""
 
     def _do(self, verb: str, *given: Any) -> Any:
         return self._ask(self.seconds, verb, *given)
@@ -220,11 +225,12 @@ class ClientStore(_TableStore):
                 return missing
 
     def _ask(self, seconds: float, verb: str, *given: Any) -> Any:
-        with self._lock:  # NCCL asks in a thread of its own
+        with self._lock:  # NCCL uses the store from its own thread
             if self._broken:
                 raise dist.DistStoreError(self._broken)
-            # Set before the request: KeyboardInterrupt may leave the connection with half a reply.
-            self._broken = "an earlier question to rank 0 was interrupted"
+            # Set before the request: KeyboardInterrupt may leave half a reply on the connection,
+            # which the next request would take for its own.
+            self._broken = "an earlier request to rank 0 was interrupted"
             try:
                 reply = self._connection.call([verb, *given], seconds + DRAWN_OUT)
             except TimeoutError:
@@ -232,7 +238,7 @@ class ClientStore(_TableStore):
             except OSError as error:
                 self._broken = f"rank 0 is gone: {error.strerror or error}"
             except authentication.Forged as error:
-                self._broken = f"someone else has answered in the place of rank 0: {error}"
+                self._broken = f"an answer was not from rank 0: {error}"
             else:
                 self._broken = ""
                 return reply

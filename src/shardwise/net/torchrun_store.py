@@ -1,8 +1,8 @@
-"""Lets ranks that torchrun started meet, on the store of its agent.
+"""The rendezvous of ranks that torchrun started, on the store of its agent.
 
-Whoever reaches that store can read and write it. So the secret of the run is not put there: on one
-host rank 0 writes it to a file that only the same user can read, over several hosts the user gives
-it. Without either the run is open, and says so.
+Anybody who reaches that store can read and write it, so it must not hold the secret of the run. On
+one host, rank 0 writes the secret to a file that only the same user can read. On several hosts the
+user gives the secret. Otherwise the run is open, and prints a warning.
 """
 
 from __future__ import annotations
@@ -25,39 +25,44 @@ from shardwise.net.rendezvous import Rendezvous, here
 
 STARTS = "TORCHELASTIC_RESTART_COUNT"
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set to True where the agent has a store for the ranks."""
+"""Set to True if the agent has a store for its ranks."""
 
 _FILE = re.compile("secret-[0-9a-f]{16}")
 
 
 def has_store() -> bool:
-    """Whether torchrun's agent has a store for its ranks; who only sets its variables has none."""
+    """Return whether torchrun's agent has a store for its ranks.
+
+    Other launchers set torchrun's variables but have no such store.
+    """
     return os.environ.get(AGENT) == "True"
 
 
 def exposed() -> str:
-    """The warning about torchrun's agent; "" without one, or where shardwise run has warned."""
+    """Return the warning about torchrun's agent; "" without one, or if shardwise run warned."""
     if not has_store() or FLAGS_VARIABLE in os.environ:
         return ""
     return (
-        "torchrun's agent listens on all interfaces and believes who connects: whoever reaches it "
-        "can run code as this user. docs/security.md says how to shut its port, and shardwise run "
-        "-n N does without it."
+        "torchrun's agent listens on all interfaces without authentication: anybody who reaches it "
+        "can run code as this user. Close its port as in docs/security.md, or use shardwise run "
+        "-n N, which needs no such agent."
     )
 
 
 def meet(identity: Identity, timeout: float) -> Rendezvous:
-    """Meet the other ranks on the agent's store; `timeout` in seconds. Raises LaunchError, naming
-    those that are missing, and RuntimeError where the store cannot be reached."""
+    """Meet the other ranks on the agent's store, within `timeout` seconds.
+
+    Raises LaunchError, naming the missing ranks, or RuntimeError if the store cannot be reached.
+    """
     limit = timedelta(seconds=timeout)
     found, _, _ = next(rendezvous("env://", timeout=limit))
-    # It outlives a start of the ranks, and what they have left there.
+    # The store outlives a restart of the ranks: the prefix hides keys of the previous start.
     store = PrefixStore(f"start {os.environ.get(STARTS, 0)}", found)
-    return _known(identity, store, timeout)
+    return _meet_on(store, identity, timeout)
 
 
-def _known(identity: Identity, store: Store, timeout: float) -> Rendezvous:
-    """Wait until all have come to `store`, and agree on the secret."""
+def _meet_on(store: Store, identity: Identity, timeout: float) -> Rendezvous:
+    """Wait until all ranks have registered on `store`, and agree on the secret."""
     limit = timedelta(seconds=timeout)
     store.set(here(identity.rank), "")
     _await_all(identity, store, timeout)
@@ -72,9 +77,9 @@ def _known(identity: Identity, store: Store, timeout: float) -> Rendezvous:
 
 
 def adopt(identity: Identity, timeout: float) -> Rendezvous:
-    """Meet on torch's default process group, which the script or a library of it has made before.
+    """Meet on torch's default process group, which the script has initialised before sw.init.
 
-    Raises LaunchError where that is another one than the launcher's.
+    Raises LaunchError if its rank and size are not those from the launcher.
     """
     if (dist.get_rank(), dist.get_world_size()) != (identity.rank, identity.size):
         raise LaunchError(
@@ -84,11 +89,11 @@ def adopt(identity: Identity, timeout: float) -> Rendezvous:
             "init_process_group out."
         )
     store = PrefixStore("shardwise", distributed_c10d._get_default_store())
-    return _known(identity, store, timeout)
+    return _meet_on(store, identity, timeout)
 
 
 def _nothing() -> None:
-    """Close nothing: the store is the agent's."""
+    """Do nothing: the store belongs to the agent."""
 
 
 def _await_all(identity: Identity, store: Store, timeout: float) -> None:
@@ -101,36 +106,38 @@ def _await_all(identity: Identity, store: Store, timeout: float) -> None:
         waited = time.monotonic() - began
         ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
         raise LaunchError(
-            f"Rank {identity.rank} of {identity.size} waited {waited:.0f} s for {ranks}, which did "
-            "not come to sw.init (--timeout). Look for what it said."
+            f"Rank {identity.rank} of {identity.size} waited {waited:.0f} s (--timeout) for "
+            f"{ranks} to call sw.init. Look for an error in the output of {ranks}."
         ).blaming(missing) from None
 
 
 def _by_file(identity: Identity, store: Store, limit: timedelta) -> str:
-    """Hand the secret that rank 0 draws to all ranks in a file; the store has only its name."""
+    """Pass the secret that rank 0 draws to all ranks, in a file. The store has only its name."""
     if identity.rank == 0:
-        name, drawn = f"secret-{tokens.token_hex(8)}", environment.draw_secret()
+        name, secret = f"secret-{tokens.token_hex(8)}", environment.draw_secret()
         place = private_files.folder() / name
         try:
-            private_files.write(place, drawn)
+            private_files.write(place, secret)
             store.set("secret at", name)
             store.wait([_read(rank) for rank in range(1, identity.size)], limit)
         except OSError as error:
             raise LaunchError(
-                f"Rank 0 cannot leave a file for the others in {place.parent}: {error.strerror}."
+                f"Rank 0 cannot write a file for the other ranks in {place.parent}: "
+                f"{error.strerror}."
             ) from error
         finally:
             place.unlink(missing_ok=True)
             private_files.tidy()
-        return drawn
+        return secret
     name = store.get("secret at").decode()
-    if _FILE.fullmatch(name) is None:  # a path would lead anywhere: anybody may write to the store
-        raise LaunchError(f"{name!r} is no name of rank 0's: others write on torchrun's store.")
+    # Anybody may write to the store, so `name` must not become a path to another folder.
+    if _FILE.fullmatch(name) is None:
+        raise LaunchError(f"{name!r} is not from rank 0: somebody else writes to torchrun's store.")
     found = private_files.read(private_files.folder() / name)
     if found is None:
         raise LaunchError(
-            f"Rank {identity.rank} of {identity.size} finds no {name} of rank 0 in "
-            f"{private_files.folder_path()}. Is TMPDIR alike on all ranks?"
+            f"Rank {identity.rank} of {identity.size} does not find the file {name} of rank 0 in "
+            f"{private_files.folder_path()}. Set the same TMPDIR on all ranks."
         )
     store.set(_read(identity.rank), "")
     return found

@@ -24,21 +24,21 @@ from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.world.world import World
 
 Kept = Mapping[str, Mapping[nn.Parameter, Tensor]]
-"""By key, whole tensors by parameter, to restore in a new layout."""
+"""Whole tensors to restore in a new layout of the states, by key and then by parameter."""
 
 
 class HookedWeighting(Protocol):
-    """How an engine weights gradients."""
+    """The engine's weighting of gradients, as hooks use it."""
 
     def divisor(self, denominator: float) -> float:
-        """Return what the summed gradients are divided by to be their mean."""
+        """Return the number that divides summed gradients to give their mean."""
 
     def follow_step(self, totals: StepTotals) -> None:
-        """Take over the unit of the step of `totals`."""
+        """Adopt the unit of the losses (means or sums) in the step of `totals`."""
 
 
 class HookedEngine(Protocol):
-    """What hooks use of the engine that calls them."""
+    """The part of an engine that its hooks use."""
 
     @property
     def number(self) -> int: ...
@@ -55,7 +55,7 @@ class HookedEngine(Protocol):
 
     @property
     def replicas(self) -> int:
-        """How many replicas of the model make a step together."""
+        """Number of replicas of the model that make a step together."""
 
     @property
     def is_between_steps(self) -> bool:
@@ -66,37 +66,37 @@ class HookedEngine(Protocol):
 
 
 class HookedCheckpoints(Protocol):
-    """What returns use of an engine's checkpoints."""
+    """The part of an engine's checkpoints that `Returns` uses."""
 
     def leave_folder(self) -> None:
-        """Give up the claim to the folder, since another rank leads from now on."""
+        """Give up the claim to the folder, because another rank leads from now on."""
 
     def save_for_return(self) -> dict[str, Any] | None:
-        """Save where the user does; return what the ranks that come back need, None if it failed.
+        """Save a checkpoint in the user's folder for ranks that return.
 
-        Collective.
+        Collective. Returns the data that those ranks need, or None if the save failed.
         """
 
     def come_back(self, about: Mapping[str, Any]) -> None:
-        """Continue from what `save_for_return` saved. Collective over the ranks that come back."""
+        """Continue from the checkpoint of `save_for_return`. Collective over returning ranks."""
 
 
 class Returns(Protocol):
-    """Lets a group of ranks that has ended come back to an engine."""
+    """Lets a group of ranks that has ended return to an engine."""
 
     def are_expected(self) -> None:
-        """Tell the launcher that this group can come back after it has ended."""
+        """Tell the launcher that this group can return after it has ended."""
 
     @property
     def is_due(self) -> bool:
-        """Whether this group is to come back."""
+        """Whether this group should return now."""
 
     def come_back(self) -> None:
-        """Wait until the others admit this group, and load what they saved for it."""
+        """Wait until the other groups admit this one, and load the checkpoint made for it."""
 
 
 class StepHooks:
-    """What an engine calls; each hook does nothing unless a subclass overrides it.
+    """The hooks that an engine calls; each does nothing unless a subclass overrides it.
 
     A *group* here is the ranks that make one step together, the step group.
 
@@ -107,16 +107,16 @@ class StepHooks:
         settings: The settings of the engine.
         world_group: All ranks of all groups.
         step_group: The ranks of this group.
-        peers: The ranks of equal place in all groups.
+        peers: The ranks with the same position in their groups, one from each group.
         shard_group: The ranks that shard the states.
     """
 
     replaces_sums = False
-    """Whether `after_exchange` replaces the gradient sums of a step by those of an earlier one."""
+    """Whether `after_exchange` replaces the gradient sums of a step by an earlier step's."""
     bytes_name = ""
-    """What the bytes are that the hooks keep next to the three states."""
+    """Name of the memory that the hooks keep in addition to the three states."""
     copies = 0
-    """Copies of the parameters that are kept next to the three states."""
+    """Number of copies of the parameters that the hooks keep."""
 
     def __init__(
         self,
@@ -143,34 +143,39 @@ class StepHooks:
         factory: StorageFactory,
         kept: Kept | None,
     ) -> None:
-        """Prepare for a new layout of the states; `kept` is what `take_apart` returned."""
+        """Prepare for a new layout of the states; `kept` is the result of `take_apart`."""
 
     def take_apart(self, parameters: Parameters, gathering: IntervalGather) -> Kept | None:
-        """Return what the next layout needs, and drop messages in transit. Collective."""
+        """Return the tensors that the next layout needs, and drop messages in transit.
+
+        Collective.
+        """
 
     def write_common_values(self, kept: Kept | None, optimized: Set[nn.Parameter]) -> None:
-        """Write the last common value of parameters that are in no optimizer any more.
+        """Write the last common value into parameters that have left all optimizers.
 
-        Nothing averages them from now on, and each group has changed them since.
+        Each group has changed them since that value, and nothing averages them from now on.
         """
 
     def finish(self) -> None:
-        """End well: wait for messages in transit. Collective over all ranks.
+        """Finish the run: wait for messages in transit. Collective over all ranks.
 
         Raises UsageError if groups have made different numbers of steps.
         """
 
     def restore_common_weights(self) -> None:
-        """Set the weights to their last common value, and drop messages in transit. Collective over
-        each group."""
+        """Set the weights to their last common value, and drop messages in transit.
+
+        Collective over each group.
+        """
 
     # -- around a step ----------------------------------------------------------------------
 
     def before_step(self, engine: HookedEngine) -> None:
-        """Called before the first gradient of a step is reduced."""
+        """Run before the first gradient of a step is reduced."""
 
     def after_exchange(self, engine: HookedEngine, totals: StepTotals) -> StepTotals:
-        """Called when the ranks of this group have agreed on the totals of their gradient sums.
+        """Run once the ranks of this group have agreed on the totals of their gradient sums.
 
         Returns the totals of the sums that the update uses.
         """
@@ -179,29 +184,33 @@ class StepHooks:
     def after_update(
         self, engine: HookedEngine, totals: StepTotals, stats: StepStats
     ) -> tuple[StepTotals, StepStats]:
-        """Called when the step is made; returns its totals and statistics with what is known of the
-        other groups."""
+        """Run after the update.
+
+        Returns the step's totals and statistics, completed with numbers of the other groups.
+        """
         return totals, stats
 
     def returns(self, engine: HookedEngine, checkpoints: HookedCheckpoints) -> Returns | None:
-        """Return what lets groups that have ended come back to an engine; None if none can."""
+        """Return the object that lets ended groups return to an engine, or None if they cannot."""
         return None
 
-    # -- what there is ------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------
 
     @property
     def have_own_weights(self) -> bool:
-        """Whether each group has weights of its own now."""
+        """Whether the weights of the groups differ now."""
         return False
 
     def common_weights(self) -> AbstractContextManager[None]:
-        """Context manager: the parameters hold the last common weights inside it. Collective over
-        each group."""
+        """Return a context manager inside which the parameters hold the last common weights.
+
+        Collective over each group.
+        """
         return nullcontext()
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that this rank keeps next to the three states."""
+        """Bytes that this rank keeps in addition to the three states."""
         return 0
 
     def count_in_words(self) -> str:

@@ -1,4 +1,4 @@
-"""Holds the numbers of a step: those that all ranks know of it, and those that users see."""
+"""Results of a step: the totals that all ranks agree on, and the statistics that users see."""
 
 from __future__ import annotations
 
@@ -8,20 +8,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a step did, over all workers. Plain numbers, alike on all ranks.
+    """Statistics of one step over all workers: plain numbers, equal on every rank but `waited`.
 
-    `loss` is the mean over all items of all workers and micro-batches, or their sum where the
-    losses were sums (with reduction="ddp" the mean of the workers' sums); `weight` is the number of
-    items, `grad_norm` the global 2-norm of the gradient before clipping. `skipped` when nothing was
-    updated: the total weight was zero, or a gradient overflowed under a loss scale.
+    If groups of ranks step apart (islands), the numbers describe the group of this rank. After a
+    step that averages parameters (`--late 0`), `loss` and `weight` cover all groups.
 
-    If groups of ranks step apart, the numbers are those of this group, the same on its ranks. After
-    a step that averages parameters (`--late 0`), `loss` and `weight` are those of all groups.
+    With `--behind S` the numbers cover all groups. They describe the gradients that this step
+    applied, which were computed S steps earlier. The first S steps have no gradients to apply:
+    the numbers are NaN, and `skipped` is True.
 
-    With `--behind S` they are those of all workers, and of the gradients that were used: of S steps
-    before. `staleness` says how many updates had changed the weights since these were computed, at
-    most S; `waited` how many seconds this rank has waited for those of the other groups. The first
-    S steps have none to use: NaN, and `skipped`.
+    Attributes:
+        loss: Mean loss over all items of all workers and micro-batches. If the losses are sums,
+            their sum; with `reduction="ddp"`, the mean of the workers' sums.
+        grad_norm: Global 2-norm of the gradient before clipping.
+        weight: Number of items in the step.
+        skipped: True if nothing was updated, because the total weight was zero or a gradient
+            overflowed under a loss scale.
+        staleness: Number of updates that changed the weights after the applied gradients were
+            computed; at most S, and 0 without `--behind`.
+        waited: Seconds for which this rank waited for the gradients of other groups.
+
+    Example:
+        A line in a training loop:
+
+            stats = engine.step(max_norm=1.0)
+            print(f"loss {stats.loss:.3f}, gradient norm {stats.grad_norm:.2f}")
     """
 
     loss: float
@@ -34,21 +45,29 @@ class StepStats:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """What all ranks know of a step after its exchange, alike.
+    """Totals of a step that its exchange makes known to all ranks, with equal values on each.
 
-    `weight` and `loss` (x weight) are sums over the ranks, `shown` is what users see of the
-    weight; `is_mixed` says that no weight is right for all losses. `squared_norm` is that of
-    the summed gradients. `backwards` is the number of those that had a weight, `shares` their
-    seeds added up, `options` the checksum of the optimizers' options, and `calls` that of the
-    calls that all make alike, NaN where ranks differ. `rows_differ`: ranks have shared
-    different batches. `copies_differ`: buffers or frozen parameters that are not averaged
-    differ between ranks. `used` says by parameter whether any rank had a gradient for it,
-    `late` by bucket whether any came after it had started; `news` whether a buffer was seen to
-    change for the first time, `several` whether any rank made more than one backward, `unsaved`
-    whether a save in the background has failed. `asked` is the signal that asked any to end, or
-    0. `written` says whether user code has written into parameters of any rank, `divisor` what
-    the added losses are divided by, 0 for means: NaN where ranks differ. `scale` is the loss
-    scale that gradients of an earlier step had.
+    Attributes:
+        weight: Sum of the weights of all losses.
+        shown: The weight that users see.
+        loss: Sum of loss x weight.
+        squared_norm: Squared norm of the summed gradients.
+        backwards: Number of backwards that had a weight.
+        shares: Sum of the values that seeded autograd.
+        options: Checksum of the optimizers' options; NaN if ranks differ.
+        calls: Checksum of the calls that all ranks must make in the same way; NaN if they differ.
+        rows_differ: Ranks took their shares from different batches.
+        is_mixed: The losses have different units, so no weight is right for all of them.
+        copies_differ: Buffers or frozen parameters that are not averaged differ between ranks.
+        used: By parameter, whether any rank had a gradient for it.
+        late: By bucket, whether a gradient arrived on any rank after the bucket had started.
+        news: A buffer was seen to change for the first time.
+        several: A rank made more than one backward.
+        unsaved: A save in the background has failed.
+        asked: The signal that asked any rank to end, or 0.
+        written: User code has written into parameters of any rank.
+        divisor: Divisor of the summed losses; 0 if they are means, NaN if ranks differ.
+        scale: The loss scale of gradients that belong to an earlier step.
     """
 
     weight: float
@@ -74,10 +93,10 @@ class StepTotals:
 
     @property
     def denominator(self) -> float:
-        """What the added losses and gradients are divided by."""
+        """The divisor of the summed losses and gradients."""
         return self.divisor or self.weight
 
     @property
     def alike(self) -> bool:
-        """Whether the optimizers' options are."""
+        """Whether the optimizers have the same options on all ranks."""
         return not math.isnan(self.options)

@@ -1,7 +1,7 @@
-"""Shows a step's gradients whole on every rank (`engine.full_gradients`), and takes changes back.
+"""Whole gradients of a step on every rank (`engine.full_gradients`), and the way back.
 
-sums (own intervals) ─▶ times a factor, gathered ─▶ param.grad      show
-sums (own intervals) ◀─ divided by it, rank 0's  ◀─ param.grad      take
+show   sums (own intervals) ─▶ times the factor ─▶ gathered over ranks ─▶ param.grad
+take   sums (own intervals) ◀─ divided by it    ◀─ rank 0's broadcast  ◀─ param.grad
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.states.parameters.parameters_at_rest import unguarded
 
 @dataclass(frozen=True)
 class _Shown:
-    """A parameter's gradient as it was shown; its version and its bits then."""
+    """The gradient that a parameter was shown with, and its version and bits at that moment."""
 
     grad: Tensor
     version: int
@@ -35,18 +35,19 @@ class _Shown:
         return cls(grad, grad._version, fingerprint(grad))
 
     def is_changed(self, now: Tensor | None) -> bool:
-        """Whether `now` is another tensor, or has been written to: `.data` and `.numpy()` leave
-        no trace but the bits."""
+        """Return whether `now` is another tensor, or was written to."""
         if now is not self.grad or now._version != self.version:
             return True
+        # A write through `.data` or `.numpy()` does not count up the version.
         return bool(fingerprint(now) != self.bits)
 
 
 class WholeGradients:
-    """Shows the gradients of one step whole, and takes in what was changed.
+    """Shows the whole gradients of one step to user code, and takes over its changes.
 
-    `group` shards them where `scattered`, and `run` are all ranks that have the same ones. `used`
-    says by parameter whether any rank had a gradient; the shown ones are sums times `factor`.
+    `used` says by parameter whether any rank had a gradient. The shown gradients are the sums
+    times `factor`. If `scattered`, the ranks of `group` hold the sums in parts; `run` contains all
+    ranks that have the same gradients.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class WholeGradients:
         self._used = used
         self._factor = factor
         self._shown: dict[int, _Shown] = {}
-        """Of rank 0, whose gradients count; None was shown where there is none."""
+        """By parameter, the gradient that rank 0 was shown; empty on other ranks. An unused
+        parameter has no entry: its `grad` is None."""
 
     @torch.no_grad()
     def show(self) -> None:
-        """Let every parameter have its gradient, None where there is none. Collective."""
+        """Set `param.grad` of every parameter, to None if no rank had a gradient. Collective."""
         for bucket_ in self._gradients.buckets:
+            # (numel of the interval,); the product is a copy, so the sums keep their bits.
             mine = bucket_.reduced.loaded(bucket_.kind[1]) * self._factor
             flat = gather_bucket(bucket_.layout, bucket_.own, mine, self._group)
             for slot in bucket_.layout.slots:
@@ -83,6 +86,7 @@ class WholeGradients:
         grad = None
         if self._used[index]:
             grad = named.view(flat, start).to(named.dtype)
+        # A sharded parameter at rest has no values, but may have a gradient.
         with unguarded():
             named.parameter.grad = grad
         if grad is not None and self._run.rank == 0:
@@ -90,16 +94,17 @@ class WholeGradients:
 
     @torch.no_grad()
     def take(self) -> list[bool]:
-        """Take in what was changed: rank 0's, on all ranks. Returns what is used from now on.
+        """Replace the sums of gradients that user code changed, on all ranks by rank 0's values.
 
-        Collective. Raises UsageError, on all ranks alike, for a gradient of another shape.
+        Collective. Returns by parameter whether it has a gradient now. Raises UsageError on all
+        ranks if a gradient is sparse on any.
         """
         with unguarded():
             grads = [named.parameter.grad for named in self._named]
         self._check(grads)
         changed = [self._is_changed(index, grad) for index, grad in enumerate(grads)]
         used = [grad is not None for grad in grads]
-        # Rank 0 decides for all, so that all take part in the same broadcasts below.
+        # Rank 0 decides for all ranks, so that all take part in the same broadcasts below.
         changed, used = self._run.gather_plain([changed, used])[0]
         taken = [
             bucket_
@@ -112,28 +117,31 @@ class WholeGradients:
         return list(used)
 
     def _check(self, grads: Sequence[Tensor | None]) -> None:
-        """Raise where a gradient that has come is not dense; torch itself sees to its shape."""
-        odd = [
+        """Raise UsageError on all ranks if any gradient is sparse.
+
+        The shape needs no check: torch refuses to assign a gradient of another shape.
+        """
+        sparse = [
             named.name
             for named, grad in zip(self._named, grads, strict=True)
             if grad is not None and grad.layout != torch.strided
         ]
-        if any(self._run.gather_plain(bool(odd))):
-            named = odd[0] if odd else "another rank"
+        if any(self._run.gather_plain(bool(sparse))):
+            name = sparse[0] if sparse else "a parameter on another rank"
             raise UsageError(
-                f"engine.full_gradients(): the gradient of {named} is sparse by now. Write dense "
-                "gradients there."
+                f"engine.full_gradients(): the gradient of {name} is sparse now. Assign dense "
+                "gradients."
             )
 
     def _is_changed(self, index: int, grad: Tensor | None) -> bool:
-        """Whether a gradient is another than was shown; of rank 0, which is the one asked."""
+        """Return whether `grad` differs from the shown gradient; meaningful on rank 0 only."""
         shown = self._shown.get(index)
         return grad is not None if shown is None else shown.is_changed(grad)
 
     def _take(
         self, bucket_: GradientBucket, grads: Sequence[Tensor | None], changed: Sequence[bool]
     ) -> None:
-        """Write the changed ones of a bucket into its sums; the others keep all of their bits."""
+        """Write the changed gradients of a bucket into its sums."""
         dtype, device = bucket_.reduced.dtype, bucket_.kind[1]
         flat = torch.zeros(bucket_.layout.numel, dtype=dtype, device=device)
         for slot in bucket_.layout.slots:
@@ -141,9 +149,12 @@ class WholeGradients:
             if changed[slot.parameter] and grad is not None:
                 view = self._named[slot.parameter].view(flat, slot.start)
                 view.copy_(grad.to(dtype) / self._factor)
+        # The whole bucket, so that one collective suffices; only rank 0's values are used.
         if self._run.size > 1:
             self._run.broadcast(flat).wait()
         sums = bucket_.reduced.loaded()
+        # Only changed parameters: multiplying by the factor and dividing by it again would round
+        # the sums of the others.
         for piece in bucket_.layout.pieces(*bucket_.own):
             if changed[piece.parameter]:
                 part = sums[piece.start - bucket_.own[0] : piece.end - bucket_.own[0]]

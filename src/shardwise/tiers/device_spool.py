@@ -1,10 +1,11 @@
-"""Writes memory of an accelerator to a spool on a disk and brings it back, through pinned blocks.
+"""A spool on a disk for an accelerator's memory, which passes through pinned blocks.
 
-    write    device ══▶ block ──▶ file          in threads of the spool, beside the work
-    read     file ──▶ block ══▶ device          the copies (══▶) on the copy streams
+    write    device ══▶ block ──▶ file          in threads of the spool, in parallel with training
+    read     file ──▶ block ══▶ device          copies (══▶) run on the copy streams
 
-A thread has two blocks, so all of them take 32 MB, whatever is on its way. The thread that trains
-waits for the disk alone, where it needs what is not read yet; the present stream waits for copies.
+Each thread has two blocks. All blocks together take 32 MB, for any amount of data. The training
+thread waits only for the disk, if it needs a record that is not read yet. The current stream waits
+for copies.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from shardwise.tiers.staging import StagingRing
 
 
 class Coming:
-    """A record that is being read back to the device, into `data`."""
+    """A record that is being read back into `data`, (nbytes,) uint8 on the device."""
 
     def __init__(self, copy_stream: CopyStream, data: Tensor) -> None:
         self.data = data
         self.events: list[Any] = []
-        """Of the copies, once the thread that reads has started them all."""
+        """Events of the copies; set when the reading thread has started all of them."""
         self._copy_stream = copy_stream
 
     def arrived(self) -> Tensor:
-        """The bytes, for which the present stream waits; their record must have been read.
+        """Make the current stream wait for the copies, and return the bytes.
 
-        It need not be the stream under which they were asked for.
+        The record must have been waited for. The current stream may differ from the one at `read`.
         """
         for event in self.events:
             self._copy_stream.await_(event)
@@ -42,7 +43,7 @@ class Coming:
 
 
 class DeviceSpool:
-    """A spool for memory of the accelerator whose copies run on `copy_stream`."""
+    """A spool for memory of an accelerator, with copies on `copy_stream`."""
 
     def __init__(self, spool: Spool, copy_stream: CopyStream) -> None:
         self._spool = spool
@@ -50,29 +51,29 @@ class DeviceSpool:
         self._own = threading.local()
 
     def write(self, data: Tensor) -> SpoolRecord:
-        """Start writing `data` (1-D, uint8, contiguous, on the device), as the present stream has
-        it now. It must stay as it is until the record has been waited for.
+        """Start to write `data` (1-D, uint8, contiguous, on the device).
 
-        Raises TierError in a forked process.
+        It is written as the work on the current stream leaves it. It must not change until the
+        record has been waited for. Raises TierError in a forked process.
         """
         ready = self._copy_stream.here()
 
-        def write(start: int) -> None:  # in a thread
+        def write(start: int) -> None:  # runs in a thread
             for piece in pieces.down(self._copy_stream, self._ring(), data, [ready]):
                 self._spool.file.write(piece.pages, start + piece.first)
 
         return self._spool.put(data.numel(), write)
 
     def read(self, record: SpoolRecord) -> Coming:
-        """Start to bring back a record whose last request has ended. What comes is there when the
-        record has been waited for, and then its `arrived`.
+        """Start to read a record whose last request has ended.
 
-        Raises TierError in a forked process.
+        Wait for the record first, and then call `arrived` of the result to get the bytes. Raises
+        TierError in a forked process.
         """
         data, ready = self._copy_stream.room(record.nbytes)
         coming = Coming(self._copy_stream, data)
 
-        def read(start: int) -> None:  # in a thread
+        def read(start: int) -> None:  # runs in a thread
             ring = self._ring()
             for piece in pieces.up(self._copy_stream, ring, data, [ready]):
                 self._spool.file.read(piece.pages, start + piece.first)
@@ -82,7 +83,7 @@ class DeviceSpool:
         return coming
 
     def _ring(self) -> StagingRing:
-        """This thread's own blocks."""
+        """Return the blocks of this thread."""
         if not hasattr(self._own, "ring"):
             self._own.ring = self._copy_stream.ring(CHUNK)
         ring: StagingRing = self._own.ring

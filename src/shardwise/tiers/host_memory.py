@@ -1,11 +1,11 @@
-"""Host memory: pages for direct transfers, and which freed memory the C library keeps.
+"""Host memory: pages for direct transfers, and how much freed memory the C library keeps.
 
-A training step frees what the next one asks for again. Left to itself glibc returns the end of its
-heap to the system when 64 MB of it are free, and the next step pays for every page anew: 5 % of a
-step where a rank has a core to itself (`benchmarks/step_time.py --config A`).
+A training step frees memory that the next step allocates again. By default glibc returns the end of
+its heap to the system when 64 MB of it are free, and the next step pays for new pages: 5 % of a
+step if a rank has a core for itself (`benchmarks/step_time.py --config A`).
 
-What is used once it would keep too, in vain: as torch asks for aligned memory, a block that was
-freed is a little too small for the next one of its own size.
+glibc should not keep large blocks in the heap, though. torch asks for aligned memory, so a freed
+block is slightly too small for the next one of the same size, and would never be reused.
 """
 
 from __future__ import annotations
@@ -19,35 +19,36 @@ import torch
 from torch import Tensor
 
 KEPT = 512 * 2**20
-"""Bytes at the end of the heap that stay with the process when they are free."""
+"""Number of free bytes at the end of the heap that the process keeps."""
 
 MAPPED = 32 * 2**20
-"""Bytes from which a block is a mapping of its own, returned when it is freed: glibc's own limit
-after some use, which it forgets when told what to keep."""
+"""Size in bytes from which a block is a separate mapping, which is returned when it is freed.
+glibc's own limit grows to this value with use, but stops adapting once the other one is set."""
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""What glibc's mallopt calls the two; see mallopt(3)."""
+"""The parameters M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)."""
 
 HUGE = 2 * 2**20
-"""Bytes of a huge page."""
+"""Size of a huge page in bytes."""
 
 WIPEONFORK = 18
-"""MADV_WIPEONFORK of Linux; Python's mmap module has no name for it."""
+"""MADV_WIPEONFORK of Linux; Python's mmap module does not define it."""
 
 
 def mapped(nbytes: int, *, wiped: bool = False) -> Tensor:
-    """`nbytes` zeros (1-D, uint8) in a mapping of their own, unmapped when the tensor goes.
+    """Allocate `nbytes` zeros (1-D, uint8) in a separate mapping, unmapped with the tensor.
 
-    They start on a page. Where they fill a huge page they start on one, and consist of them if
-    the kernel grants it: a direct transfer then pins one page where it would pin 512, which here
-    makes it up to 1.7 times as fast. `wiped`: a forked process finds zeros in place of copies.
+    They start on a page; from the size of a huge page on, they start on a huge page and consist of
+    huge pages if the kernel permits. A direct transfer then pins one page instead of 512, which
+    made it up to 1.7 times as fast. If `wiped`, a forked process finds zeros instead of a copy.
     """
-    # Room to move the start only where it is needed: the kernel may fill it with huge pages.
+    # Additional space to align the start. Only for large mappings, because the kernel may fill the
+    # space with huge pages, too.
     room = HUGE if nbytes >= HUGE else 0
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, max(nbytes + room, 1), flags=flags)
     first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE if room else 0
-    # Advice only: a kernel that does not know it loses speed, not bytes.
+    # A kernel that does not know this advice only loses speed.
     with suppress(OSError):
         if room:
             memory.madvise(mmap.MADV_HUGEPAGE, first, nbytes // HUGE * HUGE)
@@ -58,13 +59,13 @@ def mapped(nbytes: int, *, wiped: bool = False) -> Tensor:
 
 
 def keep(environ: Mapping[str, str]) -> bool:
-    """Let the heap keep what a step frees, where the C library is glibc; returns whether it will.
+    """Make the heap keep memory that a step frees, if the C library is glibc.
 
-    What the user has said about it in the environment, as mallopt(3) tells, stays as it is.
+    Returns whether it will. Settings of the user in the environment (see mallopt(3)) are respected.
     """
-    said = any(name.startswith("MALLOC_") for name in environ)
+    has_settings = any(name.startswith("MALLOC_") for name in environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if said or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "") or mallopt is None:
+    if has_settings or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "") or mallopt is None:
         return False
     return bool(mallopt(MMAP_THRESHOLD, MAPPED)) and bool(mallopt(TRIM_THRESHOLD, KEPT))
 
@@ -76,9 +77,9 @@ def trim() -> None:
 
 
 PAGE = 4096
-"""Bytes that direct transfers are aligned to: in memory, in the file and in length."""
+"""Alignment of direct transfers in bytes: in memory, in the file and in length."""
 
 
 def padded(nbytes: int) -> int:
-    """`nbytes` rounded up to whole pages."""
+    """Round `nbytes` up to whole pages."""
     return -(-nbytes // PAGE) * PAGE

@@ -1,7 +1,7 @@
-"""Shows flat tensors of any device to the host, piece by piece, for a file to be written or read.
+"""Reads and writes flat tensors of any device on the host, piece by piece, for files.
 
-What lies in the host's memory is shown as it lies. What lies on an accelerator passes through two
-pinned blocks (`pieces.py`): the file has one piece while the next one is on its way.
+A tensor in host memory is used directly. A tensor on an accelerator passes through two pinned
+blocks (`pieces.py`): one piece is in the file's transfer while the next one is copied.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.staging import StagingRing
 
 PIECE = 8 * 2**20
-"""Bytes of a piece: what a checkpoint's file is written in."""
+"""Bytes of a piece, the same size in which a checkpoint's file is written."""
 
 
 class HostWindow:
-    """Reads and writes flat tensors from the host; two pieces of memory for each device."""
+    """Reads and writes flat tensors on the host, with memory for two pieces per device."""
 
     def __init__(self) -> None:
         self._ways: dict[torch.device, tuple[CopyStream, StagingRing]] = {}
@@ -30,24 +30,27 @@ class HostWindow:
     def read(
         self, flat: Tensor, unused: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[int, Tensor]]:
-        """The elements of `flat`, in order: by piece its first element, and the piece on the host.
+        """Yield the elements of `flat` in order: the first element of each piece, and the piece.
 
-        It may be read until the next is asked for; by others until `unused`, which is called before
-        its memory changes, has returned.
+        The caller may read a piece until it asks for the next. Other threads may read it longer:
+        `unused` is called before its memory changes, and must wait until they have finished.
         """
         if flat.device.type == "cpu" or not _has_streams(flat.device):
             yield 0, flat.cpu()
             return
         copy_stream, ring = self._way(flat.device)
-        # By bytes: the blocks of a ring serve tensors of every dtype.
+        # As bytes, because the blocks of a ring are used for all dtypes.
         data, behind = flat.view(torch.uint8), [copy_stream.here()]
         with _ended(copy_stream, ring):
             for piece in pieces.down(copy_stream, ring, data, behind, unused):
                 yield piece.first // flat.element_size(), piece.memory.view(flat.dtype)
 
     def write(self, flat: Tensor, *, fresh: bool) -> Iterator[tuple[int, Tensor]]:
-        """Pieces as `read` has them, to be changed: they are `flat`, or go there when the next one
-        is asked for. `fresh`: with anything in them."""
+        """Yield pieces as `read` does, which the caller changes.
+
+        A piece is stored in `flat` when the caller asks for the next one. With `fresh` its content
+        is arbitrary at first.
+        """
         if flat.device.type == "cpu":
             yield 0, flat
         elif not _has_streams(flat.device):
@@ -62,6 +65,7 @@ class HostWindow:
         data, behind = flat.view(torch.uint8), [copy_stream.here()]
         with _ended(copy_stream, ring):
             for piece in pieces.up(copy_stream, ring, data, behind):
+                # The caller changes a part of the content, so it must be there first.
                 if not fresh:
                     part = data[piece.first : piece.first + piece.nbytes]
                     copy_stream.start_down(part, piece.memory, behind).synchronize()
@@ -77,15 +81,17 @@ class HostWindow:
 @cache
 def _copy_stream(device: torch.device) -> CopyStream:
     """Return the copy stream of all windows."""
-    # torch has a pool of 32 streams: with one per checkpoint, later ones would share those of
-    # unrelated work.
+    # Not one for each checkpoint: torch has a pool of 32 streams, and later checkpoints would
+    # share the streams of unrelated work.
     return CopyStream(device)
 
 
 @contextmanager
 def _ended(copy_stream: CopyStream, ring: StagingRing) -> Iterator[None]:
-    """A block after which the present stream comes behind the copies, also where whoever was shown
-    the pieces has failed: the memory may then be freed, or written."""
+    """Context manager after which the current stream waits for all copies, even after an error.
+
+    The memory may be freed or written then.
+    """
     try:
         yield
     finally:
@@ -94,5 +100,5 @@ def _ended(copy_stream: CopyStream, ring: StagingRing) -> Iterator[None]:
 
 
 def _has_streams(device: torch.device) -> bool:
-    """Whether torch has streams for such a device; for Apple's it has none."""
+    """Return whether torch has streams for `device`, as for all but Apple's GPUs."""
     return hasattr(torch.get_device_module(device), "Stream")

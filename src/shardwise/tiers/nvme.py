@@ -1,18 +1,17 @@
-"""NVMe read-ahead: records of a state on a disk, read ahead of their use and written behind it.
+"""Records of a state on a disk (NVMe), read ahead of their use and written after it.
 
     order          0        1        2        3
     read        [ 0 ][ 1 ][ 2 ][ 3 ]
     update           [ 0 ][ 1 ][ 2 ][ 3 ]
     write                 [ 0 ][ 1 ][ 2 ][ 3 ]
 
-`states/optimizer/offloaded_update.py` decides what is read ahead, and when. A record is the flat
-bytes of one span of a bucket. It passes through one of a few staging buffers, which are all the
-memory that a store takes, whatever it holds. Threads move the bytes, cut into chunks, with the GIL
-released.
+`states/optimizer/offloaded_update.py` decides which record is read ahead, and when. A record has
+the bytes of one span of a bucket. It passes through one of a few staging buffers, which are all the
+memory that a store needs. Threads move the bytes in chunks, and release the GIL.
 
-Where an accelerator uses the state, the buffers are pinned, and its copies go to and from them
-without a stop. The lease of a buffer may end while a copy is on its way (`copies`): then it is the
-thread of the next transfer that waits for it, and not the one that trains.
+If an accelerator uses the state, the buffers are pinned, and copies between them and the
+accelerator are asynchronous. The lease of a buffer may end while a copy is pending (`copies`). Then
+the thread of the next transfer waits for the copy, not the training thread.
 """
 
 from __future__ import annotations
@@ -31,49 +30,53 @@ from shardwise.tiers.host_memory import padded
 from shardwise.tiers.staging import Staging, settle
 
 IN_FLIGHT = 4
-"""Records in memory at once: one in use, one being read, one being written, and one that absorbs
-what the three differ in. With 3 a busy machine loses a tenth more of the disk's rate."""
+"""Records in memory at once: one in use, one being read, one being written, and one that evens out
+their different speeds. With 3, a busy machine used a tenth less of the disk's rate."""
 
 Transfer = list["Future[None]"]
-"""The chunks of a record on their way."""
+"""The pending chunks of a record."""
 
 
 class BufferLease:
-    """The use of a staging buffer for one record of a store, until `write` or `give_back`."""
+    """A staging buffer that is leased to one record of a store, until `write` or `give_back`."""
 
-    def __init__(self, store: Store, index: int, buffer: Staging, coming: Transfer) -> None:
+    def __init__(self, store: Store, index: int, buffer: Staging, read: Transfer) -> None:
         self.index = index
         self.buffer = buffer
-        self.coming = coming
+        self.read = read
+        """The read of the record into the buffer; empty if nothing is read."""
         self._store = store
 
     def wait(self) -> Tensor:
-        """The record's bytes once they are here: uint8, flat, starting on a page, so that
-        `.view(dtype)` works. They may be changed until the lease ends.
+        """Wait until the record is read, and return its bytes: (nbytes,) uint8.
+
+        They start on a page, so that `.view(dtype)` works, and may be changed until the lease ends.
 
         Raises:
             TierError: The disk failed, now or in an earlier transfer.
         """
-        data = self._store._arrived(self)
+        data = self._store._wait_for(self)
         self.buffer.settle()
         return data
 
     def wait_for_disk(self) -> Tensor:
-        """As `wait`, for a copy of an accelerator that comes after the events `copies`, for which
-        the host need not wait."""
-        return self._store._arrived(self)
+        """Wait until the record is read, but not for pending copies; return its bytes.
+
+        Copies on an accelerator can use it if they wait for the events `copies` themselves.
+        """
+        return self._store._wait_for(self)
 
     @property
     def copies(self) -> list[Any]:
         """Events of the copies that still read or write the buffer."""
         return self.buffer.copies
 
-    def copied(self, event: Any) -> None:
-        """A copy between the buffer and an accelerator is on its way until `event`."""
+    def add_copy(self, event: Any) -> None:
+        """Register a copy between the buffer and an accelerator, which ends with `event`."""
         self.buffer.copies.append(event)
 
     def write(self) -> None:
-        """Start to write the bytes back and return at once; the tensor must not be used again.
+        """Start to write the bytes back, and end the lease; the tensor must not be used again.
 
         Raises:
             TierError: The disk failed, now or in an earlier transfer.
@@ -81,25 +84,34 @@ class BufferLease:
         self._store.write_behind(self)
 
     def give_back(self) -> None:
-        """End the lease without writing. Never raises if the disk failed: the store's next call
-        reports that."""
+        """End the lease without writing.
+
+        Does not raise if the disk failed; the store's next call does.
+        """
         self._store.give_back(self)
 
 
 class Store:
-    """Stores flat records of one state on a file of one rank; what rests here is nowhere else.
+    """Stores records of one state of one rank in a file.
 
-    Record i has `records[i]` bytes, 0 allowed, and is zeros until it is written. At most
-    `in_flight` (2 or more) are in memory at once, each in a buffer of the largest record's size;
-    `pages` makes the buffers' memory of a size and a number, where it is to be pinned.
-    The file has no name and is gone with the process, however that ends: there is nothing to
-    sweep after a crash.
+    A record is zeros until it is written. The file has no name, so it is freed with the process.
 
     One thread at a time may use a store. After a failed transfer every call but `close` raises,
-    since some record is neither old nor new. A forked process must not use it.
+    because some record may have neither its old nor its new content. A forked process must not use
+    a store.
+
+    Args:
+        folder: A folder on a disk.
+        label: The name of the state in messages.
+        records: The bytes of each record; may be 0.
+        rank: The rank in messages.
+        in_flight: Number of records in memory at once, 2 or more. Each has a buffer of the largest
+            record's size.
+        pages: Allocates the buffers' memory, given the size and the number, if it must be pinned.
 
     Raises:
-        TierError: `folder` is missing, not writable or in memory, or its disk has no room.
+        TierError: `folder` does not exist, is not writable or is in memory, or its disk has too
+            little space.
     """
 
     def __init__(
@@ -121,7 +133,7 @@ class Store:
         self.direct = self._file.direct
         # A record has one lease at a time, so more buffers than records are never needed.
         count, largest = min(in_flight, len(sizes)), max(sizes, default=0)
-        # A rank may own nothing of a bucket: then there is nothing to pin.
+        # A rank may own no elements. Then there is no memory to pin.
         memories = pages(largest, count) if pages is not None and count else [None] * count
         self._free = [Staging(largest, memory) for memory in memories]
         self.staging_bytes = sum(buffer.tensor.numel() for buffer in self._free)
@@ -134,8 +146,10 @@ class Store:
         self._transfers = Transfers(label)
 
     def read(self, index: int) -> BufferLease:
-        """Start to read record `index` and return at once, unless all buffers are still being
-        written: then once the oldest is free. A record that is leased is not leased again.
+        """Start to read record `index`, and return its lease.
+
+        Waits for the oldest write if all buffers are being written. A record has one lease at a
+        time.
 
         Raises:
             TierError: An earlier transfer failed.
@@ -143,7 +157,7 @@ class Store:
         return self._lease(index, read=True)
 
     def blank(self, index: int) -> BufferLease:
-        """A buffer for record `index` with anything in it, to be filled whole and written.
+        """Lease a buffer with arbitrary content for record `index`, to be filled and written.
 
         Raises:
             TierError: An earlier transfer failed.
@@ -151,11 +165,12 @@ class Store:
         return self._lease(index, read=False)
 
     def close(self) -> None:
-        """Give disk, buffers and threads back, when what is in flight has landed. What was stored
-        is gone. May be called again.
+        """Wait for pending transfers; then free the file, the buffers and the threads.
+
+        The stored data is lost. May be called again.
 
         Raises:
-            TierError: A transfer failed, and no call has said so yet.
+            TierError: A transfer failed, and no call has reported it yet.
             RuntimeError: A copy to or from an accelerator failed.
         """
         if self._closed:
@@ -167,9 +182,9 @@ class Store:
         self._transfers.end()
         try:
             for _, transfer in self._behind.values():
-                self._land(transfer)
+                self._finish_transfer(transfer)
             for lease in self._leased.values():
-                self._land(lease.coming)
+                self._finish_transfer(lease.read)
         finally:  # every transfer has ended, also if one failed
             self._behind.clear()
             self._leased.clear()
@@ -184,24 +199,24 @@ class Store:
         if index in self._behind:
             # Its bytes are still in the buffer. The lease waits for the write and needs no read.
             # A read could overtake the write and return the old bytes.
-            buffer, coming = self._behind.pop(index)
+            buffer, transfer = self._behind.pop(index)
         else:
             buffer = self._buffer()
-            coming = self._start(self._file.read, index, buffer) if read else []
-        lease = self._leased[index] = BufferLease(self, index, buffer, coming)
+            transfer = self._start(self._file.read, index, buffer) if read else []
+        lease = self._leased[index] = BufferLease(self, index, buffer, transfer)
         return lease
 
-    def _arrived(self, lease: BufferLease) -> Tensor:
+    def _wait_for(self, lease: BufferLease) -> Tensor:
         self._check()
         assert self._leased.get(lease.index) is lease, "this lease has ended"
-        self._land(lease.coming)
+        self._finish_transfer(lease.read)
         self._raise_failure()
         return lease.buffer.tensor[: self.records[lease.index]]
 
     def write_behind(self, lease: BufferLease) -> None:
         """See `BufferLease.write`."""
         # A read that is still in flight would overwrite the buffer while it is written.
-        self._arrived(lease)
+        self._wait_for(lease)
         del self._leased[lease.index]
         transfer = self._start(self._file.write, lease.index, lease.buffer)
         self._behind[lease.index] = lease.buffer, transfer
@@ -209,12 +224,13 @@ class Store:
     def give_back(self, lease: BufferLease) -> None:
         """See `BufferLease.give_back`."""
         if self._leased.get(lease.index) is lease and not self._transfers.forked:
-            self._land(lease.coming)
+            self._finish_transfer(lease.read)
             del self._leased[lease.index]
             self._free.append(lease.buffer)
 
     def _buffer(self) -> Staging:
         """Return a free buffer, after waiting for the oldest write if there is none."""
+        # Oldest first: that write has most likely ended.
         if not self._free:
             assert self._behind, f"all {self._buffers} buffers of {self.label} are leased"
             self._retire(next(iter(self._behind)))
@@ -223,13 +239,15 @@ class Store:
 
     def _retire(self, index: int) -> None:
         buffer, transfer = self._behind.pop(index)
-        self._land(transfer)
+        self._finish_transfer(transfer)
         self._free.append(buffer)
 
     def _start(
         self, move: Callable[[memoryview, int], None], index: int, buffer: Staging
     ) -> Transfer:
         offset, nbytes = self._offsets[index], padded(self.records[index])
+        # The threads wait for pending copies, not the caller. Every chunk waits for all of them,
+        # since no chunk knows which one runs first.
         copies, buffer.copies = buffer.copies, []
 
         def after_copies(view: memoryview, offset: int) -> None:
@@ -241,22 +259,22 @@ class Store:
             for a in range(0, nbytes, CHUNK)
         ]
 
-    def _land(self, transfer: Transfer) -> None:
-        """Wait for all chunks of a transfer; keep the first failure."""
-        # For all, even after a failure: the others still read or write the buffer.
+    def _finish_transfer(self, transfer: Transfer) -> None:
+        """Wait for all chunks of a transfer, and keep the first failure."""
+        # All of them, even after a failure: the others still read or write the buffer.
         wait(transfer)
         for chunk in transfer:
             error = chunk.exception()
             if error is not None and not isinstance(error, TierError):
-                raise error  # of a copy: the accelerator has failed, not the disk
+                raise error  # a copy failed on the accelerator, not the disk
             if error is not None and self._failure is None:
                 self._failure = error
 
     def _check(self) -> None:
-        """Refuse what cannot be done any more, and report any write that has failed meanwhile."""
+        """Raise if the store cannot be used any more, or if a write has failed."""
         self._transfers.check()
         if self._closed:
-            raise TierError(f"{self.label} was closed: what it held is gone. Make a new store.")
+            raise TierError(f"{self.label} was closed and its data is lost. Make a new store.")
         for index in [i for i, (_, t) in self._behind.items() if all(map(Future.done, t))]:
             self._retire(index)
         self._raise_failure()

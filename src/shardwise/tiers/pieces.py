@@ -3,8 +3,8 @@
     down    device ══▶ block 0 ──▶ used    device ══▶ block 1 ──▶ used    ...
     up      filled ──▶ block 0 ══▶ device  filled ──▶ block 1 ══▶ device  ...
 
-No copy (══▶) stops the host: it waits where it needs the bytes of a piece, or a block whose copy is
-still on its way. So a file is read or written beside the copies.
+Copies (══▶) are asynchronous. The host waits only if it needs the bytes of a piece, or a block
+whose copy is still running. So a file is read or written in parallel with copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.tiers.staging import Staging, StagingRing
 
 
 class StagedBytes(NamedTuple):
-    """`nbytes` bytes from byte `first` on, which are in `block` or will be."""
+    """A piece of `nbytes` bytes, from byte `first` on, in `block`."""
 
     first: int
     nbytes: int
@@ -29,12 +29,12 @@ class StagedBytes(NamedTuple):
 
     @property
     def memory(self) -> Tensor:
-        """Its bytes in the block: flat, uint8."""
+        """Its bytes in the block: (nbytes,) uint8."""
         return self.block.tensor[: self.nbytes]
 
     @property
     def pages(self) -> memoryview:
-        """The same in whole pages."""
+        """Its bytes, extended to whole pages."""
         return self.block.view[: padded(self.nbytes)]
 
 
@@ -45,28 +45,28 @@ def down(
     after: Iterable[Any],
     unused: Callable[[], None] | None = None,
 ) -> Iterator[StagedBytes]:
-    """Bring the bytes of `data` (uint8, on the device) down, after the events `after`.
+    """Copy `data` (1-D, uint8, on the device) to the host, after the events `after`.
 
-    Yields each piece when it is here, while the next one comes. Its block may be read until the
-    next is asked for; by others until `unused`, which is called before a block is written again,
-    has returned.
+    Yields each piece once it is on the host, while the next one is copied. The caller may read its
+    block until it asks for the next piece. Other threads may read it longer: `unused` is called
+    before a block is written again, and must wait until they have finished.
     """
     behind = list(after)
-    coming: deque[StagedBytes] = deque()
+    pending: deque[StagedBytes] = deque()
     for first in range(0, data.numel(), ring.nbytes):
         if unused is not None and first >= len(ring) * ring.nbytes:
             unused()
         part = data[first : first + ring.nbytes]
         piece = StagedBytes(first, part.numel(), ring.next())
         piece.block.copies = [copy_stream.start_down(part, piece.memory, behind)]
-        coming.append(piece)
-        if len(coming) == len(ring):
-            yield _here(coming.popleft())
-    while coming:
-        yield _here(coming.popleft())
+        pending.append(piece)
+        if len(pending) == len(ring):
+            yield _completed(pending.popleft())
+    while pending:
+        yield _completed(pending.popleft())
 
 
-def _here(piece: StagedBytes) -> StagedBytes:
+def _completed(piece: StagedBytes) -> StagedBytes:
     piece.block.settle()
     return piece
 
@@ -74,10 +74,10 @@ def _here(piece: StagedBytes) -> StagedBytes:
 def up(
     copy_stream: CopyStream, ring: StagingRing, data: Tensor, after: Iterable[Any]
 ) -> Iterator[StagedBytes]:
-    """Let bytes go up into `data` (uint8, on the device), after the events `after`.
+    """Copy bytes from the host to `data` (1-D, uint8, on the device), after the events `after`.
 
-    Yields pieces with anything in them: each is to be filled, and goes up when the next one is
-    asked for, or the end.
+    Yields pieces with arbitrary content, which the caller fills. Asking for the next piece starts
+    the copy of the one before.
     """
     behind = list(after)
     for first in range(0, data.numel(), ring.nbytes):

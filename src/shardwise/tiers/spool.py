@@ -1,11 +1,11 @@
-"""Writes and reads short-lived records of any size on a file without a name, beside the work.
+"""Short-lived records of any size in a file without a name, moved in parallel with training.
 
-    write      data ─▶ staging of a thread ─▶ file      as many at once as there are threads
-    read       file ─▶ memory of its own                freed as the tensor is
-    drop       the range is free for the next write
+    write      data ─▶ staging buffer of a thread ─▶ file      one at a time in each thread
+    read       file ─▶ new memory                              freed with the tensor
+    drop       the range of the file is free for the next write
 
-`put` and `get` move a record by another way (`device_spool.py`). `nvme.py` has the records of a
-state instead: few sizes, one thread, one order.
+`put` and `get` let the caller move the bytes (`device_spool.py`). `nvme.py` has the records of a
+state, which have few sizes, one using thread and one order.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shardwise.tiers.staging import Staging
 
 
 class SpoolRecord:
-    """A range of the file, and what is under way there. Freed when nobody holds it any more.
+    """A range of the file, freed when the last reference to this object is dropped.
 
-    `last` is the request that was made last, a write or a read; those before it have ended.
+    `last` is the last request, a write or a read. All earlier requests have ended.
     """
 
     def __init__(self, spool: Spool, start: int, nbytes: int, last: Future[None]) -> None:
@@ -40,18 +40,18 @@ class SpoolRecord:
         self._spool = spool
 
     def wait(self) -> None:
-        """Return when the last request has ended; raises TierError when it failed."""
+        """Wait until the last request has ended; raise TierError if it failed."""
         self._spool.check()
         error = self.last.exception()
         if isinstance(error, TierError):
-            # A new one: the request's own would hold the caller's frames, and so what they hold,
-            # for as long as this record lives.
+            # A new exception: raising the request's own would attach the caller's frames to it, and
+            # keep their objects alive as long as this record.
             raise TierError(str(error)) from None
         self.last.result()
 
     def __del__(self) -> None:
-        # From any thread at any moment, so that no lock of the spool may be taken here; and in a
-        # forked process the request's own may be held by a thread that is not there.
+        # This may run in any thread at any moment, so it must not take the spool's lock. In a
+        # forked process the request's lock may be held by a thread that does not exist there.
         if self._spool.forked:
             return
         place = (self.start, padded(self.nbytes))
@@ -60,18 +60,17 @@ class SpoolRecord:
 
 
 class Spool:
-    """A file in `folder` that holds records until they are dropped; it goes with the last of them.
+    """A file in `folder` for records; it is freed with the spool and its last record.
 
-    Any thread may use it. `label` and `rank` stand in the messages. A forked process must not use
-    it.
+    Any thread may use it; a forked process must not. `label` and `rank` are used in messages.
 
-    Raises TierError when `folder` is missing, not writable or in memory; later, from what waits
-    for a record, when the disk is full or fails.
+    Raises TierError if `folder` does not exist, is not writable or is in memory. If the disk is
+    full or fails later, waiting for the record raises.
     """
 
     def __init__(self, folder: Path, label: str, *, rank: int) -> None:
         self.freed: deque[tuple[int, int]] = deque()
-        """Ranges that are free again, not yet given to the extents."""
+        """Ranges (start, nbytes) of dropped records that are not yet returned to the extents."""
         self._extents = Extents()
         self._lock = threading.Lock()
         self._own = threading.local()
@@ -79,19 +78,19 @@ class Spool:
         self._transfers = Transfers(label)
 
     def write(self, data: Tensor) -> SpoolRecord:
-        """Start writing `data` (1-D, uint8, contiguous, CPU), which must stay as it is until that
-        has ended.
+        """Start to write `data` (1-D, uint8, contiguous, CPU).
 
-        Raises TierError in a forked process.
+        It must not change until the write has ended. Raises TierError in a forked process.
         """
         return self.put(data.numel(), partial(self._write, data))
 
     def put(self, nbytes: int, write: Callable[[int], None]) -> SpoolRecord:
-        """Start a record of `nbytes`: in a thread, `write` is given its place in the file.
+        """Start a record of `nbytes`: a thread calls `write` with its offset in the file.
 
         Raises TierError in a forked process.
         """
         self.check()
+        # Freed ranges are collected here, because `SpoolRecord.__del__` cannot take the lock.
         with self._lock:
             while self.freed:
                 self._extents.give(*self.freed.popleft())
@@ -99,32 +98,31 @@ class Spool:
         return SpoolRecord(self, start, nbytes, self._transfers.start(write, start))
 
     def read(self, record: SpoolRecord) -> Tensor:
-        """Start reading a record whose last request has ended, into memory (1-D, uint8) that holds
-        it when `record.wait` returns.
+        """Start to read a record whose last request has ended.
 
-        Raises TierError in a forked process.
+        Returns memory (1-D, uint8) that has its bytes after `record.wait`. Raises TierError in a
+        forked process.
         """
         memory = mapped(padded(record.nbytes))
         self.get(record, partial(self.file.read, memory.numpy().data))
         return memory[: record.nbytes]
 
     def get(self, record: SpoolRecord, read: Callable[[int], None]) -> None:
-        """Start reading a record whose last request has ended: in a thread, `read` is given its
-        place in the file.
+        """Start to read a record whose last request has ended.
 
-        Raises TierError in a forked process.
+        A thread calls `read` with its offset in the file. Raises TierError in a forked process.
         """
         self.check()
         record.last = self._transfers.start(read, record.start)
 
     @property
     def in_use(self) -> int:
-        """Bytes of records that are held, in whole pages."""
+        """Bytes of existing records, in whole pages."""
         return self._extents.in_use - sum(nbytes for _, nbytes in self.freed)
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from the one that the records are of."""
+        """Whether this process was forked from the process that owns the records."""
         return self._transfers.forked
 
     def check(self) -> None:
@@ -132,7 +130,8 @@ class Spool:
         self._transfers.check()
 
     def _write(self, data: Tensor, start: int) -> None:
-        """In a thread: write through its staging buffer, which is aligned as `data` need not be."""
+        """Write through the staging buffer of this thread; runs in a thread."""
+        # `data` need not be aligned for a direct transfer; the buffer is.
         if not hasattr(self._own, "staging"):
             self._own.staging = Staging(CHUNK)
         view = self._own.staging.view
@@ -140,6 +139,6 @@ class Spool:
         source = data.numpy()
         for first in range(0, source.size, CHUNK):
             piece = source[first : first + CHUNK]
-            # Not torch's copy, which would start threads of its own for each of these.
+            # Not torch's copy, which would start more threads in each of these threads.
             np.copyto(target[: piece.size], piece)
             self.file.write(view[: padded(piece.size)], start + first)

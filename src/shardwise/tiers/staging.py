@@ -1,7 +1,7 @@
-"""Buffers that bytes pass through between a file, the host and a device; each reused all the time.
+"""Reusable buffers for transfers between a file, the host and a device.
 
-A copy between a buffer and an accelerator does not stop the host, so it may still be on its way
-when the buffer is wanted for something else: a buffer knows the events of its copies.
+Copies between a buffer and an accelerator are asynchronous. One may still be running when the
+buffer is needed again, so each buffer keeps the events of its copies.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ from shardwise.tiers.host_memory import mapped
 
 
 class Staging:
-    """A buffer of `nbytes` for direct transfers, reused as long as its owner lives.
+    """A buffer of `nbytes` for direct transfers.
 
-    `tensor` (uint8) and `view` are the same bytes: those of `memory` where that is given, pinned
-    for copies between it and an accelerator.
+    `tensor` (uint8) and `view` are the same bytes. They are `memory` if that is given, which is
+    pinned for copies between it and an accelerator.
     """
 
     def __init__(self, nbytes: int, memory: Tensor | None = None) -> None:
-        # A forked DataLoader worker gets zeros in place of copies, which every later transfer
-        # would make the kernel keep for it.
+        # Wiped in a forked DataLoader worker. Otherwise every later transfer here would make the
+        # kernel copy pages for the worker, which never uses them.
         self.tensor = mapped(nbytes, wiped=True) if memory is None else memory
         self.view = self.tensor.numpy().data
         self.copies: list[Any] = []
-        """Events of the copies that were started last, from here to a device or back."""
+        """Events of the last copies between this buffer and a device."""
 
     def settle(self) -> None:
-        """Let this thread wait until no copy reads or writes the buffer any more."""
+        """Wait, in this thread, until no copy reads or writes the buffer."""
         settle(self.copies)
         self.copies = []
 
 
 def settle(copies: Iterable[Any]) -> None:
-    """Let this thread wait for the events of `copies`."""
+    """Wait, in this thread, for the events `copies`."""
     for event in copies:
         event.synchronize()
 
 
 class StagingRing:
-    """Buffers of one size, given in turn to one thread: all the memory that a stream of bytes of
-    any length passes through."""
+    """Buffers of one size that one thread uses in turn, for a stream of bytes of any length."""
 
     def __init__(self, memories: Iterable[Tensor]) -> None:
         self._blocks = deque(Staging(memory.numel(), memory) for memory in memories)
@@ -63,7 +62,7 @@ class StagingRing:
         return self._blocks[0].tensor.numel()
 
     def next(self) -> Staging:
-        """The buffer that was given longest ago, once no copy reads or writes it any more."""
+        """Wait until no copy uses the least recently used buffer, and return it."""
         block = self._blocks[0]
         self._blocks.rotate(-1)
         block.settle()

@@ -1,8 +1,8 @@
-"""Records where the time of a run goes, event by event, in one file of Chrome's trace format.
+"""The timeline: the events of each rank, in one file of Chrome's trace format.
 
     recorder.py    records events of this process on the rows of a rank
     encoding.py    encodes events as lines of JSON
-    file.py        the file that all ranks of a host write, whole at every moment
+    file.py        the file that all ranks of a host write, valid JSON at every moment
 
 If no timeline is recorded, `span` costs one test of an attribute.
 """

@@ -1,4 +1,7 @@
-"""Encodes notes as JSON lines of Chrome's trace format."""
+"""JSON lines of Chrome's trace format, one for each event of a rank.
+
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from typing import Any
 from shardwise.timeline.recorder import FURTHER_STEPS, LANES, WIDEST, Row, TimelineEvent
 
 LONGEST = 100
-"""Characters of a text, so that every line fits into a page of the file."""
+"""Maximum number of characters of a text, so that every line fits into a page of the file."""
 
 
 class Encoder:
-    """The lines of rank `rank`, on `host`.
+    """Encodes the events of rank `rank`, which runs on `host`.
 
-    `ahead` are the nanoseconds by which this host's clock is ahead of rank 0's, whose time it is in
-    the file.
+    `ahead` is the number of nanoseconds by which the clock of this host is ahead of rank 0's clock.
+    The file has rank 0's times.
     """
 
     def __init__(self, rank: int, host: str) -> None:
@@ -33,7 +36,7 @@ class Encoder:
         self._flows = 0
 
     def opening(self) -> list[str]:
-        """The lines that name the process and its rows."""
+        """Return the lines that name and order this rank's process."""
         return [
             self._metadata("process_name", 0, {"name": f"rank {self._rank}"}),
             self._metadata("process_labels", 0, {"labels": self._host[:LONGEST]}),
@@ -41,7 +44,7 @@ class Encoder:
         ]
 
     def lines(self, notes: Iterable[TimelineEvent]) -> Iterator[str]:
-        """Encode each event as one line, or as several."""
+        """Yield the lines of each event, after the name of its row at its first use."""
         for note in notes:
             row = note.row
             thread = self._thread(note)
@@ -54,13 +57,14 @@ class Encoder:
                 yield from self._flow(note, thread)
 
     def counter(self, now: int, values: Mapping[str, float]) -> str:
-        """The line with the megabytes of memory in use."""
+        """Return the line with the memory in use, in megabytes."""
         rounded = {name: round(value, 1) for name, value in values.items()}
         event = {"name": "memory (MB)", "cat": "memory", "ph": "C", "ts": (now - self.ahead) / 1000}
         return _line(event | {"pid": self._rank, "tid": 0, "args": rounded})
 
     def _complete(self, note: TimelineEvent, category: str, thread: int) -> str:
-        # By hand: a JSON library takes ten times as long, and there are thousands a second.
+        # Formatted by hand: the json module takes ten times as long, and there are thousands of
+        # events per second. Times are in microseconds, as the format demands.
         begin, lasted = (note.began - self.ahead) / 1000, (note.ended - note.began) / 1000
         about = ""
         if note.about:
@@ -79,7 +83,7 @@ class Encoder:
             return self._lane(note)
         if note.row is not Row.STEPS:
             return int(note.row)
-        # Steps of engines that take turns overlap, so each engine has a row.
+        # Steps of engines that take turns (a GAN's two) overlap, so each engine has a row.
         engine = (note.about or {}).get("engine", 0)
         if engine not in self._engines:
             self._engines.append(engine)
@@ -88,7 +92,7 @@ class Encoder:
 
     def _lane(self, note: TimelineEvent) -> int:
         """Return the first thread of the row on which no event overlaps this one."""
-        # Events arrive in the order of their ends, so the last end of each lane is enough to know.
+        # Events arrive in the order of their ends, so it suffices to know the last end per lane.
         ends = self._ends[note.row]
         free = (lane for lane, end in enumerate(ends) if end <= note.began)
         lane = next(free, min(len(ends), WIDEST - 1))
@@ -106,6 +110,8 @@ class Encoder:
         yield self._metadata("thread_sort_index", thread, {"sort_index": order})
 
     def _flow(self, note: TimelineEvent, thread: int) -> Iterator[str]:
+        # A pair of flow events: viewers draw an arrow from "s" (start, on the row that computes, at
+        # the moment of the launch) to "f" (finish, at the collective).
         self._flows += 1
         begin = (note.began - self.ahead) / 1000
         about = (
@@ -134,25 +140,27 @@ MB = 1e6
 
 
 def memory_in_use() -> dict[str, float]:
-    """Megabytes in use by name: the resident set, and the tensors on a device where there is
-    one."""
+    """Return the memory in use, in megabytes, by name: the resident set, and the tensors on an
+    accelerator if this process uses one."""
     try:
         with open("/proc/self/statm", "rb") as table:
             resident = int(table.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # macOS has no such table, only the highest value so far, in bytes
+    except OSError:  # macOS has no /proc; its ru_maxrss is the peak so far, in bytes
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = {"resident set": resident / MB}
+    megabytes = {"resident set": resident / MB}
+    # Not imported: a rank that records before it loads torch must not load it in this thread.
     torch: Any = sys.modules.get("torch")
     if torch is not None and (nbytes := _on_device(torch)) is not None:
-        found["device"] = nbytes / MB
-    return found
+        megabytes["device"] = nbytes / MB
+    return megabytes
 
 
 def _on_device(torch: Any) -> int | None:
-    """Bytes of tensors on the accelerator of this process; None where it uses none."""
+    """Return the bytes of tensors on the accelerator, None if this process uses none."""
     if (device := torch.accelerator.current_accelerator(check_available=True)) is None:
         return None
     module: Any = torch.get_device_module(device)
+    # Asking an uninitialized device would initialize it, which takes memory and time.
     if not getattr(module, "is_initialized", lambda: True)():
         return None
     allocated = getattr(module, "memory_allocated", None) or module.current_allocated_memory

@@ -3,11 +3,11 @@
     | header |,{...},{...}     |,{...}           |                 |                 |]
       page 0   rank 1's, full    rank 0's          free: spaces      free: spaces      end
 
-Free pages are spaces, which JSON allows, in front of the end of the array. A rank with events
-overwrites free pages: one write for each page, which Linux does not interrupt, so that the file is
-valid before it and after it. When no page is free, or all ranks have left and free pages are cut
-off, the file is written anew beside and renamed. A lock keeps ranks from doing so at once; the
-kernel releases it when a process dies.
+Free pages are spaces, which JSON allows before the end of the array. A rank overwrites free pages
+with its events, one write per page. Linux does not interrupt such a write, so the file is valid
+before and after it. If no page is free, a rank writes a larger file next to this one and renames
+it. The last rank to leave cuts off the free pages in the same way. A file lock excludes other
+ranks meanwhile; the kernel releases it when a process dies.
 """
 
 from __future__ import annotations
@@ -24,95 +24,97 @@ from typing import Any
 PAGE = 4096
 END = b"]\n"
 ROOM = 64
-"""The least number of pages that are added when too few are free."""
+"""Minimum number of pages to add when too few are free."""
 
 LARGEST = 1 << 30
-"""The size in bytes at which a file is full; viewers open no larger ones."""
+"""Maximum size of a file in bytes. Viewers do not open larger ones."""
 
 NAME = "shardwise timeline"
 
 
 class NoTimeline(OSError):
-    """Raised for a file that exists and was not written by a run of ours."""
+    """An error about an existing file that is no timeline of Shardwise."""
 
 
 class TimelineFile:
     """The file `path` of the run named `run`, joined by rank `rank`.
 
-    What an earlier run left there is replaced. `about` is what its header says besides. Raises
-    OSError where no file can be written, NoTimeline where another one would be lost.
+    It replaces the timeline of an earlier run. `about` has further fields of the header. Raises
+    OSError if the file cannot be written, and NoTimeline if it would replace any other file.
     """
 
     def __init__(self, path: Path, run: str, rank: int, about: dict[str, Any]) -> None:
         self.path = path
         self._run = run
         self._rank = rank
-        self._aside = path.with_name(f".{path.name}.larger")
+        self._temporary = path.with_name(f".{path.name}.larger")
         self._last: tuple[int, bytes] | None = None  # the page that this rank filled last
-        with self._locked(flags=os.O_CREAT) as held:
-            header = held.header()
+        with self._locked(flags=os.O_CREAT) as locked:
+            header = locked.header()
             if header.get("run") == run:
                 header["recording"] = sorted({*header["recording"], rank})
-                held.put(0, _header(header))
+                locked.put(0, _header(header))
             else:
                 header = {"run": run, "first": rank, **about, "recording": [rank]}
-                held.replace([_header(header)], ROOM, self._aside)
+                locked.replace([_header(header)], ROOM, self._temporary)
 
     def write(self, lines: Iterable[str]) -> None:
-        """Append events, each of them one line. Raises OSError."""
+        """Append events, one per line. Raises OSError."""
         last = self._last
         filled = list(packed(lines, b"" if last is None else last[1]))
         if not filled:
             return
-        with self._mine() as held:
-            first, more = held.used(), len(filled) - (last is not None)
+        with self._own_file() as locked:
+            first, more = locked.used(), len(filled) - (last is not None)
             if (first + more) * PAGE > LARGEST:
-                raise OSError(f"{self.path} has {LARGEST >> 20} MB, more than viewers open")
-            if first + more > held.count:
-                held.replace(held.pages(first), max(ROOM, more, first // 2), self._aside)
-            # The page that this rank filled last is written again, with more lines in it: pages of
-            # 4 KB with a line each would make the file many times as large.
+                raise OSError(
+                    f"{self.path} has reached {LARGEST >> 20} MB, the most that viewers open"
+                )
+            if first + more > locked.count:
+                locked.replace(locked.pages(first), max(ROOM, more, first // 2), self._temporary)
+            # Write the last page of this rank again with more lines in it: a page of 4 KB for each
+            # call would make the file many times as large.
             numbers = [*([] if last is None else [last[0]]), *range(first, first + more)]
             for number, page in zip(numbers, filled, strict=True):
-                held.put(number, page.ljust(PAGE))
+                locked.put(number, page.ljust(PAGE))
         self._last = numbers[-1], filled[-1]
 
     def close(self) -> None:
-        """Stop writing; the last rank to do so cuts off free pages."""
-        with self._mine() as held:
-            header = held.header()
+        """Stop writing. The last rank to stop cuts off the free pages."""
+        with self._own_file() as locked:
+            header = locked.header()
             header["recording"] = [rank for rank in header["recording"] if rank != self._rank]
-            held.put(0, _header(header))
+            locked.put(0, _header(header))
             if not header["recording"]:
-                held.replace(held.pages(held.used()), 0, self._aside)
+                locked.replace(locked.pages(locked.used()), 0, self._temporary)
 
     @contextmanager
-    def _mine(self) -> Iterator[_Held]:
-        with self._locked() as held:
-            if held.header().get("run") != self._run:
+    def _own_file(self) -> Iterator[_LockedFile]:
+        with self._locked() as locked:
+            if locked.header().get("run") != self._run:
                 raise OSError(f"another run writes {self.path} now")
-            yield held
+            yield locked
 
     @contextmanager
-    def _locked(self, flags: int = 0) -> Iterator[_Held]:
-        """Open and lock the file of this name, for this process alone."""
+    def _locked(self, flags: int = 0) -> Iterator[_LockedFile]:
+        """Open the file and lock it for this process alone."""
         while True:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
-            held = _Held(self.path, fd)
+            locked = _LockedFile(self.path, fd)
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise NoTimeline(f"{self.path} is no plain file")
+                    raise NoTimeline(f"{self.path} is no regular file")
                 fcntl.flock(fd, fcntl.LOCK_EX)
-                # Another rank may have renamed a larger file to this path while this one waited
-                # for the lock: then this is the lock of a file that is gone.
+                # While this rank waited for the lock, another one may have renamed a larger file
+                # to this path. Then this is the lock of a deleted file: try again.
                 if os.path.samestat(os.fstat(fd), os.stat(self.path)):
-                    yield held
+                    yield locked
                     return
             finally:
-                held.close()
+                locked.close()
 
 
-class _Held:
+class _LockedFile:
     """The file while this process holds its lock."""
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -121,26 +123,26 @@ class _Held:
 
     @property
     def count(self) -> int:
-        """The number of pages, without the end."""
+        """The number of pages, without the end of the array."""
         return (os.fstat(self._fd).st_size - len(END)) // PAGE
 
     def header(self) -> dict[str, Any]:
-        """The header on the first page; empty in a new file. Raises NoTimeline."""
+        """Return the header from the first page, empty for a new file. Raises NoTimeline."""
         page = os.pread(self._fd, PAGE, 0)
         if not page:
             return {}
         header = header_of(page)
         if header is None:
             raise NoTimeline(
-                f"{self._path} is there already and is no timeline of ours: remove it, or "
-                "name another file"
+                f"{self._path} exists and is no timeline of Shardwise: remove it, or name another "
+                "file"
             )
         return header
 
     def used(self) -> int:
-        """The number of pages in use: free ones follow, the first of which begins with a space."""
-        # By bisection, because other ranks fill pages too: the number is in no header, which would
-        # have to be written in the same instant as the page.
+        """Return the number of pages in use. All free pages follow them and begin with a space."""
+        # By bisection. The header cannot have this number: it would have to change in the same
+        # instant as the page, or a kill between the two writes would leave them different.
         low, high = 1, self.count
         while low < high:
             middle = (low + high) // 2
@@ -163,30 +165,29 @@ class _Held:
         assert len(page) == PAGE
         os.pwrite(self._fd, page, number * PAGE)
 
-    def replace(self, pages: Iterable[bytes], free: int, aside: Path) -> None:
-        """Replace the file by `pages` and so many `free` ones, atomically and under the same
-        lock."""
-        fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    def replace(self, pages: Iterable[bytes], free: int, temporary: Path) -> None:
+        """Replace the file atomically by `pages` and `free` empty pages, and keep its lock."""
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
-            # Locked before it has the name: the next rank to open it must wait for this one.
+            # Lock it before the rename: a rank that opens it must wait for this one.
             fcntl.flock(fd, fcntl.LOCK_EX)
             with os.fdopen(os.dup(fd), "wb") as file:
                 file.writelines(pages)
                 for _ in range(free):
                     file.write(b" " * PAGE)
                 file.write(END)
-            os.rename(aside, self._path)
+            os.rename(temporary, self._path)
         except OSError:
             os.close(fd)
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         self.close()
         self._fd = fd
 
     def close(self) -> None:
         """Release the lock."""
-        # Explicitly: the lock belongs to the open file, which a process that was forked meanwhile
-        # shares. Closing alone would keep the lock until that process ends too.
+        # Unlock before closing: a process that was forked meanwhile shares the open file, and
+        # closing it here alone would keep the lock until that process ends.
         try:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         finally:
@@ -194,7 +195,7 @@ class _Held:
 
 
 def packed(lines: Iterable[str], page: bytes = b"") -> Iterator[bytes]:
-    """Pack lines into pages, each with a comma before it; the first page holds `page` already."""
+    """Pack lines into pages, with a comma before each line. The first page starts with `page`."""
     before = len(page)
     for line in lines:
         piece = b"," + line.encode() + b"\n"
@@ -208,7 +209,7 @@ def packed(lines: Iterable[str], page: bytes = b"") -> Iterator[bytes]:
 
 
 def header_of(page: bytes) -> dict[str, Any] | None:
-    """The header on the first page of a timeline of ours; None of another file."""
+    """Return the header from the first page of a timeline, None if it is another kind of file."""
     try:
         first = json.loads(page.removeprefix(b"["))
     except ValueError:
@@ -226,11 +227,11 @@ def _header(about: dict[str, Any]) -> bytes:
 
 
 def sibling(path: Path, host: str) -> Path:
-    """The path for a host that is not rank 0's."""
+    """Return the path of the file that a host other than rank 0's writes."""
     safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in host)
     return path.with_name(f"{path.stem}.{safe}{path.suffix}")
 
 
 def siblings(path: Path) -> Sequence[Path]:
-    """The files beside `path` that other hosts may have written."""
+    """Return the files next to `path` that other hosts have written."""
     return sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"))

@@ -1,7 +1,7 @@
-"""Records events of this process; a thread writes them.
+"""The recorder of this process's events, and the thread that writes them.
 
-An event is a few numbers put on a queue; the thread turns it into text and writes that, a few times
-a second, so that a step pays a microsecond per event.
+To record an event is to append a few numbers to a queue, which costs the step a microsecond. A
+thread encodes and writes the queue a few times per second.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Row(IntEnum):
-    """A row of a timeline, by the number that its thread has in the file.
+    """A row of a timeline. The value is its thread number in the file.
 
-    Events that overlap on a row of `LANES` go to further rows, numbered from its own on.
+    Overlapping events on a row of `LANES` go to the rows with the following numbers.
     """
 
     STEPS = 1
@@ -56,30 +56,29 @@ LANES = (Row.COMMUNICATION, Row.TIERS)
 """Rows whose events may overlap."""
 
 WIDEST = 30
-"""The number of rows that one of `LANES` may take; further overlaps stand on the last of them."""
+"""Maximum number of rows for one of `LANES`. Further overlapping events go to the last of them."""
 
 FURTHER_STEPS = 70
-"""The row of the second engine's steps, followed by those of further ones, `WIDEST` in all."""
+"""First of the rows for the steps of the second and further engines; `WIDEST` in all."""
 
 PERIOD = 0.25
-"""Seconds between two writes: the most that a kill loses."""
+"""Seconds between two writes. A kill loses the events of at most this time."""
 
 MANY = 8
-"""The number of ranks that are listed one by one."""
+"""Maximum number of ranks that an event lists by number."""
 
 PATIENCE = 5.0
 """Seconds that `stop` waits for the last write."""
 
 WAIT = "wait"
-"""The category of waits for other ranks; other events have the title of their row as category."""
-
+"""Category of waits for other ranks. Other events have the title of their row as category."""
 
 WAIT_BESIDE = "wait beside"
-"""The category of waits on a thread that communicates beside the one that computes."""
+"""Category of waits on a thread that communicates while another thread computes."""
 
 
 class TimelineEvent(NamedTuple):
-    """An event with begin and end, in ns of the monotonic clock of this host."""
+    """An event. Its begin and end are in nanoseconds of this host's monotonic clock."""
 
     row: Row
     name: str
@@ -93,7 +92,7 @@ class EventSink(Protocol):
     """Writes events."""
 
     def write(self, notes: list[TimelineEvent]) -> None:
-        """Write events, and how much memory is in use. Raises OSError."""
+        """Write events, and the memory in use. Raises OSError."""
 
     def close(self) -> None:
         """Finish writing. Raises OSError."""
@@ -112,7 +111,7 @@ class Watcher(Protocol):
 class TimelineRecorder:
     """Queues the events of this process, which a thread writes to `sink`.
 
-    `on_failure` is called once with the error of a write; nothing is recorded from then on.
+    If a write fails, recording stops and `on_failure` is called once with the error.
     """
 
     def __init__(self, sink: EventSink, on_failure: Callable[[Exception], None]) -> None:
@@ -122,13 +121,16 @@ class TimelineRecorder:
         self._stepped: dict[int, int] = {}
         self._began = time.monotonic_ns()
         self._ends = threading.Event()
-        # A daemon, because the end of a process must not wait for a disk.
+        # A daemon thread, so that a process can end although its disk hangs.
         self._thread = threading.Thread(target=self._run, name="shardwise-timeline", daemon=True)
         self._thread.start()
 
     def stepped(self, engine: int, number: int) -> None:
-        """Record step `number` of an engine, which began when its step before ended; the first one
-        of an engine when another engine's last step ended."""
+        """Record step `number` of an engine.
+
+        It began when the previous step of this engine ended. For the first step of an engine, it
+        began when the latest step of any engine ended.
+        """
         now = time.monotonic_ns()
         about = {"step": number, "engine": engine}
         began = self._stepped.get(engine, max(self._stepped.values(), default=self._began))
@@ -138,9 +140,11 @@ class TimelineRecorder:
     def waited(
         self, call: str, since: float, missing: tuple[int, ...], beside: bool = False
     ) -> None:
-        """Record a wait in `call` of a thread, the one that computes or one `beside` it, from
-        `since` in seconds of the monotonic clock; the ranks `missing` had not come when it
-        began."""
+        """Record a wait in `call`, which began at `since` seconds of the monotonic clock.
+
+        `missing` are the ranks that had not arrived when it began. `beside`: the thread that waited
+        only communicates, while another one computes.
+        """
         began, now = int(since * 1e9), time.monotonic_ns()
         about = None
         if missing:
@@ -151,28 +155,29 @@ class TimelineRecorder:
         self.notes.append(TimelineEvent(row, f"wait: {call}", began, now, about, category))
 
     def stop(self) -> None:
-        """Write the remaining events, and end the thread."""
+        """Write the remaining events and end the thread."""
         self._ends.set()
         self._thread.join(PATIENCE)
 
     def _run(self) -> None:
         try:
             while not self._ends.wait(PERIOD):
-                self._sink.write(self._taken())
-            self._sink.write(self._taken())
+                self._sink.write(self._take_queued())
+            self._sink.write(self._take_queued())
             self._sink.close()
-        except Exception as error:  # mostly of the disk; only `on_failure` reports it
-            # Without removing hooks: a forward of the main thread may be inside one.
+        except Exception as error:  # usually of the disk; `on_failure` reports it
+            # Leave the hooks attached: a forward of the main thread may be running one.
             _leave(self)
             self._on_failure(error)
 
-    def _taken(self) -> list[TimelineEvent]:
-        # Not until it is empty: other threads append all the time. A deque needs no lock for this.
+    def _take_queued(self) -> list[TimelineEvent]:
+        # By the length at this moment, and not until it is empty: other threads keep appending.
+        # `popleft` and `append` of a deque are atomic, so no lock is needed.
         return [self.notes.popleft() for _ in range(len(self.notes))]
 
 
 class Span:
-    """A context that is recorded with its name when it ends."""
+    """A context manager that records an event when it ends."""
 
     __slots__ = ("_about", "_began", "_name", "_recorder", "_row")
 
@@ -193,7 +198,7 @@ class Span:
 
 
 class Launched:
-    """A collective in flight, recorded when `done` is called first."""
+    """A collective in flight, recorded at the first call of `done`."""
 
     __slots__ = ("_about", "_began", "_name", "_recorder")
 
@@ -206,7 +211,7 @@ class Launched:
         self._began = time.monotonic_ns()
 
     def done(self) -> None:
-        """Record the collective: its result is there."""
+        """Record the collective, whose result has arrived."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             now = time.monotonic_ns()
@@ -216,7 +221,7 @@ class Launched:
 
 
 active: TimelineRecorder | None = None
-"""What records at the moment."""
+"""The recorder of this process, None if no timeline is recorded."""
 
 _watchers: WeakSet[Watcher] = WeakSet()
 _OFF = nullcontext()
@@ -225,13 +230,13 @@ _OFF = nullcontext()
 def span(
     name: str, row: Row = Row.COMPUTE, about: Mapping[str, int | str] | None = None
 ) -> AbstractContextManager[None]:
-    """A context that is recorded as `name` on a row; `about` is shown beside it."""
+    """Return a context manager that records an event `name` on a row, with `about` as details."""
     recorder = active  # read once: the thread that writes may set it to None at any moment
     return _OFF if recorder is None else Span(recorder, name, row, about)
 
 
 def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched | None:
-    """A collective over `buffer` that begins now; None where nothing is recorded."""
+    """Return the event of a collective over `buffer` that begins now, None if not recording."""
     recorder = active
     if recorder is None:
         return None
@@ -241,19 +246,19 @@ def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched |
 
 
 def watch(watcher: Watcher) -> None:
-    """Attach the hooks of `watcher` whenever recording begins; now, where it has begun."""
+    """Attach the hooks of `watcher` when recording begins, or now if it has begun."""
     _watchers.add(watcher)
     if active is not None:
         watcher.attach()
 
 
 def unwatch(watcher: Watcher) -> None:
-    """Detach the hooks, and do not attach them again."""
+    """Do not attach the hooks of `watcher` again."""
     _watchers.discard(watcher)
 
 
 def start(recorder: TimelineRecorder) -> None:
-    """Record with `recorder` from now on."""
+    """Begin to record with `recorder`."""
     global active
     active = recorder
     for watcher in list(_watchers):
@@ -261,7 +266,7 @@ def start(recorder: TimelineRecorder) -> None:
 
 
 def stop(recorder: TimelineRecorder) -> None:
-    """Stop recording with the recorder; what it has is still written."""
+    """Stop recording. The thread still writes the queued events."""
     _leave(recorder)
     for watcher in list(_watchers):
         watcher.detach()
@@ -273,10 +278,10 @@ def _leave(recorder: TimelineRecorder) -> None:
         active = None
 
 
-def _in_forked_child() -> None:
-    """Stop recording in a forked child: it has no thread, and its work is not a rank's."""
+def _stop_in_forked_child() -> None:
+    # The child has no writing thread, and its work is not a rank's.
     global active
     active = None
 
 
-os.register_at_fork(after_in_child=_in_forked_child)
+os.register_at_fork(after_in_child=_stop_in_forked_child)

@@ -1,8 +1,8 @@
-"""The DeepSpeed JSON of TrainingArguments, where "auto" takes the value of another argument.
+"""The DeepSpeed JSON of TrainingArguments. "auto" stands for the value of another argument.
 
     TrainingArguments(deepspeed="ds.json", ...)     # DeepSpeed need not be installed
 
-It is hidden from transformers itself, which would pass it to DeepSpeed.
+It is hidden from transformers, which would pass it to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from accelerate.utils import DeepSpeedPlugin
 from torch import optim
 from transformers import TrainingArguments
 
-from shardwise.accelerate.deepspeed_plugin import without_switch
-from shardwise.bridging.deepspeed_json import made_twice, parse_for_loop
+from shardwise.accelerate.deepspeed_plugin import without_deepspeed_variable
+from shardwise.bridging.deepspeed_json import duplicate_error, parse_for_loop
 from shardwise.config.deepspeed import DeepSpeedJob
 from shardwise.deepspeed import optimizers
 from shardwise.errors import ConfigError, UsageError
@@ -25,32 +25,32 @@ from shardwise.errors import ConfigError, UsageError
 _KEPT = "_shardwise_deepspeed"
 """The attribute of TrainingArguments that has the JSON, or the plugin of `accelerate launch`."""
 _MARK = "_keeps_deepspeed_json"
-"""The attribute of a `__post_init__` that is ours."""
+"""The attribute that marks the replaced `__post_init__`."""
 
 
 def take_json() -> None:
-    """Make TrainingArguments hide `deepspeed` from transformers. A second call does nothing."""
+    """Make TrainingArguments hide `deepspeed` from transformers. Idempotent."""
     theirs = TrainingArguments.__post_init__
     if not hasattr(theirs, _MARK):
-        TrainingArguments.__post_init__ = _keeping(theirs)
+        TrainingArguments.__post_init__ = _wrap_post_init(theirs)
 
 
-def _keeping(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_post_init(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
     def post_init(arguments: Any) -> None:
         given, arguments.deepspeed = _as_object(arguments.deepspeed), None
-        with without_switch() as asked:
+        with without_deepspeed_variable() as asked:
             theirs(arguments)
             if given or asked:
                 setattr(arguments, _KEPT, given or DeepSpeedPlugin().deepspeed_config)
-        arguments.deepspeed = given  # for copies of the arguments, and who asks
+        arguments.deepspeed = given  # visible again, for copies of the arguments and for users
 
     setattr(post_init, _MARK, True)
     return post_init
 
 
 def _as_object(given: Any) -> Any:
-    """Return `given`, parsed if it is JSON text, as on a command line. Raises ConfigError."""
+    """Return `given`, parsed if it is JSON text from a command line. Raises ConfigError."""
     if not (isinstance(given, str) and given.lstrip().startswith("{")):
         return given
     try:
@@ -58,28 +58,28 @@ def _as_object(given: Any) -> Any:
     except ValueError as error:
         raise ConfigError(
             f"TrainingArguments(deepspeed={given[:60]!r}) is not valid JSON: {error}. Correct it, "
-            "or name a file."
+            "or pass the path of a file."
         ) from None
 
 
 def check_plugin(plugin: Any) -> None:
-    """Raise UsageError if TrainingArguments have a `plugin` made by transformers itself."""
+    """Raise UsageError if TrainingArguments have a `plugin` that transformers itself has made."""
     if plugin is not None:
         raise UsageError(
-            "TrainingArguments have a deepspeed_plugin, which DeepSpeed would train by. Import "
-            "shardwise.transformers before they are made, and give them deepspeed=, a JSON."
+            "TrainingArguments have a deepspeed_plugin, so DeepSpeed would train. Import "
+            "shardwise.transformers before making them, and pass the JSON as deepspeed=."
         )
 
 
 def json_of(arguments: Any) -> Any:
-    """Return the JSON, as a file or a dict, that `arguments` were given; None without one."""
+    """Return the JSON of `arguments`, a path or a dict, None if they have none."""
     return getattr(arguments, _KEPT, None)
 
 
 def job_of(arguments: Any, steps: int | None = None) -> DeepSpeedJob | None:
-    """Parse the JSON of `arguments` for a training of `steps`, with their values for "auto".
+    """Parse the JSON of `arguments` for a training of `steps` steps, with their values for "auto".
 
-    Returns None without a JSON. Raises ConfigError if a key contradicts an argument.
+    Returns None if they have no JSON. Raises ConfigError if a key contradicts an argument.
     """
     source = json_of(arguments)
     if source is None:
@@ -91,14 +91,14 @@ def job_of(arguments: Any, steps: int | None = None) -> DeepSpeedJob | None:
         found = _value(job, key)
         if found is not None and key in auto and found != auto[key]:
             raise ConfigError(
-                f"{job.document.name} has {key} {found}, and TrainingArguments({argument}=...) "
-                f'says {auto[key]}: write "auto" into the JSON, or the same value.'
+                f"{job.document.name} has {key} {found}, but TrainingArguments({argument}=...) "
+                f'has {auto[key]}: write "auto" in the JSON, or the same value.'
             )
     return job
 
 
 def _value(job: DeepSpeedJob, key: str) -> Any:
-    """Return the JSON's value of `key`, None without one."""
+    """Return the JSON's value of `key`, None if it has none."""
     section, _, name = key.rpartition(".")
     if section.endswith(".params"):
         found = job.document.get(section, {}).get(name)
@@ -122,7 +122,7 @@ _SAME = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
     "scheduler.params.total_num_steps": "max_steps",
 }
-"""Keys that must be what an argument says, unless they are "auto"."""
+"""Keys that must equal an argument of TrainingArguments, unless they are "auto"."""
 
 
 def _auto_of(arguments: Any, steps: int | None) -> dict[str, Any]:
@@ -166,12 +166,12 @@ class OptimizersOfJson:
             return
         kinds = getattr(self, "optimizer_cls_and_kwargs", None)
         if job.optimizer is not None and not (self.optimizer is None and kinds is None):
-            raise made_twice(job, "optimizer", "the Trainer")
+            raise duplicate_error(job, "optimizer", "the Trainer")
         if job.schedule is not None and self.lr_scheduler is not None:
-            raise made_twice(job, "scheduler", "the Trainer")
+            raise duplicate_error(job, "scheduler", "the Trainer")
 
     def create_optimizer(self, model: Any = None) -> optim.Optimizer:
-        """Return the JSON's, over all that is trained; without one, the trainer's own."""
+        """Return the JSON's optimizer over all trained parameters, or the trainer's own."""
         job = job_of(self.args)
         if self.optimizer is None and job is not None and job.optimizer is not None:
             trained = self.model if model is None else model
@@ -181,7 +181,7 @@ class OptimizersOfJson:
         return super().create_optimizer(model)  # type: ignore[misc, no-any-return]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Return the JSON's, stepped once with each update; without one, the trainer's own."""
+        """Return the JSON's schedule, which steps once per update, or the trainer's own."""
         job = job_of(self.args, num_training_steps)
         if self.lr_scheduler is None and job is not None and job.schedule is not None:
             face = self.optimizer if optimizer is None else optimizer

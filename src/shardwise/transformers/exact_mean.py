@@ -1,12 +1,12 @@
 """`Trainer(exact_mean=True)`: every item of a step counts once.
 
-Items are labels that count (not -100), or samples if there are no labels of classes. The model gets
-the number of items of its micro-batch, so that its loss is a mean over them, whether it divides a
-sum by that number or takes the mean. Each backward is weighed by that number; nothing is divided by
-micro-batches or multiplied by ranks:
+Items are the labels that count (not -100), or the samples if there are no labels of classes. The
+model gets the number of items of its micro-batch. So its loss is a mean over them, whether it
+divides a sum by that number or takes the mean itself. That number is the weight of the backward.
+Nothing is divided by the number of micro-batches or multiplied by the number of ranks:
 
-    micro-batches of 5, 2 and 9 labels     here                  a model that ignores their number
-    loss of the second                     its mean, weight 2    its mean, as much as the others
+    micro-batches of 5, 2 and 9 labels    with exact_mean       stock, model ignores the number
+    loss of the second                    its mean, weight 2    its mean, same weight as the others
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _UNSHIFTED = {
 
 
 class WeighingAccelerator(Accelerator):
-    """The Accelerator of a Trainer with `exact_mean`: a backward is of a mean over `items`."""
+    """The Accelerator of a Trainer with `exact_mean`. The loss of a backward averages `items`."""
 
     items: LossItems | None = None
 
@@ -51,9 +51,9 @@ class WeighingAccelerator(Accelerator):
 
 
 class StepItems:
-    """The number of items in each batch of a step, and in all of them, for `trainer`.
+    """The number of items in each batch of a step of `trainer`, and in all of them together.
 
-    `items_of` counts the items of a batch if the script says how.
+    `items_of` is the script's function that counts the items of a batch, or None.
     """
 
     def __init__(self, trainer: Any, items_of: ItemsOf | None) -> None:
@@ -63,11 +63,11 @@ class StepItems:
         """The batches of the step, kept alive so that no other batch gets their id."""
         self._total = torch.zeros(())
         self._losses: list[Tensor] = []
-        """For each batch of an evaluation: the loss times its items, and the items."""
+        """Per batch of an evaluation, (2,) in fp64: the loss times its items, and the items."""
         self._evaluated_loader: Any = None
         """The loader of the running evaluation, if Accelerate prepared it."""
         self.items_of_evaluated: Tensor | None = None
-        """The number of items, at least 1, of the batch whose loss an evaluation computes now."""
+        """The number of items, at least 1, in the batch that an evaluation now runs."""
 
     def window(
         self,
@@ -76,8 +76,10 @@ class StepItems:
         count: int,
         device: torch.device,
     ) -> tuple[list[Any], Tensor]:
-        """Return the batches of a step, by the trainer's own `read`, without repeated samples; and
-        the number of their items on all workers. Collective."""
+        """Read the batches of a step with the trainer's own `read`, and drop repeated samples.
+
+        Returns the batches, and the number of their items on all workers. Collective.
+        """
         samples: dict[int, int] = {}
 
         def cut() -> Iterator[Any]:
@@ -91,7 +93,7 @@ class StepItems:
             found, _ = read(cut(), count, device)
         self._items = []
         for batch in found:
-            # A `read` of the user's own may have replaced a batch: then all of its rows count.
+            # The user's own `read` may have replaced a batch. Then all of its rows count.
             rows = samples[id(batch)] if id(batch) in samples else find_batch_size(batch)
             self._items.append((batch, self._number(batch, rows, device)))
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -100,8 +102,8 @@ class StepItems:
         return found, self._total
 
     def _cut(self, batch: Any, loader: Any) -> tuple[Any, CountedBatch]:
-        """Return `batch`, which `loader` gave last, without repeated rows; and its counts."""
-        if loader is None:  # batches of a loader that Accelerate has not prepared
+        """Return `batch`, the last one of `loader`, without repeated rows; and its counts."""
+        if loader is None:  # the loader was not prepared by Accelerate, so it repeats no samples
             return batch, CountedBatch(find_batch_size(batch), is_cut=False)
         return last_batch(loader, batch, self._trainer.accelerator.world, cuts=True)
 
@@ -114,7 +116,7 @@ class StepItems:
         return torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(())
 
     def _labels(self, batch: Any, samples: int) -> Any:
-        """Return how many labels of `batch` count; its `samples` if its labels are no classes."""
+        """Return how many labels of `batch` count, or its `samples` if labels are not classes."""
         shifted = "shift_labels" in batch
         labels = batch["shift_labels"] if shifted else batch.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0:
@@ -140,17 +142,17 @@ class StepItems:
 
     @contextmanager
     def micro_batch(self, batch: Any) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Make losses means over `batch` alone inside the block, and weigh a backward by its items.
+        """Make losses means over `batch` inside the block, with its items as a backward's weight.
 
-        Yields the number of items, for the model, and a function that turns the loss into its part
-        of the step's loss, which the trainer averages over workers.
+        Yields the number of items for the model, and a function that converts the loss into its
+        part of the step's loss. The trainer averages that over the workers.
         """
         found = [items for known, items in self._items if known is batch]
         if not found:
             raise UsageError(
-                "exact_mean=True, and training_step was given a batch that get_batch_samples has "
-                "not: how much it weighs cannot be told. Change batches in the data_collator, or "
-                "in _prepare_inputs."
+                "With exact_mean=True the weight of this batch is unknown: training_step was "
+                "called with a batch that get_batch_samples has not returned. Change batches in "
+                "the data_collator or in _prepare_inputs."
             )
         (items,), total = found, self._total
         accelerator = self._trainer.accelerator
@@ -174,21 +176,21 @@ class StepItems:
         is_prepared = hasattr(loader, "end_of_dataloader")
         self._evaluated_loader = loader if is_prepared else None
 
-    def evaluated(self, step: Callable[..., Any], model: Any, batch: Any, *how: Any) -> Any:
-        """Return the result of the trainer's own `step` on an evaluation's batch; count its loss.
+    def evaluate_batch(self, step: Callable[..., Any], model: Any, batch: Any, *how: Any) -> Any:
+        """Run the trainer's own `step` on a batch of an evaluation, and count its loss. Collective.
 
-        The loss of a batch with repeated samples is computed again without them. Collective.
+        If a rank's batch has repeated samples, its loss is computed again without them.
         """
         device = self._trainer.args.device
         shown, given = self._cut(batch, self._evaluated_loader)
         items = whole = self._number(shown, given.samples, device)
         if given.is_cut:
             whole = self._number(batch, find_batch_size(batch), device)
-        with self._told(whole):
+        with self._item_count_set(whole):
             found = step(model, batch, *how)
         loss = found[0]
         if self._trainer.accelerator.world.any(given.is_cut):
-            with self._told(items):
+            with self._item_count_set(items):
                 loss = step(model, shown, True, *how[1:])[0]
         if loss is not None:
             loss = torch.where(items > 0, loss.to(device, torch.float64) * items, 0.0)
@@ -196,8 +198,8 @@ class StepItems:
         return found
 
     @contextmanager
-    def _told(self, items: Tensor) -> Iterator[None]:
-        """Tell a model that asks inside the block that its batch has so many `items`."""
+    def _item_count_set(self, items: Tensor) -> Iterator[None]:
+        """Make `items` the number of items that the model gets inside the block."""
         self.items_of_evaluated = items.clamp(min=1)
         try:
             with self._means_of_one_batch():
@@ -206,7 +208,8 @@ class StepItems:
             self.items_of_evaluated = None
 
     def mean_of_evaluation(self) -> float | None:
-        """Return the mean over all items of all workers; None without losses. Collective."""
+        """Return the mean loss over all items of all workers, None if there are no losses.
+        Collective."""
         if not self._losses:
             return None
         total, items = self._trainer.accelerator.reduce(torch.stack(self._losses).sum(0), "sum")
@@ -214,7 +217,8 @@ class StepItems:
 
     @contextmanager
     def _means_of_one_batch(self) -> Iterator[None]:
-        """Keep the trainer from adding up items of workers and dividing by steps in the block."""
+        """Inside the block, stop the trainer from summing items over workers and from dividing
+        losses by the accumulation steps."""
         trainer, arguments = self._trainer, self._trainer.args
         before = arguments.average_tokens_across_devices, trainer.loss_is_scaled_for_ga
         arguments.average_tokens_across_devices, trainer.loss_is_scaled_for_ga = False, True

@@ -1,4 +1,4 @@
-"""Joins the run when TrainingArguments ask for their rank, before there is a Trainer."""
+"""TrainingArguments that join the run when they look up their rank, before there is a Trainer."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from shardwise.bridging.joining import join
 from shardwise.errors import UsageError
 
 _NAME = "_setup_devices"
-"""The property of TrainingArguments that finds out device, rank and size, once."""
+"""The cached property of TrainingArguments that determines device, rank and size."""
 _MARK = "_joins_the_run"
-"""The attribute that marks our function."""
+"""The attribute that marks the replaced function."""
 
 
 def join_with_arguments() -> None:
-    """Make TrainingArguments join the run when they look for their device. A second call does
-    nothing.
-
-    On the CPU, and under srun or mpirun, they would treat each rank as a separate run.
-    """
+    """Make TrainingArguments join the run when they look up their device. Idempotent."""
+    # Otherwise, on the CPU and under srun or mpirun, they would treat each rank as a separate run.
     stock: Any = getattr(TrainingArguments, _NAME)
     if hasattr(stock.func, _MARK):
         return
@@ -40,13 +37,13 @@ def check_arguments(arguments: Any, workers: int) -> None:
     """Raise UsageError for arguments that a Trainer over engines cannot follow."""
     if arguments.n_gpu > 1:
         raise UsageError(
-            f"This process sees {arguments.n_gpu} GPUs and is alone, where Trainer would take "
-            f"nn.DataParallel. Start one worker for each: shardwise run -n {arguments.n_gpu} "
-            "script.py; or show it one: CUDA_VISIBLE_DEVICES=0."
+            f"This single process sees {arguments.n_gpu} GPUs, and Trainer would use "
+            f"nn.DataParallel. Start one worker per GPU: shardwise run -n {arguments.n_gpu} "
+            "script.py; or make only one visible: CUDA_VISIBLE_DEVICES=0."
         )
     if arguments.auto_find_batch_size and workers > 1:
         raise UsageError(
-            "auto_find_batch_size on several workers: one that runs out of memory alone would "
-            "leave the others waiting in its collectives. Find the size with one worker, and "
+            "auto_find_batch_size is not supported on several workers: if one ran out of memory, "
+            "the others would wait for it in a collective. Find the size with one worker, and "
             "write per_device_train_batch_size."
         )

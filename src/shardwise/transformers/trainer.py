@@ -1,4 +1,4 @@
-"""Trainers of transformers, and of libraries on top of it, whose models are trained by engines."""
+"""Trainers of transformers, and of libraries on top of it, that train by engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import trainer as stock
 
 from shardwise.accelerate import Accelerator, checkpoints
-from shardwise.accelerate.deepspeed_plugin import TAKEN, with_scaling
+from shardwise.accelerate.deepspeed_plugin import ALREADY_READ, with_scaling
 from shardwise.bridging.deepspeed_json import say_settings, settings_of
 from shardwise.bridging.joining import SETTINGS
 from shardwise.transformers.deepspeed_argument import OptimizersOfJson, check_plugin, job_of
@@ -23,17 +23,29 @@ from shardwise.transformers.exact_mean import StepItems, WeighingAccelerator
 from shardwise.transformers.joining import check_arguments
 
 SCHEDULER = "scheduler.pt"
-"""The file that transformers keeps the state of the schedule in."""
+"""The file in which transformers saves the state of the schedule."""
 
 
 class Sharded(OptimizersOfJson):
-    """Makes a Trainer train by engines; put before its class.
+    """Mixin before a Trainer class, which makes it train by engines.
 
-    Takes settings of Shardwise as additional keywords (`zero=3`). The result is the same as with
-    the stock Trainer and DistributedDataParallel; docs/from_transformers.md lists the differences.
+    The result is the same as with the stock Trainer and DistributedDataParallel.
+    docs/from_transformers.md lists the differences.
 
-    With `exact_mean=True` every label counts once, as in one process with the whole batch; without
-    labels of classes, every sample. A function that counts the items of a batch can replace True.
+    Args:
+        *arguments: Arguments of the trainer, by position or by keyword.
+        exact_mean: If True, every label of a step counts once, as in one process with the whole
+            batch; without labels of classes, every sample counts once. Or a function that returns
+            the number of items in a batch. Default: False.
+        **keywords: Settings of Shardwise, such as `zero=3`.
+
+    Example:
+        ```python
+        from shardwise.transformers import Trainer
+
+        trainer = Trainer(model, args, train_dataset=dataset, zero=3, exact_mean=True)
+        trainer.train()
+        ```
     """
 
     accelerator: Accelerator
@@ -57,19 +69,20 @@ class Sharded(OptimizersOfJson):
             self._exact = StepItems(self, exact if callable(exact) else None)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the Accelerator, which is ours."""
+        """Make Shardwise's Accelerator in place of the stock one."""
         job = job_of(self.args)
         settings = self._settings if job is None else settings_of(job) | self._settings
         kind = Accelerator if self._exact is None else WeighingAccelerator
 
         def make(**arguments: Any) -> Accelerator:
             check_plugin(arguments.get("deepspeed_plugin"))
-            arguments["deepspeed_plugin"] = TAKEN
+            arguments["deepspeed_plugin"] = ALREADY_READ
             if job is not None:
                 handlers = with_scaling(arguments.get("kwargs_handlers"), job)
                 arguments["kwargs_handlers"] = handlers
             return kind(**arguments, **settings)
 
+        # transformers looks the class up in its module: replace it there for the time of the call.
         theirs, stock.Accelerator = stock.Accelerator, make
         try:
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -80,22 +93,24 @@ class Sharded(OptimizersOfJson):
             say_settings(self.accelerator.world, job)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Place `model`, unless the engine of another Trainer has placed it, maybe in parts."""
+        """Move `model` to the device, unless an engine of another Trainer has placed it."""
         if not self.accelerator.is_trained(model):
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     # -- a step -----------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return the batches of a step and the number of their items; with `exact_mean` without
-        repeated samples. Collective."""
+        """Return the batches of a step and the number of their items. Collective.
+
+        With `exact_mean`, the batches have no repeated samples.
+        """
         read = super().get_batch_samples  # type: ignore[misc]
         if self._exact is None:
             return read(epoch_iterator, num_batches, device)
         return self._exact.window(read, epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Return the number of items of an evaluation's batch; with `exact_mean` our count."""
+        """Return the number of items in a batch; in an exact evaluation, the exact number."""
         items = None if self._exact is None else self._exact.items_of_evaluated
         if items is not None:
             return items
@@ -104,7 +119,7 @@ class Sharded(OptimizersOfJson):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Run forward and backward of a micro-batch; with `exact_mean` weighed by its items."""
+        """Run forward and backward of a micro-batch, weighted by its items with `exact_mean`."""
         step = super().training_step  # type: ignore[misc]
         if self._exact is None:
             return cast(torch.Tensor, step(model, inputs, num_items_in_batch))
@@ -122,7 +137,7 @@ class Sharded(OptimizersOfJson):
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the engines' checkpoint, and the schedule. Collective."""
+        """Write the engines' checkpoint and the schedule. Collective."""
         world = self.accelerator.world
         checkpoints.save(self.accelerator.engines, Path(output_dir), world)
         if self.args.should_save:
@@ -144,8 +159,8 @@ class Sharded(OptimizersOfJson):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint: by the engines where they have written it.
-        Collective."""
+        """Load the weights of the best checkpoint. Collective."""
+        # The engines load it if they have written it. They can then do so at another world size.
         best = self.state.best_model_checkpoint
         if self.accelerator.engines and checkpoints.is_ours(Path(best)):
             self.accelerator.load_engines(best, model_only=True)
@@ -162,8 +177,7 @@ class Sharded(OptimizersOfJson):
     # -- evaluation -------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Evaluate; with `exact_mean` the loss is a mean over items, and each counts once.
-        Collective."""
+        """Evaluate. With `exact_mean`, the loss is the mean over all items. Collective."""
         if self._exact is not None:
             self._exact.begin_evaluation(dataloader)
         output = super().evaluation_loop(dataloader, *arguments, **keywords)  # type: ignore[misc]
@@ -181,23 +195,25 @@ class Sharded(OptimizersOfJson):
         ignore_keys: list[str] | None = None,
         **keywords: Any,
     ) -> Any:
-        """Predict a batch. Generated sequences may have different lengths on the ranks."""
+        """Predict a batch. Sequences may be generated with different lengths on the ranks."""
         step = partial(super().prediction_step, **keywords)  # type: ignore[misc]
         with self._generates_apart():
             if self._exact is None:
                 return step(model, inputs, prediction_loss_only, ignore_keys)
-            return self._exact.evaluated(step, model, inputs, prediction_loss_only, ignore_keys)
+            return self._exact.evaluate_batch(
+                step, model, inputs, prediction_loss_only, ignore_keys
+            )
 
     @contextmanager
     def _generates_apart(self) -> Iterator[None]:
-        """Allow `model.generate` different numbers of forwards on the ranks inside the block."""
+        """Allow ranks to run different numbers of forwards in `model.generate` inside the block."""
         plain = getattr(self.model, "generate", None)
         if plain is None:
             yield
             return
 
-        # Not the whole step: a rank would wait in its collectives while others still need it for
-        # their forwards.
+        # Only around `generate`, not around the whole step: a rank that had finished generating
+        # would wait in the step's collectives, while others still need it for their forwards.
         def generate(*arguments: Any, **keywords: Any) -> Any:
             with self.accelerator.uneven(self.model):
                 return plain(*arguments, **keywords)
@@ -213,21 +229,45 @@ class Sharded(OptimizersOfJson):
 
 
 def on(trainer: type[Any]) -> type[Any]:
-    """Return `trainer`, a class derived from transformers.Trainer, over engines."""
+    """Return a subclass of the class `trainer` that trains by engines.
+
+    Args:
+        trainer: A class derived from transformers.Trainer.
+
+    Example:
+        ```python
+        from trl import SFTTrainer
+
+        SFT = shardwise.transformers.on(SFTTrainer)
+        ```
+    """
     if issubclass(trainer, Sharded):
         return trainer
     return type(trainer.__name__, (Sharded, trainer), {"__doc__": trainer.__doc__})
 
 
 def prepare_trainer(trainer: Any, **settings: Any) -> Any:
-    """Make `trainer`, which has not trained yet, train by engines; return it.
+    """Make a trainer that has not trained yet train by engines, and return it.
 
-    `settings` are settings of Shardwise, such as zero=3, and `exact_mean`.
+    Args:
+        trainer: A transformers.Trainer, or an object of a derived class.
+        **settings: Settings of Shardwise, such as `zero=3`, and `exact_mean`.
+
+    Raises:
+        TypeError: For an unknown setting.
+
+    Example:
+        ```python
+        trainer = shardwise.transformers.prepare_trainer(trainer, zero=2)
+        trainer.train()
+        ```
     """
     trainer.__class__ = on(type(trainer))
     trainer._take(settings)
     if settings:
-        raise TypeError(f"prepare_trainer() takes no {next(iter(settings))}.")
+        raise TypeError(
+            f"prepare_trainer() takes no {next(iter(settings))}: pass settings of Shardwise."
+        )
     trainer.create_accelerator_and_postprocess()
     trainer.check_optimizers()
     return trainer

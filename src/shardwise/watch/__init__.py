@@ -1,12 +1,13 @@
-"""Finds out who waits for whom in a run that hangs, and what the missing ranks do instead.
+"""Reports of hanging runs: which ranks wait, for which others, and what those do instead.
 
     waits.py          the open waits of this process, by thread
-    status_server.py  the thread of each rank that answers the others, and what a rank asks
-    watchdog.py       the thread of each rank that watches its long waits
-    wait_graph.py     finds the ranks that block all others: whom a hang is blamed on
-    hang_report.py    words the warning about a long wait
-    process_status.py where a thread is in the user's code, and the state of a process
+    status_server.py  a thread of each rank that answers other ranks, and the questions to them
+    watchdog.py       a thread of each rank that watches its long waits
+    wait_graph.py     finds the ranks that block all others: the cause of a hang
+    hang_report.py    builds the warning about a long wait
+    process_status.py the position of a thread in the user's code, and the state of a process
 
-The status server sleeps until another rank asks, so a rank in an endless loop still reports where
-it is, and one that is stopped or cut off is known by its silence. Nothing here is on the hot path.
+The status server sleeps until another rank asks. A rank in an endless loop therefore still reports
+its position, and a rank that is stopped or cut off does not answer. Nothing here is on the hot
+path.
 """

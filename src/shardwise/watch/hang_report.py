@@ -1,4 +1,4 @@
-"""Words the warning about a long wait: which ranks wait, which are missing, where each is. Pure."""
+"""The warning about a long wait: which ranks wait, which are missing, where each is. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 _OF_A_STEP = {"forward", "engine.backward", "engine.step"}
 
 Answered = Mapping[int, RankStatus]
-"""The ranks that have given their status."""
+"""Status of each rank that has answered."""
 
 
 def wait_warning(statuses: Statuses, timeout: float) -> str:
-    """Build the warning from the status of all ranks; "" where nobody waits any more.
+    """Build the warning from the status of all ranks; "" if no rank waits any more.
 
-    The wait ends after `timeout` seconds.
+    The wait fails after `timeout` seconds.
     """
     answered = _answered(statuses)
     waiting = {rank: one for rank, one in answered.items() if one.call}
@@ -26,8 +26,9 @@ def wait_warning(statuses: Statuses, timeout: float) -> str:
         return ""
     longest = max(one.seconds for one in waiting.values())
     awaited = {rank for one in waiting.values() for rank in one.missing}
-    # Ranks that do not wait themselves are to blame. If all wait, for each other, all are named.
+    # Blame the ranks that do not wait themselves. If all wait for each other, name all of them.
     missing = sorted({rank for rank in awaited if rank not in waiting} or awaited)
+    # The latest step of any rank: a rank that hangs in an earlier one is shown by its line.
     steps = [one.step for one in answered.values() if one.step is not None]
     in_step = f" in step {max(steps) + 1}" if steps else ""
     have = "have" if len(waiting) > 1 else "has"
@@ -39,46 +40,46 @@ def wait_warning(statuses: Statuses, timeout: float) -> str:
         f"shardwise: {named(waiting)} {have} waited {longest:.0f} s{in_step} for "
         f"{named(missing)}. The run ends after {timeout:g} s (--timeout).",
         *filter(None, [call_difference(statuses)]),
-        *(_line(said, ranks) for said, ranks in _grouped(by_words)),
     ]
+    for words, ranks in _grouped(by_words):
+        # For a rank that does not answer, `words` has a verb: "does not answer", "is stopped".
+        verb = "" if words.startswith(("is ", "does ")) else f"{_are(ranks)} "
+        lines.append(f"  {named(ranks)} {verb}{words}")
     for stack, ranks in _grouped(stacks):
         lines += [f"  stack of {named(ranks)}, innermost last:", *(f"    {one}" for one in stack)]
     return "\n".join(lines) + "\n"
 
 
 def call_difference(statuses: Statuses) -> str:
-    """Say in plain words that ranks are in different calls of this library; "" where not."""
+    """Describe the ranks' different calls of this library; "" if all are in the same call."""
     answered = _answered(statuses)
     groups = _grouped({rank: one.place for rank, one in answered.items() if one.verb and one.line})
+    # All ranks are at the same line, so the cause is not a missing call.
     if len(groups) < 2:
         return ""
-    said = ", ".join(f"{named(ranks)} {_are(ranks)} {place}" for place, ranks in groups)
-    said = f"{said[0].upper()}{said[1:]}"
+    places = ", ".join(f"{named(ranks)} {_are(ranks)} {place}" for place, ranks in groups)
+    places = f"{places[0].upper()}{places[1:]}"
     verbs = {one.verb for one in answered.values() if one.verb and one.line}
     if "forward" in verbs and verbs <= _OF_A_STEP:
         return (
-            f"{said}: do some run a forward that others leave out, by a number that each has drawn "
-            "for itself or has of its own rows? Draw it with world.alike(), decide it by "
-            "world.any(flag), or write: with engine.uneven()."
+            f"{places}: do some ranks skip a forward, because of a random number or of their rows? "
+            "Draw the number with world.alike(), decide with world.any(flag), or write: "
+            "with engine.uneven()."
         )
+    # Only rank 0 is elsewhere: the usual cause is a save or a print under `if is_main`.
     block = "`if is_main`" if groups[0][1] == [0] else "an `if`"
-    return f"{said}: is the call under {block}?"
-
-
-def _line(said: str, ranks: Sequence[int]) -> str:
-    are = "" if said.startswith(("is ", "does ")) else f"{_are(ranks)} "
-    return f"  {named(ranks)} {are}{said}"
+    return f"{places}: is the call under {block}?"
 
 
 def _answered(statuses: Statuses) -> Answered:
     return {rank: one for rank, one in statuses.items() if isinstance(one, RankStatus)}
 
 
-def _grouped(said: Mapping[int, T]) -> list[tuple[T, list[int]]]:
-    """Group the ranks that say the same, in the order of their first."""
+def _grouped(values: Mapping[int, T]) -> list[tuple[T, list[int]]]:
+    """Group the ranks by their value, in the order of the first rank of each group."""
     groups: dict[T, list[int]] = {}
-    for rank in sorted(said):
-        groups.setdefault(said[rank], []).append(rank)
+    for rank in sorted(values):
+        groups.setdefault(values[rank], []).append(rank)
     return list(groups.items())
 
 

@@ -1,6 +1,6 @@
-"""Reads where a thread is in the user's code, and the state of a process of this host.
+"""The position of a thread in the user's code, and the state of a process of this host.
 
-The first comes from Python's frames, the second from /proc.
+The position is read from Python's frames, the state from /proc.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OURS = f"{Path(__file__).parents[1]}{os.sep}"
 STDERR = 2
 
 DEPTH = 6
-"""Frames of a stack that are reported: so many of the user's, as many of what these called."""
+"""Number of a stack's frames to report: of the user's code, and of the calls inside it."""
 
 
 OBJECTS = {
@@ -34,7 +34,7 @@ OBJECTS = {
     "Loader": "loader",
     "Metrics": "metrics",
 }
-"""By class of ours that users call, the name that they know it by."""
+"""Our classes that users call, and the usual names of their objects."""
 
 FUNCTIONS = {
     "init": "sw.init",
@@ -44,29 +44,27 @@ FUNCTIONS = {
 
 
 def main_frame() -> FrameType | None:
-    """The innermost frame of the main thread."""
+    """Return the innermost frame of the main thread."""
     ident = threading.main_thread().ident
     return None if ident is None else sys._current_frames().get(ident)
 
 
 def show_on_signal() -> None:
-    """From now on SIGUSR2 shows the stacks of all threads, unless it is the user's own signal.
-
-    In C, so that it is shown too where Python cannot run: in a wait, or a loop that never ends.
-    """
+    """Make SIGUSR2 print the stacks of all threads, unless the user handles this signal."""
+    # faulthandler works in C, so also while Python code cannot run, in a wait or an endless loop.
     if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         faulthandler.register(signal.SIGUSR2, file=STDERR, all_threads=True)
 
 
 def users_line(frame: FrameType | None) -> str:
-    """The innermost line that is neither ours nor of a library: "train.py:71"; "" if none."""
+    """Return the innermost line of the user's code, such as "train.py:71"; "" if none."""
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def library_call(frame: FrameType | None) -> str:
-    """What the user's innermost line has called of ours: "engine.backward"; "" if nothing."""
+    """Return our function that the user's innermost line called: "engine.backward"; "" if none."""
     called = ""
     while frame is not None and not _is_users(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(OURS):
@@ -76,10 +74,11 @@ def library_call(frame: FrameType | None) -> str:
 
 
 def stack_lines(frame: FrameType | None) -> list[str]:
-    """The stack that ends in `frame`, outermost first, a line for each frame."""
+    """Return the stack that ends in `frame`, outermost first, a line for each frame."""
     if frame is None:
         return []
     frames = traceback.StackSummary.extract(traceback.walk_stack(frame))
+    # The user's frames matter most. Of the frames below them, show the first and the innermost.
     frames.reverse()
     cut = max((i for i, one in enumerate(frames) if _is_users(one.filename)), default=-1) + 1
     first, inner = frames[max(0, cut - DEPTH) : cut], frames[cut:]
@@ -94,7 +93,7 @@ def _stack_line(one: traceback.FrameSummary) -> str:
 
 
 def _as_called(qualified: str) -> str:
-    """As a user writes it: Engine.backward is engine.backward, a hook is forward."""
+    """Return a function as a user writes it: Engine.backward is engine.backward, hooks forward."""
     owner, _, name = qualified.rpartition(".")
     if name == "__init__" and owner in OBJECTS:
         return f"sw.{owner}"
@@ -104,14 +103,14 @@ def _as_called(qualified: str) -> str:
 
 
 _SITES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
-"""Folders of libraries, also of another interpreter's: a venv may be laid over one."""
+"""Folders of libraries of any interpreter, because a venv may use packages of another one."""
 
 
 def _is_users(file: str) -> bool:
     return not file.startswith(_libraries()) and not any(site in file for site in _SITES)
 
 
-@cache
+@cache  # sysconfig computes the paths again at each call, and a stack has many frames
 def _libraries() -> tuple[str, ...]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     return "<frozen", OURS, *(f"{sysconfig.get_path(name)}{os.sep}" for name in names)
@@ -132,18 +131,20 @@ _STATES = {
 }
 ENDED = "ended"
 SILENT = (_STATES["T"], _STATES["t"], ENDED)
-"""States in which nobody answers."""
+"""States of a process that cannot answer."""
 
 
 def process_start(pid: int | str = "self") -> int | None:
-    """When a process began, in ticks since the boot, which tells it from a later one of its
-    number; None where that cannot be read."""
+    """Return when a process began, in ticks since the boot; None if that cannot be read.
+
+    It distinguishes the process from a later one with the same PID.
+    """
     fields = _stat_fields(pid)
     return int(fields[19]) if fields else None
 
 
 def process_state(pid: int, since: int | None) -> str | None:
-    """What the process that began at `since` does; None where nobody can tell."""
+    """Return the state of the process that began at `since`, in words; None if it is unknown."""
     if since is None:
         return None
     fields = _stat_fields(pid)
@@ -153,7 +154,8 @@ def process_state(pid: int, since: int | None) -> str | None:
 
 
 def _stat_fields(pid: int | str) -> list[str]:
-    """Those of /proc/PID/stat from the state on."""
+    """Return the fields of /proc/PID/stat from the state on."""
+    # The field before the state is the name in parentheses, which may contain any character.
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
-"""Answers other ranks in a thread of its own: where this rank is, and why it aborted.
+"""A thread that answers other ranks: where this rank is, and why it aborted.
 
-Also what a rank asks of the others: their status, their clocks, and for whom they wait.
+Also the questions of this rank to others: their status, their clocks, and for whom they wait.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from shardwise.watch.wait_graph import Abort, BlockingRanks, RankStatus
 from shardwise.watch.waits import Waits
 
 ANSWER_SECONDS = 2.0
-"""Seconds that a rank gets to answer."""
+"""Seconds to wait for an answer."""
 
 ABORT_SECONDS = 0.5
-"""Seconds to let others know why this rank aborts, before it does."""
+"""Seconds to spend on telling other ranks why this rank aborts, before it does."""
 
 KEEPERS = 16
-"""So many ranks remember why others aborted; more need not know."""
+"""Number of ranks that are told why others aborted. Any rank can ask one of them."""
 
 SETTLE = 0.05
-"""Seconds until a rank that is between two waits is asked again."""
+"""Seconds before asking a rank again that waits for nobody. It may be between two waits."""
 
 CLOCK_ROUNDS = 8
-"""So many round trips measure a clock; the quickest one counts."""
+"""Number of round trips to measure a clock; the quickest one counts."""
 
 HEARING = 1.0
 """Seconds within which a rank that has connected must send its question."""
@@ -49,10 +49,10 @@ _living: WeakSet[StatusServer] = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """Where rank `rank` is asked: `port` of `address`, 0 where it cannot be.
+    """The address of a rank's status server: `port` of `address`; port 0 if it cannot be asked.
 
-    `host` is alike for ranks that see each other's processes; `pid` began at `begun`. `name` was
-    drawn by this rank alone.
+    `host` is the same for ranks that see each other's processes. The process `pid` began at
+    `begun`. `name` is a random name that this rank has drawn.
     """
 
     rank: int
@@ -65,36 +65,38 @@ class RankAddress:
 
     @property
     def role(self) -> bytes:
-        """The role in which it answers (see authentication.py): that of this very process."""
+        """The role of its authentication (see authentication.py), unique to this process."""
         return f"status {self.rank} {self.name}".encode()
 
 
 class ClockOffset(NamedTuple):
-    """A clock is `ns` ahead of another one, wrong by `error` ns at most."""
+    """The offset of a clock from another one, in ns, and its largest possible error, in ns."""
 
     ns: int
     error: int
 
 
 class Channel(Protocol):
-    """A group whose transport cannot see by itself that ranks are in different calls."""
+    """A group whose transport does not detect that ranks are in different calls."""
 
     def sent(self, call: int, to: int) -> list[Any] | None:
-        """What this rank has sent to a place in a call, as JSON; None before it came to it."""
+        """Return the messages of this rank to a place in a call, as JSON; None before the call."""
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
-        """Send to a place what it waits for, as `sent` describes it."""
+        """Send a place the message it waits for (described as by `sent`), so that its wait ends."""
 
 
 class StatusServer:
-    """What rank `rank` of `size` reports of itself and asks of the others.
+    """Answers for rank `rank` of `size`, and asks the other ranks.
 
-    `waits` are those of this process, `step` is the last that was made. `abort` says why the first
-    of the other ranks aborted, None while none has; `is_aborting` is set once this rank's own code
-    knows of that. `report_is_due` is set when this rank shall report a long wait to the user.
-    `channels` are groups of this process by a name that is alike on all their ranks.
+    waits          the open waits of this process
+    step           number of the last completed step
+    abort          why the first rank aborted; None while none has
+    is_aborting    True once this rank's own code knows of the abort
+    report_is_due  True when this rank has been asked to report a long wait to the user
+    channels       groups of this process, by a name that is the same on all their ranks
 
-    Until `start` it hears and asks nobody.
+    Before `start` it neither answers nor asks.
     """
 
     def __init__(self, rank: int, size: int, secret: bytes = b"") -> None:
@@ -115,13 +117,13 @@ class StatusServer:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks that can be asked: all, but for those of other elastic islands."""
+        """Ranks that can be asked: all, or with elastic islands the ranks of this island."""
         return sorted(self._places) or range(self.size)
 
     # -- from the start to the end --------------------------------------------------------
 
     def listen(self, address: str, host: str) -> RankAddress:
-        """Listen at `address`; returns what the others must know of it."""
+        """Listen at `address`, and return the address to send to the other ranks."""
         mine: dict[str, Any] = {
             "rank": self.rank,
             "host": host,
@@ -131,24 +133,26 @@ class StatusServer:
         }
         try:
             self._listener = rpc.listen(address)
-        except OSError:  # it asks, and is not asked
+        except OSError:  # this rank can ask, but not be asked
             return RankAddress(**mine)
+        # The system chooses a free port.
         port = self._listener.getsockname()[1]
         return RankAddress(**mine, address=address, port=port)
 
     def start(self, places: Sequence[RankAddress]) -> None:
-        """Answer from now on; `places` says where all ranks are asked."""
+        """Start to answer. `places` are the addresses of all ranks."""
         self._places = {place.rank: place for place in places}
+        # All ranks take over rank 0's name: it identifies the run.
         self._name = places[0].name
         if self._listener is not None:
-            # Answers are quick: one thread for all spares a busy rank a thread per question.
+            # Answers are quick, so one thread serves all questions.
             role, name = self._places[self.rank].role, "shardwise-status"
             self._server = rpc.Server(
                 self._listener, self.secret, role, self._answer, name=name, one_by_one=True
             )
 
     def close(self) -> None:
-        """Answer no longer."""
+        """Stop answering."""
         if self._server is not None:
             self._server.close(ANSWER_SECONDS)
         elif self._listener is not None:
@@ -159,13 +163,15 @@ class StatusServer:
     # -- answering ------------------------------------------------------------------------
 
     def _answer(self, asker: rpc.Connection) -> None:
-        """Answer one question and hang up."""
+        """Answer one question and close the connection."""
+        # A rank that connects and stops must not block the answers to others.
         asker.socket.settimeout(HEARING)
         if (question := asker.receive()) is not None:
             asker.send(rpc.encode(self._reply(rpc.decode(question))))
 
     def _reply(self, question: Message) -> Message:
-        """Answer a question of another rank."""
+        """Return the answer to a question of another rank."""
+        # Keep the first abort: later ones are its consequences.
         if question["ask"] == "abort":
             self.abort = self.abort or Abort(**question["abort"])
             return {}
@@ -186,7 +192,7 @@ class StatusServer:
         return asdict(self.status(stack=bool(question.get("stack"))))
 
     def status(self, *, stack: bool = False) -> RankStatus:
-        """The status of this rank, read from the frames of its main thread."""
+        """Return the status of this rank, read from the frames of its main thread."""
         frame = process_status.main_frame()
         wait = self.waits.longest()
         return RankStatus(
@@ -204,46 +210,49 @@ class StatusServer:
     # -- asking ---------------------------------------------------------------------------
 
     def ask(self, ranks: Collection[int], *, stack: bool = False) -> dict[int, RankStatus | str]:
-        """The status of `ranks`, or in words why they give none."""
+        """Return the status of `ranks`, or a text with the reason why one does not answer."""
         question = {"ask": "where", "stack": stack}
+        # A stopped or ended process on this host is not asked: that would only cost the time-out.
         states = {rank: self._known_state(rank) for rank in ranks}
-        asked = [rank for rank, state in states.items() if state not in process_status.SILENT]
-        answers = self._ask(asked, question, ANSWER_SECONDS)
-        found: dict[int, RankStatus | str] = {}
+        reachable = [rank for rank, state in states.items() if state not in process_status.SILENT]
+        answers = self._ask(reachable, question, ANSWER_SECONDS)
+        statuses: dict[int, RankStatus | str] = {}
         for rank, answer in answers.items():  # JSON has no tuples, and no dataclasses
             abort = answer.pop("abort")
             lists: dict[str, Any] = {name: tuple(answer.pop(name)) for name in ("missing", "stack")}
-            found[rank] = RankStatus(
+            statuses[rank] = RankStatus(
                 **answer, **lists, abort=None if abort is None else Abort(**abort)
             )
-        silent = [rank for rank in ranks if rank not in found]
+        # This rank does not ask itself over the network.
+        silent = [rank for rank in ranks if rank not in statuses]
         if self.rank in silent:
-            found[self.rank] = self.status(stack=stack)
+            statuses[self.rank] = self.status(stack=stack)
             silent.remove(self.rank)
-        return found | self._silence(silent)
+        return statuses | self._explain_silence(silent)
 
     def _ask(self, ranks: Collection[int], question: Message, patience: float) -> Any:
-        found = {rank: self._places[rank] for rank in ranks if rank in self._places}
+        """Ask all `ranks` at once; return the answers of those that answer in time."""
+        known = {rank: self._places[rank] for rank in ranks if rank in self._places}
         places = {
             rank: rpc.Endpoint(place.address, place.port, place.role)
-            for rank, place in found.items()
+            for rank, place in known.items()
             if rank != self.rank and place.port
         }
         return rpc.call_all(places, self.secret, question, patience)
 
-    def _silence(self, ranks: Collection[int]) -> dict[int, str]:
-        """Why these do not answer, as far as somebody on their hosts can tell."""
-        said = {}
+    def _explain_silence(self, ranks: Collection[int]) -> dict[int, str]:
+        """Return why these ranks do not answer, as far as a rank on their host can see."""
+        reasons = {}
         for rank in ranks:
             state = self._known_state(rank) or self._state_from_neighbour(rank)
             if state in (None, *process_status.SILENT):
-                said[rank] = f"is {state}" if state else "does not answer: is its host cut off?"
+                reasons[rank] = f"is {state}" if state else "does not answer: is its host cut off?"
             else:
-                said[rank] = f"does not answer; its process is {state}"
-        return said
+                reasons[rank] = f"does not answer; its process is {state}"
+        return reasons
 
     def _known_state(self, rank: int) -> str | None:
-        """The state of a rank's process, where that is on this host."""
+        """Return the state of a rank's process if it is on this host, else None."""
         mine, place = self._places.get(self.rank), self._places.get(rank)
         if mine is None or place is None or mine.host != place.host:
             return None
@@ -254,28 +263,31 @@ class StatusServer:
         return process_status.process_state(place.pid, place.begun)
 
     def _state_from_neighbour(self, rank: int) -> str | None:
-        """The state of a rank's process, as a rank on its host sees it."""
+        """Return the state of a rank's process as seen by a rank on its host."""
         host = self._places[rank].host if rank in self._places else ""
-        beside = [one.rank for one in self._places.values() if one.host == host]
+        neighbours = [
+            one.rank for one in self._places.values() if one.host == host and one.rank != rank
+        ]
+        # A process cannot be seen from another host, so ask a rank on the same one.
         question = {"ask": "states", "ranks": [rank]}
-        neighbours = [one for one in beside if one != rank]
         for answer in self._ask(neighbours, question, ANSWER_SECONDS).values():
             state = answer["states"][0]
+            # The first answer is enough: all ranks of a host see the same processes.
             return None if state is None else str(state)
         return None
 
     def ask_sent(self, rank: int, channel: str, call: int, to: int) -> list[Any] | None:
-        """What `rank` has sent in a call to the rank at place `to` of the channel."""
+        """Ask `rank` for its messages in a call to the rank at place `to` of the channel."""
         question = {"ask": "sent", "channel": channel, "call": call, "to": to}
         return self._ask([rank], question, ANSWER_SECONDS).get(rank, {}).get("sent")  # type: ignore[no-any-return]
 
     def ask_to_let_go(self, rank: int, channel: str, to: int, awaited: list[Any]) -> None:
-        """Let `rank` send what the one at place `to` waits for, so that it waits no longer."""
+        """Ask `rank` to send the message that place `to` waits for, so that its wait ends."""
         question = {"ask": "let go", "channel": channel, "to": to, "awaited": awaited}
         self._ask([rank], question, ANSWER_SECONDS)
 
     def ask_to_report(self, rank: int) -> bool:
-        """Let `rank` report a long wait to the user; whether it will."""
+        """Ask `rank` to report a long wait to the user. Return whether it will."""
         if rank == self.rank:
             self.report_is_due = True
             return True
@@ -284,80 +296,88 @@ class StatusServer:
         )
 
     def ask_clock(self, rank: int) -> dict[str, int] | None:
-        """What the clocks of `rank` show, in ns: "monotonic" and "wall"."""
+        """Return the clocks "monotonic" and "wall" of `rank`, in ns; None if it does not answer."""
         return self._ask([rank], {"ask": "clock"}, ANSWER_SECONDS).get(rank)  # type: ignore[no-any-return]
 
     def clock_offset(self, rank: int, which: Clock) -> ClockOffset | None:
-        """How far this rank's clock is ahead of that of `rank`; None where it does not answer.
+        """Measure how far this rank's clock is ahead of the clock of `rank`.
 
-        What the other clock showed was between the two ends of a round trip here (Cristian,
-        "Probabilistic clock synchronization", 1989). The quickest of a few says it best.
+        None if it does not answer.
+
+        The other clock was read between the start and the end of a round trip, so half of its
+        duration bounds the error (Cristian, "Probabilistic clock synchronization", 1989). The
+        quickest of several round trips is the most accurate.
         """
         if rank == self.rank:
             return ClockOffset(0, 0)
-        found = []
+        offsets = []
         for _ in range(CLOCK_ROUNDS):
-            asked = _clock_now(which)
+            start = _clock_now(which)
             answer = self.ask_clock(rank)
-            heard = _clock_now(which)
+            end = _clock_now(which)
             if answer is None:
                 break
-            found.append(ClockOffset((asked + heard) // 2 - answer[which], (heard - asked) // 2))
-        return min(found, key=lambda one: one.error, default=None)
+            offsets.append(ClockOffset((start + end) // 2 - answer[which], (end - start) // 2))
+        return min(offsets, key=lambda one: one.error, default=None)
 
     def shares_host(self, rank: int) -> bool:
-        """Whether `rank` is known to be on this host; in a group of one it is."""
+        """Return whether `rank` is on this host; True for a group of one."""
         mine, place = self._places.get(self.rank), self._places.get(rank)
         return mine is None or place is None or mine.host == place.host
 
     @property
     def hosts(self) -> int:
-        """On how many hosts the ranks are."""
+        """Number of hosts of the ranks."""
         return len({place.host for place in self._places.values()}) or 1
 
     @property
     def run(self) -> str:
-        """A name of this run, alike on all its ranks and of no other run."""
+        """A unique name of this run, the same on all its ranks."""
         return sha256(self._name.encode()).hexdigest()[:16]
 
     # -- aborting -------------------------------------------------------------------------
 
     def blocking_ranks(self, missing: Collection[int]) -> BlockingRanks:
-        """The ranks that block this one, which misses the ranks `missing`."""
+        """Return the ranks that block this one, which waits for the ranks `missing`."""
         return wait_graph.find_blocking_ranks(self.rank, missing, self._ask_twice)
 
     def _ask_twice(self, ranks: Collection[int]) -> dict[int, RankStatus | str]:
-        """Ask again who waits for nobody: it may have been between one wait and the next."""
-        found = self.ask(ranks)
-        unsure = [r for r, w in found.items() if isinstance(w, RankStatus) and not w.missing]
+        """Ask, and ask the ranks again that wait for nobody: they may be between two waits."""
+        statuses = self.ask(ranks)
+        unsure = [r for r, w in statuses.items() if isinstance(w, RankStatus) and not w.missing]
         if unsure:
             time.sleep(SETTLE)
-            found.update(self.ask(unsure))
-        return found
+            statuses.update(self.ask(unsure))
+        return statuses
 
     def call_difference(self) -> str:
-        """Where ranks are that are in different calls, as a sentence and a space."""
-        said = call_difference(self.ask(self.ranks[:KEEPERS]))
-        return f"{said} " if said else ""
+        """Describe ranks that are in different calls, as a sentence and a space; "" if none are."""
+        sentence = call_difference(self.ask(self.ranks[:KEEPERS]))
+        return f"{sentence} " if sentence else ""
 
     def announce_abort(self, error: CollectiveError) -> None:
-        """Let the others know why this rank aborts, before it does."""
+        """Tell other ranks why this rank aborts, before it does."""
         abort = Abort(rank=self.rank, text=str(error), lost=isinstance(error, PeerLost))
         self.is_aborting = True
+        # A rank that aborts because of another one adds no news.
         if self.abort is None:
             self.abort = abort
             wait = self.waits.longest()
-            awaited = wait.missing() if wait else ()  # they may never come to ask a keeper
+            # The ranks this one waits for may never start a wait, and so never ask a keeper.
+            awaited = wait.missing() if wait else ()
             question = {"ask": "abort", "abort": asdict(abort)}
             self._ask({*self.ranks[:KEEPERS], *awaited}, question, ABORT_SECONDS)
 
     def refuse_after_failure(self) -> None:
-        """Raise why this rank has aborted, if it has: it waits for nobody again."""
+        """Raise the error of this rank's abort again, if it has aborted, in place of a new wait."""
         if self.abort is not None and self.abort.rank == self.rank:
             raise (PeerLost if self.abort.lost else CollectiveError)(self.abort.text)
 
     def error_of_another(self, speaker: str, abort: Abort | None = None) -> CollectiveError | None:
-        """The error of this rank, the `speaker`, where another one has aborted before."""
+        """Return the error to raise here if another rank has aborted; else None.
+
+        `speaker` is the subject of its message, such as the collective.
+        """
         abort = abort or self.abort
         if abort is None or abort.rank == self.rank:
             return None
@@ -371,8 +391,10 @@ def _clock_now(which: Clock) -> int:
 
 
 def _in_forked_child() -> None:
-    """Close our socket in a forked child, which is no rank: it must not answer for this one, and
-    its collectives must not reach the other ranks."""
+    """Close our socket in a forked child, which is no rank.
+
+    It must not answer for this rank, and its collectives must not reach the other ranks.
+    """
     for server in list(_living):
         server._listener = server._server = None  # rpc.py has closed its sockets
         server._places = {}
@@ -383,8 +405,8 @@ def forked_from(rank: int) -> str:
     """Return why a forked child of `rank` cannot take part in collectives."""
     return (
         f"Process {os.getpid()} was forked from rank {rank} and is not a rank itself, so it cannot "
-        "call what all ranks do together: engines, barriers, reductions, checkpoints. Use the "
-        "model here as in plain PyTorch, and send results to the process that forked this one."
+        "take part in collectives: engines, barriers, reductions, checkpoints. Use the model here "
+        "as in plain PyTorch, and send results to the process that forked this one."
     )
 
 

@@ -1,7 +1,11 @@
-"""Finds the ranks that cause a hang: follows who waits for whom to those that wait for nobody.
+"""Finds the ranks that cause a hang, by following waits to the ranks that wait for nobody.
 
-Ranks and their waits form a wait-for graph. A rank that has waited too long asks on from rank to
-rank until it comes to those that block all others. Pure but for what it asks.
+Ranks and their waits form a wait-for graph. A rank that has waited too long asks the ranks it waits
+for, then the ranks these wait for, until it finds those that block all others:
+
+    0 waits for 1, 2      1 waits for 3      2 waits for 3      3 computes: 3 blocks all
+
+Pure, except for the questions.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
-    """Why rank `rank` aborted; `lost` where another rank had ended."""
+    """The reason why rank `rank` aborted. `lost` if the cause is that another rank ended."""
 
     rank: int
     text: str
@@ -21,10 +25,10 @@ class Abort:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What a rank reports of itself.
+    """The status that a rank reports.
 
-    `call` is the collective that it waits in for the ranks `missing`, for `seconds`; "" where it
-    waits in none. `verb` is the method of this library that it is in, `line` the user's line.
+    It has waited `seconds` in the collective `call` for the ranks `missing`; `call` is "" if it
+    does not wait. `verb` is the method of this library that it runs, `line` the user's line.
     """
 
     rank: int
@@ -39,31 +43,31 @@ class RankStatus:
 
     @property
     def place(self) -> str:
-        """Where the rank is, in words: "in engine.save (train.py:88)"."""
+        """The position of the rank, such as "in engine.save (train.py:88)"."""
         if self.verb and self.line:
             return f"in {self.verb} ({self.line})"
         return f"in {self.verb}" if self.verb else f"at {self.line}" if self.line else "at its end"
 
     @property
     def activity(self) -> str:
-        """What the rank does, in words that go on from "is"."""
+        """The activity of the rank, as a text that follows "is"."""
         if not self.call:
             return f"in no collective, {self.place}"
         return f"{self.place}: {self.call}, for {named(self.missing)}"
 
 
 Statuses = Mapping[int, RankStatus | str]
-"""By rank its status, or in words why it gives none."""
+"""Status of each rank, or a text with the reason why it does not answer."""
 
 AskStatuses = Callable[[Collection[int]], Statuses]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockingRanks:
-    """The ranks that a hang is to be blamed on.
+    """The ranks that cause a hang.
 
-    `ranks` are waited for and wait for nobody; where all wait in a circle, `is_circle` is true and
-    they are all of it. `abort` is that of a rank on the way which has aborted.
+    Other ranks wait for `ranks`, which wait for nobody. If all wait in a circle, `is_circle` is
+    True and `ranks` is the whole circle. `abort` is set if one of the ranks has aborted.
     """
 
     ranks: tuple[int, ...]
@@ -73,24 +77,26 @@ class BlockingRanks:
 
 
 def find_blocking_ranks(asker: int, missing: Collection[int], ask: AskStatuses) -> BlockingRanks:
-    """Ask who waits for whom, starting with the ranks that `asker` misses."""
+    """Follow the waits from rank to rank, starting with the ranks that `asker` waits for."""
     statuses: dict[int, RankStatus | str] = {}
-    found: set[int] = set()
-    next_ones = set(missing) - {asker}
-    while next_ones:
-        answers = ask(sorted(next_ones))
+    blocking: set[int] = set()
+    frontier = set(missing) - {asker}
+    # Breadth first, all ranks of one distance at once: a question takes up to ANSWER_SECONDS.
+    while frontier:
+        answers = ask(sorted(frontier))
         statuses.update(answers)
         further: set[int] = set()
         for rank, answer in answers.items():
+            # A rank that does not answer blocks the others as much as one that computes.
             if isinstance(answer, str) or not answer.missing:
-                found.add(rank)
+                blocking.add(rank)
             else:
                 further.update(answer.missing)
             if isinstance(answer, RankStatus) and answer.abort is not None:
                 return BlockingRanks(ranks=(rank,), statuses=statuses, abort=answer.abort)
-        next_ones = further - statuses.keys() - {asker}
-    ranks = tuple(sorted(found or statuses))
-    return BlockingRanks(ranks=ranks, statuses=statuses, is_circle=not found)
+        frontier = further - statuses.keys() - {asker}
+    ranks = tuple(sorted(blocking or statuses))
+    return BlockingRanks(ranks=ranks, statuses=statuses, is_circle=not blocking)
 
 
 def named(ranks: Iterable[int]) -> str:
@@ -107,12 +113,15 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def describe_wait(missing: Collection[int], blocking: BlockingRanks) -> str:
-    """Say which ranks did not come, and what those that block them do instead."""
+    """Name the missing ranks, and describe the ranks that block them.
+
+    The text follows "waited for".
+    """
     whom = named(missing)
     if blocking.is_circle or set(blocking.ranks) == set(missing):
-        whom += ", which did not come."
+        whom += ", which did not join."
     else:
-        whom += f", and in the end for {named(blocking.ranks)}, which did not come."
+        whom += f", blocked by {named(blocking.ranks)}, which did not join."
     sentences = [whom]
     for rank in blocking.ranks:
         status = blocking.statuses[rank]

@@ -1,6 +1,6 @@
-"""Notes which thread of this process waits, in which collective and for which ranks.
+"""The waits of this process: the thread, the collective and the ranks it waits for.
 
-A wait is noted by who is about to sleep, and looked at by others only when it has become long.
+A thread records its wait before it sleeps. Other threads read it only if it becomes long.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, contextmanager
 from shardwise.timeline import recorder
 
 Missing = Callable[[], Collection[int]]
-"""The ranks that are waited for at the moment."""
+"""Returns the ranks that this wait is waiting for now."""
 
 Compare = Callable[[], None]
-"""Looks whether the ranks that are waited for are in the same collective, and ends the wait where
-they are not; None where the transport sees to that itself."""
+"""Checks whether the missing ranks are in the same collective, and ends the wait if they are not.
+None if the transport checks that itself."""
 
 
 def _nobody() -> tuple[int, ...]:
@@ -25,9 +25,9 @@ def _nobody() -> tuple[int, ...]:
 
 
 class Wait:
-    """A context in which this thread waits.
+    """A context manager for a wait of this thread.
 
-    `call` is the collective by name and number, `since` in seconds of the monotonic clock.
+    `call` is the name and number of the collective, `since` is in seconds of the monotonic clock.
     """
 
     __slots__ = ("_outer", "_thread", "_waits", "_whom", "call", "compare", "missing", "since")
@@ -43,12 +43,16 @@ class Wait:
         self.since = time.monotonic()
         self._thread = threading.get_ident()
         opened = self._waits._open
+        # A wait inside a wait, such as a collective of a barrier: the outer one is restored on
+        # exit.
         self._outer = opened.get(self._thread)
         opened[self._thread] = self
+        # At the start: when the wait ends, no rank is missing any more.
         if recorder.active is not None:
             self._whom = tuple(sorted(self.missing()))
 
     def __exit__(self, *_: object) -> None:
+        # Back to the outer wait, which is still open.
         if self._outer is None:
             del self._waits._open[self._thread]
         else:
@@ -57,7 +61,7 @@ class Wait:
         if recording is not None and self._thread not in self._waits._helpers:
             beside = self._thread in self._waits._beside
             recording.waited(self.call, self.since, self._whom, beside)
-        # Whoever still looks at this wait must not keep alive what it was for.
+        # The watchdog may still hold this wait, and must not keep the buffers of the call alive.
         self.missing, self.compare, self._outer = _nobody, None, None
 
 
@@ -70,30 +74,34 @@ class Waits:
         self._beside: set[int] = set()
 
     def noted(self, call: str, missing: Missing, compare: Compare | None = None) -> Wait:
-        """A context in which this thread waits."""
+        """Return a context manager for a wait of this thread."""
         return Wait(self, call, missing, compare)
 
     def all(self) -> list[Wait]:
-        """Those of all threads."""
+        """Return the open waits of all threads."""
         return list(self._open.values())
 
     def helping(self) -> AbstractContextManager[None]:
-        """This thread waits for others of this process, which may be busy meanwhile."""
+        """Mark this thread as a helper, whose waits do not stop the rank. A context manager."""
         return _among(self._helpers)
 
     def beside(self) -> AbstractContextManager[None]:
-        """This thread waits in place of the one that computes, which goes on until it needs what
-        comes: its waits are of the rank, and not in that one's row of a timeline."""
+        """Mark this thread as one that waits while another computes. A context manager.
+
+        Its waits may stop the rank, because the other thread will need their results, but in a
+        timeline they are not in the row of that thread.
+        """
         return _among(self._beside)
 
     def of(self, thread: int | None) -> Wait | None:
-        """What a thread waits in."""
+        """Return the open wait of a thread."""
         return None if thread is None else self._open.get(thread)
 
     def longest(self) -> Wait | None:
-        """The oldest wait that keeps this rank from going on."""
-        found = [wait for thread, wait in list(self._open.items()) if thread not in self._helpers]
-        return min(found, key=lambda wait: wait.since, default=None)
+        """Return the oldest wait that stops this rank."""
+        # `list` copies atomically, while other threads open and close waits.
+        waits = [wait for thread, wait in list(self._open.items()) if thread not in self._helpers]
+        return min(waits, key=lambda wait: wait.since, default=None)
 
 
 @contextmanager

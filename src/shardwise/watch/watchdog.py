@@ -1,9 +1,9 @@
 """Watches the long waits of this rank: compares calls, warns of a hang, ends an abandoned process.
 
 after 1 s   ask the missing ranks whether they are in the same collective
-warn_after  let one rank report for all, rank 0 first: who waits, who is missing, where each is
-after 20 s  end this process where the others have aborted and it does not notice by itself:
-            mpiexec and srun would let it go on
+warn_after  have one rank report for all, rank 0 first: who waits, who is missing, where each is
+after 20 s  end this process if others have aborted and it has not noticed, because mpiexec and
+            srun would let it run on
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from shardwise.watch.status_server import ANSWER_SECONDS, StatusServer
 from shardwise.watch.waits import Wait
 
 TICK = 0.5
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 COMPARE = 1.0
-"""Seconds of a wait until it is compared with what others do; then again after twice as long."""
+"""Seconds of a wait before it is compared with the calls of others; doubled after each time."""
 
 LATEST = 0.8
-"""The share of the time-out at which a wait is warned of in any case."""
+"""Fraction of the time-out after which a wait is reported at the latest."""
 
 OUTLIVE = 20.0
-"""Seconds that a process may outlive the ranks that have aborted: it cannot go on without them."""
+"""Seconds that a process may outlive ranks that have aborted. It cannot continue without them."""
 
 SPEAKERS = 8
-"""So many ranks are asked to report, one after the other, until one answers."""
+"""Number of ranks to ask, one after the other, to write the report, until one answers."""
 
 
 class Watchdog:
@@ -41,6 +41,7 @@ class Watchdog:
 
     def __init__(self, status_server: StatusServer, warn_after: float, timeout: float) -> None:
         self._status_server = status_server
+        # A warning after the time-out would never be printed.
         self._warn_after = min(warn_after, LATEST * timeout)
         self._timeout = timeout
         self._ended = threading.Event()
@@ -48,16 +49,17 @@ class Watchdog:
         self._warned: Wait | None = None
         self._reported: float | None = None
         self._aborted_since: float | None = None
-        # A daemon, since the end of a process must not wait for who does not answer.
+        # A daemon, because the end of the process must not wait for ranks that do not answer.
         self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._ended.set()
         self._thread.join(ANSWER_SECONDS)
 
     def _run(self) -> None:
+        # With a short warn_after (tests), check often enough to see a wait in time.
         while not self._ended.wait(min(TICK, self._warn_after / 4)):
             now = time.monotonic()
             waits = self._status_server.waits.all()
@@ -71,7 +73,8 @@ class Watchdog:
             self._end_with_the_others(now)
 
     def _compare(self, waits: list[Wait], now: float) -> None:
-        """Let each long wait look whether the missing ranks are in the same collective."""
+        """Check for each long wait whether the missing ranks are in the same collective."""
+        # Keeps only open waits, so that the dict does not grow.
         self._compared = {wait: self._compared.get(wait, COMPARE) for wait in waits}
         for wait, due in self._compared.items():
             # The waiting thread clears `compare` when its wait ends, maybe just now.
@@ -81,17 +84,19 @@ class Watchdog:
                 compare()
 
     def _warn(self, wait: Wait) -> None:
-        """Let one rank report for all, once for each wait: the first that answers."""
+        """Ask one rank to report for all, once for each wait: the first rank that answers."""
         if wait is self._warned:
             return
         self._warned = wait
+        # All waiting ranks ask in the same order, so they normally ask the same rank.
         for rank in self._status_server.ranks[:SPEAKERS]:
             if self._status_server.ask_to_report(rank):
                 return
 
     def _report(self) -> None:
-        """Write the hang report to stderr, once for all ranks that have asked for it."""
+        """Write the hang report to stderr, once for all ranks that ask within a short time."""
         now = time.monotonic()
+        # All waiting ranks ask at about the same time, and one report answers all of them.
         if self._reported is not None and now - self._reported < self._warn_after / 2:
             return
         self._reported = now
@@ -99,8 +104,9 @@ class Watchdog:
         _write(wait_warning(statuses, self._timeout))
 
     def _end_with_the_others(self, now: float) -> None:
-        """End a process that never comes to the collective in which the others have waited."""
+        """End this process if others have aborted and it never reaches their collective."""
         abort, rank = self._status_server.abort, self._status_server.rank
+        # This rank's own code knows of the abort, and will raise.
         if abort is None or self._status_server.is_aborting:
             return
         self._aborted_since = self._aborted_since or now
@@ -110,7 +116,7 @@ class Watchdog:
             f"shardwise: rank {rank} ends, {OUTLIVE:g} s after rank {abort.rank} failed: "
             f"{abort.text}\n"
         )
-        os._exit(1)
+        os._exit(1)  # not sys.exit, which ends only this thread
 
 
 def _write(text: str) -> None:

@@ -1,11 +1,11 @@
-"""The run as one process sees it: its rank, its groups of ranks, and what all ranks do alike.
+"""The run as one process sees it: its rank, its groups of ranks, and calls that all ranks make.
 
 initialize.py        joins the ranks of a run: sw.init
 world.py             World: rank, size, sums and broadcasts; mesh.py: ranks along the axes
 batch_rows.py        cuts a total batch into the rows of each rank; current_batch.py: its weight
 randomness.py        seeds, and random streams; common_random_stream.py: the stream of all ranks
-common_calls.py      counts the calls that all ranks make, to find a rank that made another one
-preemption.py        saves and ends a run that the scheduler asks to end
+common_calls.py      counts calls that all ranks must make, to find a rank that made others
+preemption.py        saves and ends a run when the scheduler asks for it
 step_log.py, tensor_log.py, timeline_control.py   records for `bench`, `verify` and `timeline`
 loop_checks.py       warns of training loops that never call the engine
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class _Module(ModuleType):
-    """This package, which can be called: `shardwise.world()` returns this process's world."""
+    """The type of this package, which makes it callable: `shardwise.world()` is the world."""
 
     def __call__(self) -> Any:
         """See `shardwise.world.world.current`."""

@@ -1,4 +1,4 @@
-"""Cuts a total batch by rows: those that a rank is given, and those that it draws."""
+"""Cuts a total batch, or random draws for it, into the rows of each rank."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from shardwise.world.step_log import StepLog
 
 T = TypeVar("T")
 
-_OWN_PARTS = "each worker has a part of its own"
+_OWN_PARTS = "each worker has its own part of the data"
 
-_LOST = (
-    "shardwise: before training some workers drew what others did not, or ran a forward with "
-    "gradients alone, so what is drawn in common goes on from worker 0's place. Let all workers "
-    "draw the same up to the first batch, and run what is one worker's alone under torch.no_grad()."
+_STREAMS_DIFFER = (
+    "shardwise: before training some workers drew random numbers that others did not, or ran a "
+    "forward with gradients that others did not. From now on all continue with worker 0's random "
+    "stream. Draw the same numbers on all workers up to the first batch, and put forwards of a "
+    "single worker under torch.no_grad()."
 )
 
 
 class BatchRows(ABC):
-    """The part of a World that gives a rank its rows of total batches, and of draws for them."""
+    """The part of `World` that cuts total batches into the rows of each rank, and random draws."""
 
     device: torch.device
     settings: config.Settings
@@ -49,23 +50,39 @@ class BatchRows(ABC):
     @property
     @abstractmethod
     def data_rank(self) -> int:
-        """Which replica of the model this rank is of."""
+        """Number of this rank's replica of the model, from 0."""
 
     @property
     @abstractmethod
     def data_size(self) -> int:
-        """How many replicas there are."""
+        """Number of replicas of the model."""
 
     def share(self, batch: T, dim: int = 0) -> T:
-        """This rank's rows of a total batch, for loops without a Loader; those of its replica.
+        """Return this rank's rows of a total batch, for training loops without a Loader.
 
-        `batch` is a tensor of shape (rows, ...) or a nest of such tensors, alike on all ranks; with
-        `dim` rows are counted along that dimension, as in (time, rows, ...) along 1. Tensors may be
-        sparse, or nested with a component for each row. A list is a nest, not a list of samples:
-        one of six or more tensors of one shape is refused. Shares are
-        contiguous and differ by a row at most. Outside of a loop over a Loader the number of rows
-        becomes the weight of the next `engine.backward`; what is shared out under
-        `torch.no_grad()` changes nothing of that. A rank left without rows gets one, at weight 0.
+        The rows are contiguous, and the numbers of rows of two ranks differ by at most one. The
+        ranks of one replica get the same rows. Outside of a loop over a Loader, the number of rows
+        becomes the weight of the next `engine.backward`; a call under `torch.no_grad()` does not
+        change that weight. If there are fewer rows than ranks, a rank without rows gets a
+        stand-in: one row, with weight 0.
+
+        Args:
+            batch: Tensor of shape (rows, ...), or a nested container of such tensors, the same on
+                all ranks. Sparse tensors are allowed, and nested tensors with one component per
+                row. A list is a container, not a list of samples: a list of six or more tensors of
+                one shape is refused.
+            dim: Dimension along which rows are counted, such as 1 for (time, rows, ...).
+                Default: 0.
+
+        Returns:
+            The rows on this rank's device, in the same containers as `batch`.
+
+        Raises:
+            UsageError: With `--exact` or `--batch worker`, which do not cut batches this way.
+
+        Example:
+            x, y = world.share((images, labels))
+            engine.backward(loss_fn(model(x), y))
         """
         self._check_takes_rows("world.share")
         rows = Rows(batch, dim, call="world.share")
@@ -74,8 +91,10 @@ class BatchRows(ABC):
         cuts = even_cuts(total, self.data_size)
         first, end = cuts[self.data_rank], cuts[self.data_rank + 1]
         mine, count = rows.taken(first, end), end - first
+        # Only training batches are compared: ranks may evaluate different batches.
         if torch.is_grad_enabled() and self.data_size > 1:
             self.calls.note_batch(SHARE, rows.digest)
+        # The number of batches per epoch is unknown, because the script owns the loop.
         plan = StreamShape(batch_size=total, micro_batches=1, steps_per_epoch=None)
         training = torch.is_grad_enabled()
         given = Batch(samples=count, whole=total, rows=(first, end), total=total)
@@ -85,17 +104,30 @@ class BatchRows(ABC):
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
 
     def draw(self, make: Callable[[int], T], *, rows: int | None = None, dim: int = 0) -> T:
-        """This rank's rows of what one process draws for the whole batch: noise, time steps.
+        """Return this rank's rows of random values drawn for the whole batch (noise, time steps).
 
-        `make(n)` is called with the number of rows of the total batch that the Loader (or
-        `world.share`) last gave a part of, or with `rows`, and returns a tensor of n rows along
-        `dim` or a nest of such: `noise = world.draw(lambda n: torch.randn(n, 100))`. It draws from
-        the global generators as they are in one process that has drawn what this run has drawn in
-        common, from the seed on, so it is the same for any number of workers and micro-batches;
-        checkpoints go on with it. Every rank calls it, as often as the others.
+        The values are the same as in a single process, so they do not depend on the number of
+        workers and micro-batches. Checkpoints save the position in the stream. Every rank calls it
+        equally often.
 
-        Raises DataError where the number of rows is not known, or is not what `make` returns;
-        UsageError in a forward that is recomputed, and in a batch that some ranks sit out.
+        Args:
+            make: Called with the number of rows n of the current total batch; draws from the
+                global generators and returns a tensor with n rows along `dim`, or a nested
+                container of such tensors.
+            rows: Number of rows to draw. Default: those of the total batch that the Loader or
+                `world.share` last gave a part of.
+            dim: Dimension along which rows are counted. Default: 0.
+
+        Returns:
+            The rows on this rank's device.
+
+        Raises:
+            DataError: The number of rows is unknown, or `make` returns another number of rows.
+            UsageError: This is inside a forward that backward recomputes, or inside a batch that
+                some ranks do not run.
+
+        Example:
+            noise = world.draw(lambda n: torch.randn(n, 100))
         """
         self._check_takes_rows("world.draw")
         self._check_draws_once("world.draw")
@@ -108,13 +140,14 @@ class BatchRows(ABC):
             lambda: make(total),
             step=None if batch is None else batch.step,
             batch=batch,
+            # Later micro-batches of this step must draw the same numbers again.
             goes_on=batch is not None and not batch.last,
         )
         drawn = Rows(whole, dim, call=f"world.draw, of what make({total}) returned,")
         if drawn.total != total:
             raise DataError(
                 f"world.draw called make({total}), which returned tensors whose {dimension(dim)} "
-                f"is [{drawn.total}]: let it return {total} rows there."
+                f"is [{drawn.total}]: return {total} rows there."
             )
         mine = drawn.taken(first, end)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
@@ -126,16 +159,25 @@ class BatchRows(ABC):
     def alike(self, batches: Iterable[T]) -> Alike[T]: ...
 
     def alike(self, batches: Iterable[T] | None = None) -> AbstractContextManager[None] | Alike[T]:
-        """Inside the block every rank draws the same, as one process goes on to draw: the order of
-        own batches, what is taken out of a replay buffer, the steps of an environment.
+        """Make every rank draw the same random numbers inside the block.
 
-        torch, numpy and random are meant. What is drawn outside of it in training is each rank's
-        own. Checkpoints go on with it. Every rank enters it, as often as the others. Training in
-        the block is refused.
+        Use it for the order of your own batches, samples from a replay buffer, or the steps of an
+        environment. It covers torch, numpy and random, and gives the numbers of a single process.
+        Outside of it, each rank draws its own numbers in training. Checkpoints save the position
+        in the stream. Every rank enters it equally often. Training inside is refused.
 
-        `for batch in world.alike(loader):` enters it around what gives the batches alone (`iter`
-        and each `next`), for a DataLoader that shuffles, or whose dataset draws: the body of the
-        loop is outside. A batch comes whole on every rank: `world.share(batch)` gives its rows.
+        Args:
+            batches: A DataLoader or another iterable to loop over: `for batch in
+                world.alike(loader)`. Only `iter` and each `next` run inside the block; the body of
+                the loop is outside. Every rank gets the whole batch; call `world.share(batch)` for
+                its rows.
+
+        Returns:
+            A context manager, or with `batches` an iterable over them.
+
+        Example:
+            with world.alike():
+                order = torch.randperm(len(dataset))
         """
         return self._alike() if batches is None else Alike(batches, self._alike)
 
@@ -149,113 +191,131 @@ class BatchRows(ABC):
 
     @property
     def rows(self) -> int:
-        """How many rows of the batch that the Loader or `world.share` gave last this rank has.
+        """Number of this rank's rows in the batch that the Loader or `world.share` gave last.
 
-        0 where it has a stand-in, a row of another rank's to run with. Sums and counts by hand are
-        over the first `world.rows` rows: `scores[: world.rows]`.
+        It is 0 for a stand-in: a row that this rank got only to run the same code as the others.
+        When you sum or count yourself, use the first `world.rows` rows: `scores[: world.rows]`.
 
-        Raises DataError where there was no batch yet.
+        Raises:
+            DataError: There was no batch yet.
         """
         if self.current_batch.batch is None:
             raise DataError(
-                "world.rows before the first batch: it is of what the Loader or world.share gave "
-                "last."
+                "world.rows before the first batch: it is the number of rows of the batch that "
+                "the Loader or world.share gave last. Read it after that."
             )
-        # A script that reads this knows of stand-ins: it need not be warned of them.
+        # A script that reads this handles stand-ins, and needs no warning about them.
         self.current_batch.stand_in = None
         return self.current_batch.batch.samples
 
     def gather_rows(self, mine: Tensor, dim: int = 0) -> Tensor:
-        """What all ranks have computed of their rows of the batch given last, in the batch's order:
-        embeddings for a loss over pairs of samples.
+        """Return the rows that all ranks computed for the current batch, in the order of the batch.
 
-        `mine` has this rank's rows along `dim`, or those of a stand-in, which are left out:
-        the result has the rows of the total batch, whatever the number of ranks. This rank's own
-        rows are in it with their graph, those of others without: a loss of it that every rank
-        computes whole takes `engine.backward(loss, reduction="sum")`, and is `loss.item()`.
-        Every rank calls it.
+        Use it for a loss over pairs of samples, such as a contrastive loss. In the result, this
+        rank's rows have their autograd graph, and the rows of other ranks do not. Every rank
+        computes the whole loss; sum its gradients: `engine.backward(loss, reduction="sum")`.
+        Collective.
 
-        Raises DataError for another number of rows, and where shapes or dtypes differ; UsageError
-        where the batch is cut into micro-batches, which no loss over pairs can be.
+        Args:
+            mine: This rank's rows along `dim`, such as embeddings of shape (rows, features). Rows
+                of a stand-in are dropped.
+            dim: Dimension along which rows are counted. Default: 0.
+
+        Returns:
+            Tensor with all rows of the total batch along `dim`.
+
+        Raises:
+            DataError: Another number of rows, or shapes or dtypes differ between ranks.
+            UsageError: The batch is cut into micro-batches, which a loss over pairs does not allow.
+
+        Example:
+            features = world.gather_rows(model(x))
+            engine.backward(contrastive_loss(features), reduction="sum")
         """
         self._check_takes_rows("world.gather_rows")
+        # With islands `data` has only the replicas of this island.
         if self.data.size < self.data_size:
             raise UsageError(
-                "world.gather_rows joins the rows of a batch, and with --islands no worker "
-                f"sees those of all {self.data_size}: leave --islands out for a loss over pairs "
-                "of rows."
+                "world.gather_rows joins the rows of a batch, but with --islands no worker sees "
+                f"the rows of all {self.data_size} workers: remove --islands for a loss over "
+                "pairs of rows."
             )
         self._check_draws_once("world.gather_rows")
         batch = self.current_batch.batch
         if batch is None or batch.rows is None:
             raise DataError(
-                "world.gather_rows does not know which rows are this worker's, since "
+                "world.gather_rows does not know which rows are this worker's, because "
                 + ("there was no batch yet" if batch is None else _OWN_PARTS)
-                + ": take the batch from sw.Loader(...) or by world.share."
+                + ": get the batch from sw.Loader(...) or world.share."
             )
         (first, end), total = batch.rows, batch.total
         _check_own(mine, end - first, dim)
         own = mine.narrow(dim, 0, end - first)
-        moved = own.detach().movedim(dim, 0).contiguous()
+        moved = own.detach().movedim(dim, 0).contiguous()  # (own rows, ...)
+        # Compared before the gather, which would mix up bytes of other lengths.
         form = [list(moved.shape[1:]), str(mine.dtype)]
-        told = self.data.gather_plain([form, first, end])
-        _check_joined(told, total)
-        width = math.prod(moved.shape[1:]) * mine.element_size()
-        # As bytes, which every transport moves, and each rank's into its place among all rows.
+        parts = self.data.gather_plain([form, first, end])
+        _check_joined(parts, total)
+        width = math.prod(moved.shape[1:]) * mine.element_size()  # bytes per row
+        # As bytes, because every transport can send uint8. Each rank fills in its own rows.
         joined = torch.empty(total * width, dtype=torch.uint8, device=self.data.small_device)
         joined[first * width : end * width] = moved.view(-1).view(torch.uint8)
-        cuts = [place * width for _, place, _ in told] + [total * width]
+        cuts = [start * width for _, start, _ in parts] + [total * width]
         self.data.all_gather(joined, cuts).wait()
         rows = joined.view(mine.dtype).view(total, *moved.shape[1:]).movedim(0, dim)
         rows = rows.to(mine.device)
-        # No row of a stand-in, but its graph: backward is to come on this rank, too.
+        # A stand-in contributes zero rows. Its empty slice still connects the graph, so that
+        # backward runs on this rank as on the others.
         return torch.cat([rows.narrow(dim, 0, first), own, rows.narrow(dim, end, total - end)], dim)
 
     def _meet(self) -> None:
-        """Let all ranks draw from one place, and say where they have lost each other."""
+        """Make all ranks continue from one random stream, and warn if theirs differed."""
         if self.draws.meet(self.collectives.gather_objects) and self.collectives.rank == 0:
-            print(_LOST, file=sys.stderr, flush=True)
+            print(_STREAMS_DIFFER, file=sys.stderr, flush=True)
 
     def _check_draws_once(self, call: str) -> None:
-        """Raise UsageError where not all ranks come to `call`, or this one comes twice."""
+        """Raise UsageError if some ranks do not make this `call`, or a recomputation repeats it."""
         self.current_batch.check_even(call)
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:  # a backward is running
             raise UsageError(
                 f"{call} in a forward that backward runs again (--activations recomputed, "
-                "torch.utils.checkpoint), which would draw other numbers there: draw before the "
-                "forward, and hand it in."
+                "torch.utils.checkpoint) and would then draw different numbers: draw before the "
+                "forward, and pass the result to it."
             )
 
     def _place(self, batch: Batch | None, rows: int | None) -> tuple[int, tuple[int, int]]:
-        """How many rows a draw has in all, and which of them are this rank's."""
+        """Return the number of rows of a draw, and the range [first, end) of this rank."""
         if rows is not None:
             cuts = even_cuts(rows, self.data_size)
             return rows, (cuts[self.data_rank], cuts[self.data_rank + 1])
         if batch is None or batch.rows is None:
             raise DataError(
-                "world.draw does not know how many rows the total batch has, since "
-                + ("there was none yet" if batch is None else _OWN_PARTS)
+                "world.draw does not know how many rows the total batch has, because "
+                + ("there was no batch yet" if batch is None else _OWN_PARTS)
                 + ": write world.draw(make, rows=n)."
             )
         return batch.total, batch.rows
 
     def _check_takes_rows(self, call: str) -> None:
-        """Raise UsageError where total batches are not cut into contiguous shares."""
+        """Raise UsageError if settings do not cut total batches into contiguous shares."""
         if self.settings.exact is not None and call == "world.share":
             raise UsageError(
-                f"world.share gives one share of a batch, and --exact {self.settings.exact} cuts "
-                "it into micro-shards: use sw.Loader(...), or leave --exact out."
+                f"world.share returns one contiguous share of a batch, but --exact "
+                f"{self.settings.exact} cuts it into micro-shards: use sw.Loader(...), or remove "
+                "--exact."
             )
         if self.settings.batch == "worker":
             raise UsageError(
-                f"{call} takes rows out of a total batch, and --batch worker lets every worker "
-                "have a batch of its own: use sw.Loader(...), or leave --batch out."
+                f"{call} takes rows of a total batch, but with --batch worker each worker has its "
+                "own batch: use sw.Loader(...), or remove --batch."
             )
 
 
 class Alike(Generic[T]):
-    """Batches that all ranks draw alike, one after the other, and what is done with them outside;
-    made by `world.alike(batches)`. Each loop over it begins anew."""
+    """An iterable over batches that all ranks draw with the same random numbers.
+
+    `world.alike(batches)` creates it. Each loop over it iterates `batches` from the start.
+    """
 
     def __init__(
         self, batches: Iterable[T], block: Callable[[], AbstractContextManager[None]]
@@ -267,7 +327,7 @@ class Alike(Generic[T]):
         with self._block():  # a DataLoader draws its order and its workers' seed here
             batches = iter(self._batches)
         while True:
-            with self._block():
+            with self._block():  # the dataset may draw, too
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -279,29 +339,30 @@ class Alike(Generic[T]):
 
 
 def _check_own(mine: Tensor, count: int, dim: int) -> None:
-    """Raise DataError unless `mine` has a row for each of this rank's."""
-    found = mine.shape[dim] if -mine.ndim <= dim < mine.ndim else 0
-    if found != count and (count or not found):  # a stand-in may be two rows
+    """Raise DataError unless `mine` has `count` rows along `dim`; a stand-in may have any."""
+    length = mine.shape[dim] if -mine.ndim <= dim < mine.ndim else 0
+    if length != count and (count or not length):  # a stand-in may be two rows
         raise DataError(
-            f"world.gather_rows takes what was computed of this worker's {count} row(s), not "
-            f"{found} along {dimension(dim)}: gather views one by one, as in "
+            f"world.gather_rows takes one row for each of this worker's {count} row(s), not "
+            f"{length} along {dimension(dim)}: gather views one by one, as in "
             "torch.cat([world.gather_rows(view) for view in features.chunk(2)])."
         )
 
 
-def _check_joined(told: Sequence[tuple[Any, int, int]], total: int) -> None:
-    """Raise unless the ranks' rows have one form, and are those of the batch."""
-    for rank, (form, _, _) in enumerate(told):
-        if form != told[0][0]:
+def _check_joined(parts: Sequence[tuple[Any, int, int]], total: int) -> None:
+    """Raise unless all ranks' rows have the same form, and together are the whole batch."""
+    form_of_first = parts[0][0]
+    for rank, (form, _, _) in enumerate(parts):
+        if form != form_of_first:
             raise DataError(
-                f"world.gather_rows got rows of shape {tuple(told[0][0][0])} and {told[0][0][1]} "
-                f"on worker 0, and of {tuple(form[0])} and {form[1]} on worker {rank}: let all "
-                "have one shape."
+                f"world.gather_rows got rows of shape {tuple(form_of_first[0])} and "
+                f"{form_of_first[1]} on worker 0, and of {tuple(form[0])} and {form[1]} on worker "
+                f"{rank}: pass the same shape and dtype on all workers."
             )
-    ends = [0, *(end for _, _, end in told)]
-    if [first for _, first, _ in told] != ends[:-1] or ends[-1] != total:
+    ends = [0, *(end for _, _, end in parts)]
+    if [first for _, first, _ in parts] != ends[:-1] or ends[-1] != total:
         raise UsageError(
-            "world.gather_rows: the workers have a part of the batch now, in micro-batches, and a "
-            "loss over pairs of rows needs all of it. Leave --micro-batch-size (or --exact) out, "
-            "and accumulate nothing."
+            "world.gather_rows: the batch is cut into micro-batches, but a loss over pairs of rows "
+            "needs all of it at once. Remove --micro-batch-size (or --exact), and do not "
+            "accumulate gradients."
         )

@@ -1,7 +1,7 @@
-"""Counts the calls that all ranks make alike, so that a rank that makes others is noticed.
+"""Counts calls that all ranks must make, so that a rank that makes others is noticed.
 
-A rank that has left a loop before the others goes on with other calls; each step's exchange
-compares them (engine/usage_checks.py says what differs).
+A rank that has left a loop before the others continues with other calls. The exchange of each step
+compares the counts, and engine/usage_checks.py reports the difference.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from torch import Tensor
 from shardwise.watch import process_status
 
 DIGESTED = 16
-"""Of so many batches that were shared out to train on the first rows are compared."""
+"""Number of batches passed to `share` in training whose first rows are compared."""
 
-Made = list[tuple[str, str, int]]
-"""Calls as JSON has them: which, at which line of the user's, how often."""
+CallCounts = list[tuple[str, str, int]]
+"""(call, the user's line, number of times), in the form of JSON."""
 
 
 class CommonCalls:
-    """The calls since the last step that all ranks make alike: `draw`, `alike`, and `share` of what
-    is trained on. Ranks compare them in each step's exchange, as one number, and first rows.
+    """The calls since the last step that all ranks must make: `draw`, `alike` and `share`.
 
-    What is shared out under `torch.no_grad()` is left out, since ranks may evaluate by themselves.
+    Ranks compare them in the exchange of each step, as one number, and the first rows of shared
+    batches as another. `share` under `torch.no_grad()` is not counted, because a rank may evaluate
+    alone.
     """
 
     def __init__(self) -> None:
@@ -36,20 +37,21 @@ class CommonCalls:
         self._rows: float | Tensor = 0.0
 
     def note(self, call: str) -> None:
-        """This rank makes `call` now."""
+        """Count one `call`, with the line of the user's script that makes it."""
+        # The line is only for the message: ranks may call from different lines.
         self._made[call, process_status.users_line(sys._getframe(1))] += 1
 
     def note_batch(self, call: str, digest: Callable[[], float | Tensor]) -> None:
-        """The same for a batch, of whose first row `digest` makes a number."""
+        """Count one `call` with a batch, whose first row `digest` reduces to a number."""
         self.note(call)
         if self._left > 0:
             self._left -= 1
-            # Doubled, so that the order of the batches counts. On an accelerator a tensor: the host
-            # does not wait for it here.
+            # Doubled, so that the order of batches matters. On an accelerator this remains a
+            # tensor, so the host does not wait for it here.
             self._rows = self._rows * 2 + digest()
 
     def number(self) -> float:
-        """A checksum of how often each call was made."""
+        """Return a checksum of how often each call was made."""
         counts = Counter[str]()
         for (call, _), times in self._made.items():
             if call != SHARE or self._counts_shares:
@@ -60,65 +62,75 @@ class CommonCalls:
 
     @property
     def rows(self) -> float | Tensor:
-        """A number that tells the first rows of the batches from others."""
+        """A digest of the first rows of the shared batches."""
         return self._rows
 
-    def made(self) -> tuple[Made, float]:
-        """The calls, and the number of the rows, to tell the other ranks."""
-        told = [(call, line, times) for (call, line), times in self._made.items()]
-        return told, float(self._rows)
+    def report(self) -> tuple[CallCounts, float]:
+        """Return the calls and the digest of rows, to send to the other ranks."""
+        counts = [(call, line, times) for (call, line), times in self._made.items()]
+        return counts, float(self._rows)
 
     def stop_digesting(self) -> None:
-        """Look at no more rows: it was said that they differ."""
+        """Stop comparing rows, after a warning that they differ."""
         self._left = 0
 
     def stop_counting_shares(self) -> None:
-        """Leave shared batches out of the number, and look at no more rows: it was said that ranks
-        have other numbers of them. All ranks do so at the same step."""
+        """Stop comparing shared batches, after a warning that ranks have different numbers of them.
+
+        All ranks call it at the same step, or their checksums would differ.
+        """
         self._counts_shares = False
         self.stop_digesting()
 
     def clear(self) -> None:
-        """A step has compared them: begin anew."""
+        """Reset the counts after a step has compared them."""
         self._made.clear()
         self._rows = 0.0
 
 
 def nearly_alike(numbers: Sequence[float]) -> bool:
     """Return whether numbers differ by rounding alone."""
-    # Batches may be computed by a model, on hosts with different processors.
+    # A model may have computed the batches, on hosts with different processors.
     return max(numbers) - min(numbers) <= 1e-5 * max(map(abs, numbers))
 
 
-def apart_in_calls(told: Sequence[Made]) -> tuple[int, str] | None:
-    """The first rank whose calls differ from rank 0's by more than batches that were shared out,
-    and both in words; None where there is none."""
+def find_call_difference(calls_of_ranks: Sequence[CallCounts]) -> tuple[int, str] | None:
+    """Find the first rank whose calls, without `share`, differ from rank 0's.
+
+    Returns the rank and a description; None if no rank differs.
+    """
     counts = []
-    for made in told:
+    for calls in calls_of_ranks:
         times_of = Counter[str]()
-        for call, _, times in made:
+        for call, _, times in calls:
+            # `share` is only warned about, so it must not decide here.
             if call != SHARE:
                 times_of[call] += times
         counts.append(times_of)
     for rank, count in enumerate(counts):
         if count != counts[0]:
-            return rank, f"rank 0 {_words(told[0])}, and rank {rank} {_words(told[rank])}"
+            return rank, _difference(calls_of_ranks, rank)
     return None
 
 
-def apart_in_shares(told: Sequence[Made]) -> str:
-    """In words that ranks were given different numbers of batches."""
-    counts = [sum(times for call, _, times in made if call == SHARE) for made in told]
+def describe_share_difference(calls_of_ranks: Sequence[CallCounts]) -> str:
+    """Describe the different numbers of batches that ranks passed to `share`."""
+    counts = [sum(times for call, _, times in calls if call == SHARE) for calls in calls_of_ranks]
     rank = next(rank for rank, count in enumerate(counts) if count != counts[0])
-    return f"rank 0 {_words(told[0])}, and rank {rank} {_words(told[rank])}"
+    return _difference(calls_of_ranks, rank)
 
 
 SHARE = "world.share"
-"""The call that a rank may make alone, as long as it trains on the rows as the others do."""
+"""The one call that a rank may make alone without an error, if it trains on the rows."""
 
 
-def _words(made: Made) -> str:
-    said = [f"{call} {times} time(s) ({line})" for call, line, times in made[:4]]
-    if len(made) > len(said):
-        said.append(f"{len(made) - len(said)} more")
-    return "called " + ", ".join(said) if said else "called none of them"
+def _difference(calls_of_ranks: Sequence[CallCounts], rank: int) -> str:
+    first, other = _describe(calls_of_ranks[0]), _describe(calls_of_ranks[rank])
+    return f"rank 0 {first}, and rank {rank} {other}"
+
+
+def _describe(calls: CallCounts) -> str:
+    shown = [f"{call} {times} time(s) ({line})" for call, line, times in calls[:4]]
+    if len(calls) > len(shown):
+        shown.append(f"{len(calls) - len(shown)} more")
+    return "called " + ", ".join(shown) if shown else "called none of them"

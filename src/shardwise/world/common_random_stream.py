@@ -1,11 +1,11 @@
-"""Keeps the random stream that all ranks draw from alike, before and after each draws for itself.
+"""The random stream that all ranks share, before and after each of them draws its own numbers.
 
-    init      seeded as one process is: every rank draws what that draws, models and data
-    engines   are made, and move no generator
-    training  the first batch, or forward, to train on: each rank is seeded for its own draws
+    init      every rank is seeded like a single process, and draws the same models and data
+    engines   creating an engine draws nothing
+    training  from the first batch or forward with gradients, each rank has its own seed
 
-What one process would go on to draw is kept as a stream beside: `draw` takes it up, wherever the
-generators of this rank are by then.
+A separate stream then keeps the position of a single process, and `draw` and `alike` continue from
+it.
 """
 
 from __future__ import annotations
@@ -24,92 +24,98 @@ T = TypeVar("T")
 
 
 class CommonRandomStream:
-    """The random stream that all ranks have in common; `device` is where this one computes."""
+    """The random stream that all ranks share. `device` is the one this rank computes on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._waiting: list[WeakMethod[Callable[[], None]]] = []
         self._end: GeneratorStates | None = None
+        """Position of the stream; None while this rank's own generators are at that position."""
         self._step: object = None
         self._batch: object = None
         self._starts: list[GeneratorStates] = []
+        """Positions before each draw of this step, in the order of calls."""
         self._calls = 0
+        """Number of draws for the current micro-batch."""
         self._inside = 0
+        """Depth of open `alike` blocks."""
         self._boundary: GeneratorStates | None = None
         self.is_one = False
-        """Whether all ranks are known to have it from now on, whatever they draw besides."""
+        """True once all ranks are known to have the same stream, and each draws its own numbers."""
         self.used = False
-        """Whether anything was drawn from it, or it was taken up from a checkpoint."""
+        """True if anything was drawn from it, or a checkpoint restored it."""
 
-    # -- when ranks go apart ----------------------------------------------------------------
+    # -- when ranks begin to draw their own numbers -----------------------------------------
 
     def wait(self, begin: Callable[[], None]) -> None:
         """Call `begin` (a bound method, held weakly) when training begins."""
         self._waiting.append(WeakMethod(begin))
 
     def before_batch(self, batch: object) -> None:
-        """A batch is about to be handed out: with one to train on, training begins."""
+        """Begin training if the batch about to be given is one to train on."""
         del batch
         if torch.is_grad_enabled():
             self.begin()
 
     def before_forward(self, module: Any, args: Any) -> None:
-        """The same of a forward, as a hook on a model."""
+        """Begin training if this forward records gradients. A hook on a model."""
         del module, args
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.begin()
 
     def begin(self) -> None:
-        """Training begins, or goes on: let those who wait for it know.
+        """Call the methods that wait for training to begin.
 
-        Not inside `alike`, whose generators are everyone's: the next batch or forward comes soon.
+        Not inside of that block, in which all ranks draw the same: the next batch calls them.
         """
         if self._inside:
             return
-        # Cleared first: what is called may begin a forward, which comes here again.
+        # Cleared first, because a waiting method may run a forward, which calls this again.
         waiting, self._waiting = self._waiting, []
         for reference in waiting:
             if (begin := reference()) is not None:
                 begin()
 
     def part(self) -> None:
-        """The generators of this process are about to be seeded for this rank alone."""
+        """Record the position of the stream, before this rank's generators get their own seed."""
+        # The first call only: later seeds of this rank are not the common stream.
         if self._end is None:
             self._end = GeneratorStates.now(self._device)
 
-    # -- what is drawn alike ----------------------------------------------------------------
+    # -- draws that all ranks share ---------------------------------------------------------
 
     def meet(self, gather: Callable[[Any], list[Any]]) -> bool:
-        """Take rank 0's stream where those of the ranks differ; returns whether they did.
+        """Use rank 0's stream if the ranks' streams differ. Return whether they did.
 
-        `gather` gives every rank's value to all. Collective until all ranks draw for themselves:
-        before, whatever one of them draws alone takes it away from the others.
+        `gather` returns every rank's value on all ranks. Collective until all ranks draw their own
+        numbers: before that, anything that one rank draws alone also advances its stream.
         """
+        # From then on nothing but `draw` and `alike` moves the stream, and all ranks call these.
         if self.is_one:
             return False
-        apart, mine = self._end is not None, self._now()
-        # Digests first, 4 bytes per rank: the states are 5 kB, and mostly equal.
-        told = gather((apart, mine.digest()))
-        if len({digest for _, digest in told}) == 1:
-            self.is_one = all(each for each, _ in told)
+        is_apart, mine = self._end is not None, self._now()
+        # Digests first, 4 bytes per rank: the states have 5 kB, and are mostly equal.
+        gathered = gather((is_apart, mine.digest()))
+        if len({digest for _, digest in gathered}) == 1:
+            self.is_one = all(each for each, _ in gathered)
             return False
         first, *_ = gather(mine.plain())
         self._end, self.is_one = GeneratorStates.of_plain(first), True
         return True
 
     def draw(self, make: Callable[[], T], *, step: object, batch: object, goes_on: bool) -> T:
-        """What `make` draws from the stream, alike on all ranks.
+        """Return `make()`, called with the generators of the shared stream.
 
-        Each `batch` of one `step`, which `goes_on` beyond this one, draws the same: a process that
-        has all of them as one batch draws once.
+        Each micro-batch (`batch`) of one `step` draws the same numbers, because a single process
+        with all of them in one batch draws once. `goes_on` is True if more micro-batches follow.
         """
+        # Compared by identity: the Loader creates one object per step.
         if step is None or step is not self._step:
             self._step, self._starts = step, []
         if batch is not self._batch:
             self._batch, self._calls = batch, 0
         number, self._calls = self._calls, self._calls + 1
-        # The micro-batches of a step draw the same numbers, as one process draws them once for the
-        # whole batch. So the first one's states are kept, and later ones start from them.
+        # The first micro-batch records the position before each draw, and later ones start there.
         again = number < len(self._starts)
         start = self._starts[number] if again else self._now()
         if not again and (goes_on or self._starts):
@@ -120,7 +126,7 @@ class CommonRandomStream:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Inside the block the generators are those of the stream."""
+        """Draw from the stream inside the block, and advance it."""
         self.used = True
         self._inside += 1
         try:
@@ -130,13 +136,16 @@ class CommonRandomStream:
             self._inside -= 1
 
     def check_outside(self, call: str) -> None:
-        """Raise UsageError for a `call` inside `alike`: a step seeds each rank's generators for
-        what it draws by itself, and the stream would be lost."""
+        """Raise UsageError for a `call` inside `alike`.
+
+        A step reseeds the generators of each rank, so the position of the stream would be lost.
+        """
         if self._inside:
             raise UsageError(
-                f"{call} inside world.alike(): do not train in the block. Each worker draws for "
-                "itself in training, and the block is for what all draw alike. Enter it around "
-                "what draws the batch alone; for a DataLoader: for batch in world.alike(loader)."
+                f"{call} inside world.alike(): do not train in the block. In training each worker "
+                "draws its own numbers, but inside the block all workers draw the same. Put only "
+                "the code that draws the batch into it; for a DataLoader: for batch in "
+                "world.alike(loader)."
             )
 
     def _now(self) -> GeneratorStates:
@@ -144,8 +153,10 @@ class CommonRandomStream:
 
     @contextmanager
     def _at(self, start: GeneratorStates, *, moves: bool) -> Iterator[None]:
-        """Inside the block generators go on from `start`; where it `moves` the stream, that is
-        where they have come to by the end."""
+        """Set the generators to `start` inside the block, and restore them afterwards.
+
+        If it `moves` the stream, the stream continues from the end of the block.
+        """
         before = GeneratorStates.now(self._device)
         start.restore(self._device)
         try:
@@ -155,21 +166,25 @@ class CommonRandomStream:
             apart = self._end is not None
             if moves and apart:
                 self._end = end
+            # Before training this rank's generators are the stream, so moving it moves them.
             (before if apart or not moves else end).restore(self._device)
 
     # -- at a step boundary -----------------------------------------------------------------
 
     def mark_boundary(self) -> None:
-        """Know where the stream is after the step that was just made."""
+        """Record the position of the stream after a completed step."""
         self._boundary = self._end
 
     def go_back_to_boundary(self) -> None:
-        """Undo what was drawn since, for a step that will not follow."""
+        """Rewind to the last step boundary, because the current step will not be completed."""
         self._end = self._boundary or self._end
 
     @contextmanager
     def at_boundary(self) -> Iterator[None]:
-        """Inside the block what was drawn since is undone, for a step that others are to make."""
+        """Rewind to the last step boundary inside the block, for a save.
+
+        A process that loads the checkpoint repeats the draws of this process for the next step.
+        """
         now = self._end
         self.go_back_to_boundary()
         try:
@@ -180,11 +195,11 @@ class CommonRandomStream:
     # -- in a checkpoint --------------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        """Where the stream is, as JSON; None before training where nobody has drawn from it."""
+        """Return the position as JSON values; None before training if nothing was drawn from it."""
         return self._now().plain() if self.used or self._end is not None else None
 
     def restore(self, end: GeneratorStates) -> None:
-        """Go on from `end`."""
+        """Continue from the position `end`."""
         self._end = self._boundary = end
         self.used = True
         self._step = self._batch = None

@@ -1,7 +1,7 @@
-"""CurrentBatch knows which batch was given last: its size is the weight of a loss without one.
+"""Records which batch was given last. Its size is the weight of a loss without `weight=`.
 
-A Loader opens a stream for each iteration and says what each batch holds. The engine asks for
-the batch that a loss came from, and Metrics asks whether the batch counts at all.
+A Loader opens a stream for each iteration and describes each batch. The engine looks up the batch
+of a loss, and Metrics looks up whether the batch counts at all.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from shardwise.errors import UsageError
 class Batch:
     """This rank's part of one micro-batch.
 
-    `samples` is 0 for a stand-in: one real sample that a rank without any is given so that it
-    runs the same collectives as the others. `last` marks the last micro-batch of a step. `whole`
-    counts the samples of this micro-batch on all ranks, 0 if this rank does not know.
-    `indices` are dataset indices where the dataset is map-style, for messages. `rows` are its
-    place [first, end) among the `total` rows of all ranks' batches, where that is known; batches
-    of one `step` have that object in common.
+    samples   number of samples; 0 for a stand-in, a real sample given to a rank without samples, so
+              that it runs the same collectives as the others
+    whole     number of samples of this micro-batch on all ranks; 0 if this rank does not know
+    last      True for the last micro-batch of a step
+    indices   dataset indices, for messages, if the dataset is map-style
+    rows      range [first, end) among the `total` rows of all ranks' batches, if known
+    step      an object that all micro-batches of a step share
     """
 
     samples: int
@@ -37,7 +38,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamShape:
-    """The shape of a stream, for the line at the start of a run. Numbers are of the whole run."""
+    """The shape of a stream, for the line at the start of a run. Counts are for the whole run."""
 
     batch_size: int | None
     micro_batches: int
@@ -46,40 +47,40 @@ class StreamShape:
 
 @dataclass(eq=False)
 class LoaderStream:
-    """One iteration over a Loader, from its first batch until it ends or is dropped."""
+    """One iteration over a Loader, from its first batch until it ends or is abandoned."""
 
     name: str
     plan: StreamShape
     passing: bool = False
-    """Whether it has no end of its own, and gives way to the next one (world.share)."""
+    """True for a batch of `world.share`: it has no loop, and the next such batch replaces it."""
     batch: Batch | None = None
     training: bool = False
     trained: bool = False
-    """Whether a backward has used any of its batches."""
+    """True if a backward has used any of its batches."""
 
 
 SitOut = Callable[[], AbstractContextManager[None]]
-"""Makes a block in which ranks may run different numbers of forwards."""
+"""Returns a context that allows ranks to run different numbers of forwards."""
 
 
 @dataclass
 class CurrentBatch:
-    """The open streams of this process. `batch` is the one given last, by any of them."""
+    """The open streams of this process. `batch` is the last one that any of them gave."""
 
     streams: list[LoaderStream] = field(default_factory=list)
     batch: Batch | None = None
-    sat_out: int = 0
-    """How many batches of evaluations had no sample for this rank, which then ran none."""
+    skipped_batches: int = 0
+    """Number of evaluation batches that this rank skipped because they had no sample for it."""
     own_rows: int | None = None
-    """The rows of the next loss's batch where a bridge knows them, and no stream gave the batch."""
+    """Number of rows of the next loss, if a bridge knows it and no stream gave the batch."""
     stand_in: str | None = None
-    """Which stream has given a stand-in of which nobody has asked yet whether it is one."""
+    """Name of the stream that gave a stand-in, until the script reads `world.rows`."""
     _apart: int = 0
-    """How many batches are under way that other ranks sit out."""
+    """Number of open batches that other ranks skip."""
     _latest: LoaderStream | None = None
-    """The stream that last gave a batch to train on, open or not."""
+    """The stream that last gave a batch to train on, open or closed."""
     _shared: list[Batch] = field(default_factory=list)
-    """What passing streams have given to train on since the last backward."""
+    """Batches to train on that `world.share` gave since the last backward."""
     _watchers: list[WeakMethod[Callable[[Batch], None]]] = field(default_factory=list)
     _uneven: list[WeakMethod[SitOut]] = field(default_factory=list)
 
@@ -88,16 +89,19 @@ class CurrentBatch:
         self._watchers.append(WeakMethod(watcher))
 
     def allow_uneven(self, block: SitOut) -> None:
-        """Enter what `block` (a bound method, held weakly) makes around each batch of an
-        evaluation that some ranks sit out."""
+        """Enter a context around each evaluation batch that some ranks skip.
+
+        `block` (a bound method, held weakly) returns it.
+        """
         self._uneven.append(WeakMethod(block))
 
     @contextmanager
-    def some_sit_out(self) -> Iterator[None]:
-        """Inside the block some ranks run a batch of an evaluation, and others have none.
+    def some_ranks_skip(self) -> Iterator[None]:
+        """Mark the block as an evaluation batch that some ranks skip.
 
-        Leaving it is collective where parameters are gathered by all ranks.
+        Leaving it is collective if parameters are sharded.
         """
+        # Drop engines that are gone.
         self._uneven = [reference for reference in self._uneven if reference() is not None]
         with ExitStack() as blocks:
             for reference in self._uneven:
@@ -107,17 +111,16 @@ class CurrentBatch:
             try:
                 yield
             finally:
-                # Before the blocks end: what they do on leaving takes all ranks again.
+                # Before the contexts exit: on exit, all ranks take part in collectives again.
                 self._apart -= 1
 
     def check_even(self, call: str) -> None:
-        """Raise UsageError for a `call` that takes all ranks, in a batch that some sit out."""
+        """Raise UsageError for a collective `call` inside a batch that some ranks skip."""
         if self._apart:
             raise UsageError(
-                f"{call} in a batch of an evaluation of which other workers have no sample, so "
-                "that they would never come to it. Call it after the loop, over what each worker "
-                "has added up; or let no batch have fewer rows than there are workers: "
-                "drop_last=True."
+                f"{call} in an evaluation batch that has no sample for some workers, which "
+                "therefore never make this call. Call it once after the loop, on the sums of each "
+                "worker; or avoid batches with fewer rows than there are workers: drop_last=True."
             )
 
     def open(self, name: str, plan: StreamShape) -> LoaderStream:
@@ -127,20 +130,23 @@ class CurrentBatch:
         return stream
 
     def close(self, stream: LoaderStream) -> None:
-        """Forget an iteration that has ended; closing twice is harmless."""
+        """Remove an iteration that has ended. Closing it again does nothing."""
         if stream in self.streams:
             self.streams.remove(stream)
             if self.batch is stream.batch:
+                # An inner loop (an evaluation) has ended: the batch of the outer loop is the
+                # current one again.
                 given = [other.batch for other in self.streams if other.batch is not None]
                 self.batch = given[-1] if given else None
 
     def give(self, stream: LoaderStream, batch: Batch, *, training: bool) -> None:
-        """Note the batch that is handed out now; `training` is whether autograd records now."""
+        """Record the batch that a stream is about to give; `training` if autograd records."""
         if training and not stream.passing:
-            self._close_passing(training=True)  # what was shared out before is not of this batch
+            # The next loss belongs to this Loader's batch, not to earlier ones of world.share.
+            self._close_passing(training=True)
             self._shared = []
         self._watchers = [reference for reference in self._watchers if reference() is not None]
-        # Before the batch is noted: a watcher may save, at the position before this batch.
+        # Before the batch is recorded, because a watcher may save the position before this batch.
         for reference in self._watchers:
             if (watcher := reference()) is not None:
                 watcher(batch)
@@ -152,9 +158,9 @@ class CurrentBatch:
             self._latest = stream
 
     def share(self, name: str, plan: StreamShape, batch: Batch, *, training: bool) -> None:
-        """Note a batch that is handed out without a loop: it stands until the next one of its kind.
+        """Record a batch that is given without a loop, in place of the previous one of its kind.
 
-        One to evaluate on does not displace one to train on, whose backward may still come.
+        A batch to evaluate on does not replace one to train on, whose backward may follow.
         """
         self._close_passing(training=training)
         stream = LoaderStream(name, plan, passing=True)
@@ -168,8 +174,8 @@ class CurrentBatch:
             self.close(older)
 
     def train(self) -> None:
-        """Note that a backward has used what was given last."""
-        # Without an open stream it was `x, y = next(iter(loader))`, whose stream is closed already.
+        """Record that a backward has used the last batch."""
+        # `x, y = next(iter(loader))` leaves no open stream, so the latest one counts.
         self._shared, self.own_rows = [], None
         self._close_passing(training=False)
         latest = [self._latest] if self._latest is not None else []
@@ -177,31 +183,33 @@ class CurrentBatch:
             stream.trained = True
 
     def training_streams(self) -> list[LoaderStream]:
-        """The open streams whose last batch was given while autograd recorded, oldest first."""
+        """Return the open streams whose last batch was for training, oldest first."""
         return [stream for stream in self.streams if stream.training and stream.batch]
 
     def in_loop(self) -> bool:
-        """Whether a loop over a Loader is under way, or begins, that gives batches to train on."""
+        """Return whether a loop over a Loader runs that gives, or may give, training batches."""
         loops = (stream for stream in self.streams if not stream.passing)
         return any(stream.training or stream.batch is None for stream in loops)
 
     def batch_of_forward(self, *, training: bool) -> Batch | None:
-        """The batch that a forward now is of, where `training` says whether autograd records."""
+        """Return the batch of a forward that runs now; `training` if autograd records."""
         given = self.training_streams() if training else []
         if not given or any(stream.batch is self.batch for stream in given):
             return self.batch
         return given[-1].batch
 
     def batch_of_loss(self, *, weighted: bool, anew: bool = False) -> Batch | None:
-        """The batch that a loss comes from, or None without any.
+        """Return the batch of a loss: the current one of a Loader, else the last of `world.share`.
 
-        That of the loop over a Loader, where there is one; else what was shared out last. Raises
-        UsageError where others were given beside it and the weight of this loss cannot be told,
-        unless it is `weighted` by the user: two training Loaders; batches of other sizes that
-        world.share gave since the last backward; a stand-in beside samples. And where a loss with a
-        weight of its own, `anew`, meets a stand-in that may not be what it is of.
+        None if there was no batch. Raises UsageError if the loss is not `weighted` by the user and
+        its weight is ambiguous: two training Loaders are open, or `world.share` gave batches of
+        different sizes since the last backward, or one stream gave a stand-in and another one
+        samples. Also raises if a loss with `weight=`, of items that no earlier backward has counted
+        (`anew`), may or may not be computed from a stand-in.
         """
         training = self.training_streams()
+        # A batch of world.share inside a loop over a Loader (noise for a GAN) does not weigh the
+        # loss.
         loops = [stream for stream in training if not stream.passing]
         if not weighted:
             self._check_weight(training, loops)
@@ -209,21 +217,23 @@ class CurrentBatch:
         if anew and training and not loops:
             self._check_shared_stand_in(training[-1])
         given = [stream.batch for stream in loops or training if stream.batch is not None]
+        # Of several candidates, prefer the batch that was given last.
         latest = [batch for batch in given if batch is self.batch]
         return latest[0] if latest else given[-1] if given else None
 
     def _check_shared_stand_in(self, last: LoaderStream) -> None:
-        """A stand-in makes whatever is of it weigh nothing: not rows that were cut by hand."""
+        """Raise UsageError if a loss with `weight=` may or may not be computed from a stand-in."""
+        # A loss of a stand-in weighs nothing. A loss of rows that the script cut itself does.
         assert last.batch is not None
         several = len({batch.samples == 0 for batch in [last.batch, *self._shared]}) > 1
         if several or (last.trained and last.batch.samples == 0):
             before = "another batch since the last backward" if several else "an earlier backward"
             raise UsageError(
-                f"{last.name} gave this worker a stand-in, which counts nothing, since a batch had "
-                f"fewer rows than there are workers, and there was {before}: whether this loss "
-                "with weight= is of the stand-in cannot be told. Take all batches or none from "
-                f"{last.name}, and call engine.backward after each; a further loss of the stand-in "
-                "says same_items=True."
+                f"{last.name} gave this worker a stand-in that does not count, because a batch had "
+                f"fewer rows than there are workers, and there was {before}: this loss with "
+                "weight= may or may not be computed from it. Take all batches or none from "
+                f"{last.name}, and call engine.backward after each; for a further loss of the "
+                "stand-in, pass same_items=True."
             )
 
     def _check_weight(
@@ -231,8 +241,8 @@ class CurrentBatch:
     ) -> None:
         if len(loops) > 1:
             raise UsageError(
-                f"Two training loaders are open ({_names(loops)}), so the weight of this loss "
-                f"cannot be told. {_WEIGHT}"
+                f"Two training loaders are open ({_names(loops)}), so the weight of this loss is "
+                f"ambiguous. {_WEIGHT}"
             )
         given = [stream.batch for stream in training if stream.batch is not None]
         sizes = dict.fromkeys(batch.samples for batch in [*given, *self._shared])
@@ -240,24 +250,24 @@ class CurrentBatch:
             counted = " and ".join(str(size) for size in sizes)
             raise UsageError(
                 f"{_names(training)} gave this worker batches of {counted} samples since the last "
-                f"backward, so the weight of this loss cannot be told. {_WEIGHT}"
+                f"backward, so the weight of this loss is ambiguous. {_WEIGHT}"
             )
 
 
 _WEIGHT = (
     "For a mean over n items of one batch write engine.backward(loss, weight=n). For a sum of "
-    "means over several batches no such n is right: multiply each by its items of this worker, "
-    "divide it by those of all workers, and write engine.backward(loss_a * n_a / total_a + "
-    'loss_b * n_b / total_b, reduction="sum").'
+    "means over several batches no single n fits: multiply each by its number of items on this "
+    "worker, divide it by the number on all workers, and write engine.backward(loss_a * n_a / "
+    'total_a + loss_b * n_b / total_b, reduction="sum").'
 )
 
 
 def _check_stand_ins(training: Sequence[LoaderStream]) -> None:
     if len({stream.batch.samples == 0 for stream in training if stream.batch is not None}) > 1:
         raise UsageError(
-            f"Of what is open to train on ({_names(training)}) one has no sample left for this "
-            "rank and another has, so what this loss counts cannot be told. Give them batches and "
-            "datasets of one length, or iterate one of them at a time."
+            f"Of the loaders to train on ({_names(training)}), one has no sample left for this "
+            "rank and another has, so the weight of this loss is ambiguous. Give them batches and "
+            "datasets of the same length, or iterate over one of them at a time."
         )
 
 

@@ -1,7 +1,7 @@
-"""Registers functions that run when this process ends, and not when a forked child of it ends.
+"""Registers functions that run when this process ends, but not when a forked child of it ends.
 
-A forked child inherits the handlers of `atexit`. Those of a rank would wait for threads that the
-child does not have, or close connections that are its parent's.
+A forked child inherits the handlers of `atexit`. The handlers of a rank would wait for threads that
+the child does not have, or close connections of its parent.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _registered: list[Callable[[], Any]] = []
 
 
 def register(function: Callable[[], Any]) -> None:
-    """Call `function` at the end of this process, the function registered last first."""
+    """Call `function` at the end of this process, in reverse order of registration."""
     atexit.register(function)
     _registered.append(function)
 
 
 def unregister(function: Callable[[], Any]) -> None:
-    """Do not call `function` at the end any more."""
+    """Undo `register`."""
     atexit.unregister(function)
     _registered[:] = [each for each in _registered if each != function]
 

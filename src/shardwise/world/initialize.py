@@ -1,6 +1,6 @@
-"""Joins the ranks of a run: `shardwise.init` finds out who this process is and makes its World.
+"""Joins the ranks of a run: `shardwise.init` identifies this process and creates its `World`.
 
-settings ─▶ identity (launch/) ─▶ device ─▶ transport (collectives/) ─▶ World ─▶ equal seeds
+settings ─▶ identity (net/) ─▶ device ─▶ transport (comm/) ─▶ World ─▶ equal seeds
 """
 
 from __future__ import annotations
@@ -34,19 +34,34 @@ from shardwise.world.world import World, count_groups, refuse_second, set_curren
 
 
 def init(seed: int | None = None, **settings: Any) -> World:
-    """Join the other ranks, whoever launched them; alone, be a group of one.
+    """Join the other ranks of the run, started by any launcher, and return the `World`.
 
-    With a `seed`, torch, numpy and random are seeded with it on every rank: what is drawn from here
-    on, before the first batch or forward to train on, is what one plain process draws that is
-    seeded so. Without one, every rank goes on from where rank 0's generators are, and
-    `torch.initial_seed()` of rank 0 is the seed. With `reseed=False` generators stay where they
-    are, here and at every step: a script that seeds and saves them itself goes on doing so.
-    `settings` are keywords of `shardwise.config.Settings`, overridden by the TOML file, the
-    environment and the flags. Calling it twice is an error.
+    Without a launcher, the world has one rank. Call it once, at the top of the script.
 
-    Raises ConfigError for a setting that is wrong, LaunchError when the others cannot be reached.
+    Args:
+        seed: Seeds torch, numpy and random on every rank. Until the first batch or forward with
+            gradients, every rank then draws the numbers of a single process with this seed.
+            Default: every rank takes over the state of rank 0's generators, and the seed is
+            `torch.initial_seed()` of rank 0.
+        **settings: Keywords of `shardwise.config.Settings`. The TOML file, the environment and the
+            flags override them. With `reseed=False` the generators are never changed, here or at a
+            step, for scripts that seed and save them themselves.
+
+    Returns:
+        The `World`: rank, size, device, and collectives over all ranks.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        LaunchError: The other ranks cannot be reached.
+        UsageError: It was called before, or in a spawned process.
+
+    Example:
+        >>> import shardwise as sw
+        >>> world = sw.init(seed=0)
+        >>> world.rank, world.size
+        (0, 1)
     """
-    # As Python's own check of a process that is spawned: it is importing the script again.
+    # Python's own check for a spawned process, which is importing the script again.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
             "sw.init ran in a process that the script itself has spawned, such as a DataLoader "
@@ -54,90 +69,96 @@ def init(seed: int | None = None, **settings: Any) -> World:
             'first. Put the training below `if __name__ == "__main__":`.'
         )
     error_file.watch_exceptions()
-    found = config.sources(os.environ, settings)
-    idle = config.idle(found, config.resolve(found)[0], config.OF_A_RUN)
-    made = enter(seed, settings)
+    sources = config.sources(os.environ, settings)
+    idle = config.idle(sources, config.resolve(sources)[0], config.OF_A_RUN)
+    world = enter(seed, settings)
     for line in idle:
-        made.say_once(line)
-    return made
+        world.say_once(line)
+    return world
 
 
 def enter(
     seed: int | None, settings: dict[str, Any], on_meeting: collectives.OnMeeting | None = None
 ) -> World:
-    """Do what `init` does; `on_meeting` is for `collectives.connect`."""
+    """Join the run as `init` does. `on_meeting` is passed to `collectives.connect`."""
     refuse_second()
-    given = dict(settings) | ({"seed": seed} if seed is not None else {})
+    keywords = dict(settings) | ({"seed": seed} if seed is not None else {})
     error_file.watch_exceptions()
-    chosen, _ = config.resolve(config.sources(os.environ, given))
+    chosen, _ = config.resolve(config.sources(os.environ, keywords))
     identity = launcher_detection.identify()
-    # The device is chosen by the local rank, so ranks without one meet first.
+    # The local rank selects the GPU. Ranks whose launcher gives none must meet first to learn it.
     identity = collectives.place(identity, chosen.timeout, chosen.rendezvous)
     try:
         device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
     except LaunchError as error:
+        # Tell the other ranks, which would otherwise wait for this one until the timeout.
         collectives.check_all(identity, str(error))
         raise
+    # All ranks have a device, or all raise the error of the rank that has none.
     collectives.check_all(identity, "")
     if device.type == "cpu":
         host_memory.keep(os.environ)
-    group = _joined(identity, device, chosen, on_meeting)
-    made = World(identity, group, device, ProgressWriter(os.environ), given)
-    _configure(made, given)
+    group = _join(identity, device, chosen, on_meeting)
+    world = World(identity, group, device, ProgressWriter(os.environ), keywords)
+    _configure(world, keywords)
     if identity.launcher == "torchrun" and (line := collectives.exposed()) and not chosen.quiet:
-        made.say_once(line)
-    # SHARDWISE_ALONE stands in `variables`.
+        world.say_once(line)
+    # With SHARDWISE_ALONE, `variables` is not empty: the user wants a single process.
     is_alone = identity.launcher == "python" and not identity.variables
     if is_alone and not chosen.quiet and (job := signs.in_job(os.environ)):
-        made.say_once(
+        world.say_once(
             f"one process in a job with several slots ({job}): start its ranks with shardwise run, "
             "or with the job's own srun or mpiexec (docs/launching.md)."
         )
-    # All that follows on all ranks alike comes after the seeds: it may draw.
-    _begin_alike(made, given)
+    # Last of what could draw random numbers: the script continues from these seeds.
+    _seed_ranks(world, keywords)
     process_status.show_on_signal()
-    if made.size > 1:
-        made.without_engine = StepsWithoutEngine(made.size, made.say_once)
-        made.watchdog = Watchdog(group.status_server, chosen.warn_after, chosen.timeout)
-    set_current(made)
+    if world.size > 1:
+        world.without_engine = StepsWithoutEngine(world.size, world.say_once)
+        world.watchdog = Watchdog(group.status_server, chosen.warn_after, chosen.timeout)
+    set_current(world)
     if chosen.timeline is not None:
         start_timeline(chosen.timeline)
-    return made
+    return world
 
 
-def _joined(
+def _join(
     identity: Identity,
     device: torch.device,
     chosen: config.Settings,
     on_meeting: collectives.OnMeeting | None,
 ) -> collectives.Collectives:
-    """Join the other ranks, by the function that the launcher names if it is not `connect`."""
+    """Join the other ranks with `collectives.connect`, or the function that the launcher names."""
     if (named := os.environ.get(environment.JOIN_VARIABLE)) is not None:
-        # A string, since the transport is in a package above this one.
+        # A string, because that transport (elastic islands) is in a package above this one.
         module, _, name = named.partition(":")
         join = getattr(import_module(module), name)
         group: collectives.Collectives = join(identity, device, chosen, on_meeting)
         return group
-    how = device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
-    return collectives.connect(identity, *how)
+    return collectives.connect(
+        identity, device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
+    )
 
 
 def divide(world: World, axes: dict[str, int]) -> None:
-    """Let replicas of a run that has begun be of several ranks: `axes` are `tensor` and `pipeline`,
-    as keywords of a script, which flags override. Nothing to do where they are so already.
+    """Change the mesh of a run that has begun to these `axes`: `tensor` and `pipeline`.
 
-    For scripts that say so in the model, after they have joined the run. Generators are seeded from
-    the first step on then, as by `shardwise.init`; Loaders that are there give other shares in
-    their next loop. Collective. Raises ConfigError for a mesh that cannot be, UsageError on all
-    ranks inside a loop of one over a Loader, which gives ranks their shares already.
+    For scripts that set them in the model, after they have joined the run. Flags override the
+    axes, as they override keywords of the script. If the mesh is the same it does nothing.
+    Afterwards, generators are reseeded at each step, as after `shardwise.init`, and existing
+    Loaders give other shares in their next loop. Collective.
+
+    Raises ConfigError for an impossible mesh, and UsageError on all ranks if any rank is inside a
+    loop over a Loader, which already gives out shares by the former mesh.
     """
     mesh = mesh_after(world, axes)
     if mesh == world.mesh:
         return
+    # On all ranks if on any: some may already have left their loop.
     if world.any(world.current_batch.in_loop()):
         raise UsageError(
-            f"{mesh.in_words()} comes too late: a loop over a Loader has begun with "
-            f"{world.mesh.in_words()}. Say it before, or as flags: --tensor, --pipeline."
+            f"The mesh cannot change to {mesh.in_words()} now: a loop over a Loader has begun with "
+            f"{world.mesh.in_words()}. Set it before the loop, or by flags: --tensor, --pipeline."
         )
     world.add_keywords(axes | _IN_PARTS)
     world.cut(mesh)
@@ -145,70 +166,77 @@ def divide(world: World, axes: dict[str, int]) -> None:
 
 
 _IN_PARTS = {"reseed": True}
-"""Keywords without which replicas cannot be of several ranks."""
+"""Settings that replicas of several ranks need."""
 
 
 def mesh_after(world: World, axes: dict[str, int]) -> Mesh:
-    """The mesh that `divide` makes of `axes`, where flags and other sources may override them.
+    """Return the mesh that `divide` would make of `axes`, which flags may override.
 
-    Raises ConfigError for one that cannot be.
+    Raises ConfigError for an impossible one.
     """
     settings = config.load(world.keywords | axes | _IN_PARTS)[0]
     return world.mesh.changed(settings)
 
 
-def _configure(made: World, given: dict[str, Any]) -> None:
-    """Settle the settings of `made` with all ranks, and what follows from them. Collective."""
-    made.settings = settings = made.settle(**given)
+def _configure(world: World, keywords: dict[str, Any]) -> None:
+    """Resolve the settings of `world`, and apply mesh, log, threads and exact mode. Collective."""
+    world.settings = settings = world.settle(**keywords)
     config.check_contradictions(settings)
-    made.cut(mesh_of(settings, made.size, count_groups(settings, made.collectives)))
+    world.cut(mesh_of(settings, world.size, count_groups(settings, world.collectives)))
     folder = None if settings.record is None else Path(settings.record)
-    made.step_log = StepLog(folder, made.rank, settings.stop_after, counts=made.counts)
-    _share_cores(made)
+    world.step_log = StepLog(folder, world.rank, settings.stop_after, counts=world.counts)
+    _share_cores(world)
     if settings.exact is not None:
-        MicroShards(settings.exact, made.size, made.rank)  # refuses what cannot be
-        randomness.fix_arithmetic(made.device)
+        MicroShards(settings.exact, world.size, world.rank)  # raises if they do not divide
+        randomness.fix_arithmetic(world.device)
 
 
-def _begin_alike(made: World, keywords: dict[str, Any]) -> None:
-    """Put the generators of all ranks where those of one process are."""
-    chosen, source = config.winning(config.sources(os.environ, keywords)).get("seed", (None, ""))
-    group = made.collectives
-    made.seed = group.gather_plain(torch.initial_seed() if chosen is None else chosen)[0]
-    made.seed_source = source or "torch.initial_seed()"
+def _seed_ranks(world: World, keywords: dict[str, Any]) -> None:
+    """Give every rank the RNG state that a single process would have."""
+    chosen, source = config.winning_values(config.sources(os.environ, keywords)).get(
+        "seed", (None, "")
+    )
+    group = world.collectives
+    # Rank 0's, also if ranks pass different seeds.
+    world.seed = group.gather_plain(torch.initial_seed() if chosen is None else chosen)[0]
+    world.seed_source = source or "torch.initial_seed()"
     if chosen is not None:
-        randomness.seed_everything(made.seed)
-    elif made.size > 1 and made.settings.reseed:
+        randomness.seed_everything(world.seed)
+    # Without a seed, the script may already have drawn numbers (before init): continue from there.
+    elif world.size > 1 and world.settings.reseed:
         is_first = group.rank == 0
-        states = GeneratorStates.now(made.device).plain() if is_first else None
+        states = GeneratorStates.now(world.device).plain() if is_first else None
         states_of_main = group.gather_plain(states)[0]
         if not is_first:
-            GeneratorStates.of_plain(states_of_main).restore(made.device)
+            GeneratorStates.of_plain(states_of_main).restore(world.device)
 
 
-def _share_cores(made: World) -> None:
-    """Divide cores between the ranks that may run on them, under mpirun and srun."""
-    # By default torch starts a thread per core in every rank, and they wait for each other.
-    if made.launcher in launcher_detection.SETS_THREADS:
+def _share_cores(world: World) -> None:
+    """Divide the cores among the ranks that may run on them, under mpirun and srun."""
+    # By default torch starts one thread per core in every rank, and they wait for each other.
+    if world.launcher in launcher_detection.SETS_THREADS:
         return
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return
-    mine = [made.host, sorted(os.sched_getaffinity(0))]
-    alike = made.collectives.gather_plain(mine).count(mine)
-    torch.set_num_threads(max(1, len(mine[1]) // alike))
+    mine = [world.host, sorted(os.sched_getaffinity(0))]
+    # Ranks that are bound to disjoint cores need no division: only equal sets are counted.
+    sharing = world.collectives.gather_plain(mine).count(mine)
+    torch.set_num_threads(max(1, len(mine[1]) // sharing))
 
 
 def _device(identity: Identity, wanted: str, *, sharing: bool) -> torch.device:
-    """Where a rank computes; with `sharing`, ranks of a host go round its GPUs."""
+    """Return the device of this rank. With `sharing`, several ranks may use the same GPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and gpus == 0):
         return torch.device("cpu")
+    # NCCL does not allow two ranks on one GPU.
     if gpus < (1 if sharing or identity.own_gpus else identity.local_size):
         shared = "let them share GPUs with --transport gloo, " if gpus else ""
         raise LaunchError(
             f"{identity.local_size} ranks run on this host, but it shows {gpus} GPU(s). "
             f"Start {max(gpus, 1)} rank(s) here, {shared}or train on the CPU with --device cpu."
         )
+    # Modulo, for launchers that show each rank only its own GPU, and for shared GPUs.
     device = torch.device("cuda", identity.local_rank % gpus)
     torch.cuda.set_device(device)
     return device

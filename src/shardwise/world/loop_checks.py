@@ -1,4 +1,4 @@
-"""Warns of loops that train nothing: backwards without a step, and steps without an engine."""
+"""Warnings about loops that train nothing: backwards without a step, steps without an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Backwards(Protocol):
-    """The accumulation of an engine; `stepping` when its step has begun, and maybe failed."""
+    """The accumulation of an engine. `stepping` is True once a step has begun, or failed."""
 
     @property
     def backwards(self) -> int: ...
@@ -22,59 +22,61 @@ class Backwards(Protocol):
 
 
 class UnsteppedBackwards:
-    """Warns, once at the end of a run, of backwards that no step has followed: in any engine of
-    this rank, those that are gone included."""
+    """Warns once, at the end of a run, of backwards without a step, in any engine of this rank."""
 
     def __init__(self) -> None:
         self._engines: list[Backwards] = []
 
     def watch(self, engine: Backwards) -> None:
-        """Count from now on what is left in the accumulation of an `engine`, which goes on using
-        it."""
+        """Include the accumulation of an engine. It is held even after the engine is gone."""
         self._engines.append(engine)
 
     def words(self) -> str:
-        """What there is to say; "" where every backward has had its step."""
+        """Return the warning; "" if every backward was followed by a step."""
+        # A step that failed has raised its own error.
         left = sum(engine.backwards for engine in self._engines if not engine.stepping)
         if not left:
             return ""
         backwards = "1 backward was" if left == 1 else f"{left:,} backwards were"
         return (
-            f"{backwards} never followed by a step, so that nothing was learned of "
+            f"{backwards} never followed by a step, so the model did not learn from "
             f"{'it' if left == 1 else 'them'}: call engine.step() after engine.backward(loss)."
         )
 
     def warn(self) -> None:
-        """Say it on stderr, unless the script has ended by an exception."""
+        """Print the warning on stderr, unless an exception has ended the script."""
         words = self.words()
+        # After an exception, the missing step is no news.
         if words and getattr(sys, "last_value", None) is None:
             print(f"shardwise: {words}", file=sys.stderr, flush=True)
 
 
 class StepsWithoutEngine:
-    """Warns of a script that steps by hand on several workers: at the second step of an optimizer
-    before there is an engine. `say` prints a line."""
+    """Warns once of optimizer steps without an engine, on several workers. `say` prints a line.
+
+    It warns at the second step of an optimizer, not the first.
+    """
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:
         self._workers = workers
         self._say = say
         self._steps: Counter[int] = Counter()
-        self._said = False
+        self._has_warned = False
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def forget(self) -> None:
-        """There is one, or nothing is expected of it; twice is harmless."""
+        """Stop watching: there is an engine, or the script needs none. Can be called again."""
         self._handle.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._said:
-            return  # not removed here: torch is iterating over its hooks
+        if self._has_warned:
+            return  # the hook is not removed here, because torch is iterating over its hooks
 
         self._steps[id(optimizer)] += 1
         if self._steps[id(optimizer)] == 2:
-            self._said = True
+            self._has_warned = True
             self._say(
-                f"{type(optimizer).__name__}.step() by hand, and no sw.Engine was made: each of "
-                f"the {self._workers} workers trains a model of its own. Write engine = "
+                f"{type(optimizer).__name__}.step() without an sw.Engine: each of the "
+                f"{self._workers} workers trains its own separate model. Write engine = "
                 "sw.Engine(model, optimizer), engine.backward(loss) and engine.step()."
             )

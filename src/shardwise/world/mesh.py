@@ -1,11 +1,11 @@
-"""Mesh places the ranks of a run along the axes of parallelism. Pure arithmetic.
+"""The places of ranks along the axes of parallelism. Pure arithmetic.
 
     rank = (data * P + stage) * T + tensor
 
-so that the T ranks which split every layer between them are neighbours, on one host where hosts
-have a multiple of T ranks, and the P groups of them that each have other layers come next. All the
-ranks of one `data` coordinate together hold one copy of the model: a replica. Neighbouring replicas
-make an island; gradients are summed inside islands only, and the axis of islands is the outermost.
+The T ranks that split each layer exchange the most, so they are neighbours: on one host if hosts
+have a multiple of T ranks. The P pipeline stages are the next axis. The P * T ranks with the same
+`data` coordinate hold one copy of the model, a replica. Neighbouring replicas form an island, the
+outermost axis: gradients are summed inside islands only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class Mesh:
-    """`size` ranks, of which `pipeline` x `tensor` make a replica; `islands` of equal size.
+    """`size` ranks in replicas of `pipeline` x `tensor` ranks and in `islands` of equal size.
 
-    Raises ConfigError where that cannot be.
+    Raises ConfigError if they do not divide.
     """
 
     size: int
@@ -30,22 +30,24 @@ class Mesh:
     islands: int = 1
 
     def __post_init__(self) -> None:
+        # If the replicas do not divide either, report that first.
         if self.size % self.replica == 0 and self.size // self.replica % self.islands:
             raise ConfigError(self._uneven_islands())
         if self.size % self.replica:
             axes = {"pipeline": self.pipeline, "tensor": self.tensor}
             flags = " ".join(f"--{name} {n}" for name, n in axes.items() if n > 1)
             raise ConfigError(
-                f"{flags} does not divide {self.size} worker(s): a replica takes "
-                f"{self.replica} of them. {self._what_fits(axes)}"
+                f"{flags} does not divide {self.size} worker(s): a replica needs "
+                f"{self.replica} of them. {self._advice(axes)}"
             )
 
-    def _what_fits(self, axes: dict[str, int]) -> str:
+    def _advice(self, axes: dict[str, int]) -> str:
+        # The nearest numbers of workers that fit, below and above.
         below = self.size // self.replica * self.replica
         counts = [str(n) for n in (below, below + self.replica) if n]
         advice = [f"Start {' or '.join(counts)} workers"]
         for name, n in axes.items():
-            # With the other axes as they are: the user changes one flag at a time.
+            # Vary one axis and keep the others, because a user changes one flag at a time.
             others = prod(axes.values()) // n
             if n > 1 and self.size % others == 0:
                 fits = [k for k in range(1, self.size + 1) if self.size % (k * others) == 0]
@@ -53,42 +55,42 @@ class Mesh:
         return ", or ".join(advice) + "."
 
     def _uneven_islands(self) -> str:
-        what = "worker" if self.replica == 1 else "replica"
+        noun = "worker" if self.replica == 1 else "replica"
         fits = [n for n in range(1, self.data + 1) if self.data % n == 0]
         return (
-            f"--islands {self.islands} does not divide {self.data} {what}(s): islands are of one "
-            f"size. Write --islands with one of {', '.join(map(str, fits))}."
+            f"--islands {self.islands} does not divide {self.data} {noun}(s): all islands have the "
+            f"same size. Write --islands with one of {', '.join(map(str, fits))}."
         )
 
     @property
     def replica(self) -> int:
-        """How many ranks hold one copy of the model."""
+        """Number of ranks that hold one copy of the model."""
         return self.pipeline * self.tensor
 
     @property
     def data(self) -> int:
-        """How many replicas there are."""
+        """Number of replicas."""
         return self.size // self.replica
 
     def data_of(self, rank: int) -> int:
-        """Which replica `rank` is of."""
+        """Return the number of the replica of `rank`."""
         return rank // self.replica
 
     def stage_of(self, rank: int) -> int:
-        """Its place in the pipeline of its replica."""
+        """Return the pipeline stage of `rank`."""
         return rank // self.tensor % self.pipeline
 
     def tensor_of(self, rank: int) -> int:
-        """Which part of every split layer `rank` has."""
+        """Return the number of the part of each split layer that `rank` has."""
         return rank % self.tensor
 
     @property
     def island(self) -> int:
-        """How many ranks an island has."""
+        """Number of ranks in an island."""
         return self.size // self.islands
 
     def island_of(self, rank: int) -> int:
-        """Which island `rank` is of."""
+        """Return the number of the island of `rank`."""
         return rank // self.island
 
     @property
@@ -100,25 +102,28 @@ class Mesh:
 
     @property
     def peer_groups(self) -> list[list[int]]:
-        """Ranks of equal place in different islands, in the order of these."""
+        """Ranks with the same place in different islands, in the order of islands."""
         return [list(ranks) for ranks in zip(*self.island_groups, strict=True)]
 
     @property
     def data_groups(self) -> list[list[int]]:
-        """Ranks that have the same part of different replicas of an island, one list for each part
-        and island."""
+        """Ranks with the same part of the model in the replicas of an island.
+
+        One list for each part and island.
+        """
+        # Every `replica`-th rank of an island has the same part.
         each = self.replica
         return [ranks[part::each] for ranks in self.island_groups for part in range(each)]
 
     @property
     def tensor_groups(self) -> list[list[int]]:
-        """Ranks that split the same layers of one replica, one list for each."""
+        """Ranks that split the same layers of one replica, one list for each replica and stage."""
         each = self.tensor
         return [list(range(first, first + each)) for first in range(0, self.size, each)]
 
     @property
     def pipeline_groups(self) -> list[list[int]]:
-        """Ranks of one replica that have the same part of other layers, in order of the stages."""
+        """Ranks of one replica with the same part of the layers of each stage, in stage order."""
         return [
             list(range(first + part, first + self.replica, self.tensor))
             for first in range(0, self.size, self.replica)
@@ -127,8 +132,7 @@ class Mesh:
 
     @property
     def stage_groups(self) -> list[list[int]]:
-        """Ranks of an island that have the same layers, or parts of them, one list for each stage
-        and island."""
+        """Ranks of an island in the same pipeline stage, one list for each stage and island."""
         return [
             [rank for rank in ranks if self.stage_of(rank) == stage]
             for ranks in self.island_groups
@@ -137,15 +141,15 @@ class Mesh:
 
     @property
     def is_flat(self) -> bool:
-        """Whether every rank has the whole model, and all make one step together."""
+        """True if every rank has the whole model, and all ranks step together."""
         return self.replica == 1 and self.islands == 1
 
     def changed(self, settings: Settings) -> Mesh:
-        """Return the mesh with the axes of `settings` and as many islands. Raises ConfigError."""
+        """Return the mesh with the axes of `settings` and the same islands. Raises ConfigError."""
         return mesh_of(settings, self.size, self.islands)
 
     def in_words(self) -> str:
-        """The axes, such as "2 data x 2 tensor"."""
+        """Return the axes in words, such as "2 data x 2 tensor"."""
         axes = {"islands": self.islands, "data": self.data // self.islands}
         axes |= {"pipeline": self.pipeline, "tensor": self.tensor}
         return " x ".join(f"{n} {name}" for name, n in axes.items() if n > 1 or name == "data")
@@ -155,25 +159,25 @@ def mesh_of(settings: Settings, size: int, islands: int) -> Mesh:
     """Return the mesh of a run of `size` ranks. Raises ConfigError for settings that do not fit."""
     if settings.exact is not None and islands > 1:
         raise ConfigError(
-            f"--exact {settings.exact} and --islands {settings.islands} cannot be had together: "
-            "what islands compute depends on how many there are. Leave one of them out."
+            f"--exact {settings.exact} cannot be combined with --islands {settings.islands}: with "
+            "islands, results depend on their number. Remove one of the two."
         )
     if settings.exact is not None and settings.tensor > 1:
         raise ConfigError(
-            f"--exact {settings.exact} and --tensor {settings.tensor} cannot be had together: what "
-            "a split layer adds up depends on how many workers it is split over. Leave one of "
-            "them out."
+            f"--exact {settings.exact} cannot be combined with --tensor {settings.tensor}: the "
+            "sums in a split layer depend on the number of workers that split it. Remove one of "
+            "the two."
         )
     if not settings.reseed and (settings.tensor > 1 or settings.pipeline > 1):
         split = "tensor" if settings.tensor > 1 else "pipeline"
         raise ConfigError(
-            f"--no-reseed and --{split} {getattr(settings, split)} cannot be had together: the "
-            "workers of a split model draw what they have in common from seeds of the step. Leave "
-            "one of them out."
+            f"--no-reseed cannot be combined with --{split} {getattr(settings, split)}: the "
+            "workers of a split model need the same random numbers, and get them from the seed of "
+            "each step. Remove one of the two."
         )
     if settings.exact is not None and settings.pipeline > 1:
         raise ConfigError(
-            f"--exact {settings.exact} and --pipeline {settings.pipeline} cannot be had together: "
-            "both cut a batch, each in its own way. Leave one of them out."
+            f"--exact {settings.exact} cannot be combined with --pipeline {settings.pipeline}: "
+            "both cut the batch, in different ways. Remove one of the two."
         )
     return Mesh(size, settings.tensor, settings.pipeline, islands)

@@ -1,8 +1,8 @@
-"""The rows of a batch: a nest of tensors, numpy arrays and columns of plain values.
+"""The rows of a batch: nested containers of tensors, numpy arrays and columns of plain values.
 
-A *column* is a list or tuple of plain values (texts, numbers), one for each row. A list or tuple
-that has a tensor or an array somewhere inside is a part of the nest, as are dicts and named tuples.
-Sparse tensors have rows as dense ones do. The rows of a nested tensor are its components.
+A *column* is a list or tuple of plain values (strings, numbers), one for each row. A list or tuple
+with a tensor or an array somewhere inside is a container, as are dicts and named tuples. Sparse
+tensors have rows as dense ones do. The rows of a nested tensor are its components.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import DataError
 
 _WHOLE = (str, bytes, bytearray, torch.Size)
-"""What has a length and is no column: it stays as it is."""
+"""Types with a length that are no columns; every rank gets them unchanged."""
 
 _PLAIN_VALUES = (str, bytes, int, float, type(None))
-"""What is written alike in every process; an object may have its address in its `repr`."""
+"""Types with the same `repr` in every process. The `repr` of other objects may have an address."""
 
 
 class Rows:
-    """A nest and the number of rows of it, counted along `dim` in tensors and arrays.
+    """The rows of a nested batch, counted along `dim` in tensors and arrays.
 
-    Raises DataError, in the name of `call`, where what is in the nest does not agree on one number,
-    and for what has rows that cannot be told: at once, and whatever part is taken.
+    Raises DataError, naming `call`, if the parts of the batch have different numbers of rows, or if
+    the rows of a part cannot be determined. It raises on construction, so on all ranks, whatever
+    rows a rank takes later.
     """
 
     def __init__(self, batch: Any, dim: int = 0, *, call: str) -> None:
@@ -39,19 +40,22 @@ class Rows:
         self._call = call
         for number, leaf in enumerate(self._leaves):
             self._check_layout(number, leaf)
-        self.total = self._counted()
-        self.taken(0, 1)
+        self.total = self._count()
+        self.taken(0, 1)  # raises for parts whose rows cannot be determined
 
     def taken(self, first: int, end: int) -> Any:
-        """Rows [first, end); the first one where that is none. Tensors are contiguous where those
-        of the batch are."""
+        """Return rows [first, end), or row 0 as a stand-in if the range is empty.
+
+        A part is contiguous if the tensor of the batch is.
+        """
+        # A rank without rows still needs one, to run the collectives of its forward.
         if end == first:
             first, end = 0, 1
         parts = [self._part(n, leaf, slice(first, end)) for n, leaf in enumerate(self._leaves)]
         return pytree.tree_unflatten(parts, self._nest)
 
     def digest(self) -> float | Tensor:
-        """A number that tells the first row from others, on the device where that is a tensor."""
+        """Return a number that differs for different first rows; on an accelerator a tensor."""
         number: float | Tensor = 0.0
         for leaf in self._leaves:
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
@@ -60,29 +64,31 @@ class Rows:
                 row = np.ascontiguousarray(leaf.take([0], axis=self._dim).astype(np.float64))
                 number = number + _digest(torch.from_numpy(row))
             elif _is_column(leaf) and isinstance(leaf[0], _PLAIN_VALUES):
+                # Below 1, so that it does not swamp the digests of tensors.
                 number = number + zlib.crc32(repr(leaf[0]).encode()) / 2**32
         return number
 
-    def _counted(self) -> int:
-        """How many rows there are: tensors and arrays say it, where there are none the columns."""
+    def _count(self) -> int:
+        """Return the number of rows of tensors and arrays, or without any, of columns."""
         sizes = {n: _size(x, self._dim) for n, x in enumerate(self._leaves) if _has_dims(x)}
+        # Plain lists count only without tensors: next to tensors, a list may be something else.
         sizes = sizes or {n: len(x) for n, x in enumerate(self._leaves) if _is_column(x)}
         # A tuple of columns, such as texts and labels, is one leaf without tensors.
         is_tuple = isinstance(self._batch, tuple)
         if not sizes and is_tuple and all(map(_is_column, self._batch)):
             sizes = {0: len(self._batch[0])}
-        found = sorted(set(sizes.values()))
-        if len(found) == 1 and found != [0]:
-            return found[0]
+        distinct = sorted(set(sizes.values()))
+        if len(distinct) == 1 and distinct != [0]:
+            return distinct[0]
         if not sizes:
             for number, leaf in enumerate(self._leaves):
                 self._refuse_hidden(number, leaf)
         first = {size: self._name(number) for number, size in reversed(sizes.items())}
-        named = ", ".join(f"{first[size]}: {size}" for size in found)
+        named = ", ".join(f"{first[size]}: {size}" for size in distinct)
         raise DataError(
-            f"{self._call} takes tensors of one equal {dimension(self._dim)} above 0, not {found}"
-            + (f" ({named})" if named else "")
-            + ", and numpy arrays or lists of numbers or texts that have as many rows."
+            f"{self._call} takes tensors of the same {dimension(self._dim)} above 0, not "
+            f"{distinct}{f' ({named})' if named else ''}. numpy arrays, and lists of numbers or "
+            "strings, must have the same number of rows."
         )
 
     def _part(self, number: int, leaf: Any, place: slice) -> Any:
@@ -90,11 +96,12 @@ class Rows:
             if leaf.is_nested:
                 return torch.nested.as_nested_tensor(leaf.unbind()[place], layout=leaf.layout)
             if leaf.layout is not torch.strided:
-                # Only COO can be narrowed; a compressed layout comes back from it as it was.
+                # Only COO can be narrowed; compressed layouts are converted to it and back.
                 whole: Tensor = leaf.to_sparse_coo()  # type: ignore[no-untyped-call]
                 part = whole.narrow_copy(self._dim, place.start, place.stop - place.start)
                 return part.to_sparse(layout=leaf.layout)
             part = leaf.narrow(self._dim, place.start, place.stop - place.start)
+            # Rows along dim > 0 are strided views, which some kernels would copy again and again.
             return part.contiguous() if leaf.is_contiguous() else part
         if isinstance(leaf, np.ndarray):
             rows = leaf[(slice(None),) * (self._dim % leaf.ndim) + (place,)]
@@ -105,41 +112,41 @@ class Rows:
         return leaf
 
     def _part_of_plain(self, number: int, leaf: Sequence[Any], place: slice) -> Any:
-        """Of a list or tuple without tensors: one value for each row, or columns of so many."""
-        of_rows, nest = len(leaf) == self.total, self._is_nest(leaf)
-        if of_rows and not nest:
+        """Return the rows of a list or tuple without tensors: a column, or columns of `total`."""
+        is_column, has_columns = len(leaf) == self.total, self._is_nest(leaf)
+        if is_column and not has_columns:
             return leaf[place]
-        if nest and not of_rows:
+        if has_columns and not is_column:
             parts = (self._part_of_plain(number, each, place) for each in leaf)
             return type(leaf)(parts)  # type: ignore[call-arg]
         kind = type(leaf).__name__
-        if nest:
-            what = f"a {kind} of {len(leaf)} columns, and the batch has as many rows"
+        if has_columns:
+            found = f"a {kind} of {len(leaf)} columns, and the batch has the same number of rows"
         else:
-            what = f"a {kind} of length {len(leaf)}, and the batch has {self.total} row(s)"
+            found = f"a {kind} of length {len(leaf)}, and the batch has {self.total} row(s)"
         raise DataError(
-            f"{self._call}: {self._name(number)} is {what}, so that it cannot be told what a row "
-            "of it is. Give it as a tensor or a numpy array that has the batch's rows, or leave it "
-            "out of the call where it has none."
+            f"{self._call}: {self._name(number)} is {found}, so its rows are ambiguous. Pass it as "
+            "a tensor or numpy array with the rows of the batch, or leave it out of the call if it "
+            "has no rows."
         )
 
     def refuse_samples(self, batch: Any) -> None:
         """Raise DataError if `batch` has a list of tensors that may be samples.
 
-        `[x1, x2, ...]` is cut like `[inputs, targets]`: each tensor by its first dimension. If the
-        tensors are samples of one shape, that takes a part of each sample. Nothing in the list
-        tells, except that a batch seldom has so many columns of one shape and dtype.
+        `[x1, x2, ...]` is cut like `[inputs, targets]`: each tensor along its first dimension. If
+        the tensors are samples of one shape, this would take a part of each sample. The only hint
+        is that a batch seldom has many columns of the same shape and dtype.
         """
         known = sum(map(_has_dims, self._leaves))
         for each in _lists_of_one_form(batch):
             inside = [leaf for leaf in pytree.tree_leaves(each) if _has_dims(leaf)]
             if len(inside) < known and len(each) != self.total:
-                continue  # other parts have rows too, and as many as these columns
+                continue  # other parts confirm the number of rows of these columns
             raise DataError(
                 f"{self._call}: a {type(each).__name__} of {len(each)} items, of shape "
                 f"{tuple(inside[0].shape)} each, may be {len(each)} samples, or columns of "
                 f"{self.total} rows. Write torch.stack(items) for samples, as the default "
-                "collate_fn does, or give columns in a dict."
+                "collate_fn does, or pass columns in a dict."
             )
 
     def _check_layout(self, number: int, leaf: Any) -> None:
@@ -147,44 +154,45 @@ class Rows:
         if not isinstance(leaf, Tensor):
             return
         if leaf.is_nested and self._dim != 0:
-            what = "a nested tensor has rows along its first dimension only"
+            reason = "a nested tensor has rows along its first dimension only"
         elif leaf.layout in (torch.sparse_bsr, torch.sparse_bsc):
-            what = f"a tensor of layout {leaf.layout} is made of blocks that rows would cut"
+            reason = f"a row would cut the blocks of a tensor of layout {leaf.layout}"
         else:
             return
         raise DataError(
-            f"{self._call}: {self._name(number)} cannot be cut along {dimension(self._dim)}, since "
-            f"{what}: give a dense tensor, or leave it out of the call."
+            f"{self._call}: {self._name(number)} cannot be cut along {dimension(self._dim)}: "
+            f"{reason}. Pass a dense tensor, or leave it out of the call."
         )
 
     def _is_nest(self, leaf: Any) -> bool:
-        """Whether `leaf` holds nothing but columns with a value for each row."""
+        """Return whether `leaf` contains only columns with one value per row."""
         if not leaf or not all(isinstance(each, (list, tuple)) for each in leaf):
             return False
         return all(len(each) == self.total or self._is_nest(each) for each in leaf)
 
     def _refuse_hidden(self, number: int, leaf: Any) -> None:
-        """Raise DataError for an object that has rows, or tensors, which nobody can take apart."""
+        """Raise DataError for an object that has a length or tensors, but is no known container."""
         inside = getattr(leaf, "__dict__", {}).values()
         has_tensors = any(isinstance(value, (Tensor, np.ndarray)) for value in inside)
+        # An object without rows, such as a setting, goes to every rank as it is.
         if isinstance(leaf, _WHOLE) or not (has_tensors or hasattr(leaf, "__len__")):
             return
         raise DataError(
-            f"{self._call} cannot tell the rows of {self._name(number)}, a "
-            f"{type(leaf).__name__}: give its tensors, arrays or lists in a tuple or a dict."
+            f"{self._call} cannot determine the rows of {self._name(number)}, a "
+            f"{type(leaf).__name__}: pass its tensors, arrays or lists in a tuple or a dict."
         )
 
     def _name(self, number: int) -> str:
-        """What leaf `number` is called in messages."""
+        """Return the name of leaf `number` for messages, such as `batch['ids']`."""
         try:
             leaves, _ = pytree.tree_flatten_with_path(self._batch, is_leaf=_is_leaf)
-        except ValueError:  # a container of the user's own, which does not name its parts
+        except ValueError:  # a container registered by the user, without names of its parts
             return f"part {number} of the batch"
         return f"batch{pytree.keystr(leaves[number][0])}"
 
 
 def dimension(dim: int) -> str:
-    """What a dimension is called in messages."""
+    """Return the name of a dimension for messages."""
     return "first dimension" if dim == 0 else f"dimension {dim}"
 
 
@@ -193,17 +201,18 @@ def _has_dims(leaf: Any) -> bool:
 
 
 _SEVERAL = 6
-"""Tensors of one shape and dtype that are more likely samples than columns: a batch of a language
-model has up to five (ids, mask, types, positions, labels)."""
+"""Number of tensors of one shape and dtype that are more likely samples than columns. A batch of a
+language model has up to five columns (ids, mask, types, positions, labels)."""
 
 
 def _lists_of_one_form(batch: Any) -> Iterator[Any]:
-    """The lists and tuples in `batch` with several items that hold equally shaped tensors."""
+    """Yield the lists and tuples in `batch` with `_SEVERAL` or more items of equal shapes."""
     if isinstance(batch, dict):
         for value in batch.values():
             yield from _lists_of_one_form(value)
     elif isinstance(batch, (list, tuple)) and not isinstance(batch, torch.Size):
         forms = {_form(each) for each in batch} if len(batch) >= _SEVERAL else set()
+        # The fields of a named tuple have names, so they are columns.
         if len(forms) == 1 and forms != {()} and not hasattr(batch, "_fields"):
             yield batch
         for each in batch:
@@ -211,7 +220,7 @@ def _lists_of_one_form(batch: Any) -> Iterator[Any]:
 
 
 def _form(item: Any) -> tuple[Any, ...]:
-    """The shapes and dtypes of the tensors and arrays in `item` that have dimensions."""
+    """Return the shapes and dtypes of the tensors and arrays in `item` that are not scalars."""
     found = (leaf for leaf in pytree.tree_leaves(item) if _has_dims(leaf))
     return tuple((tuple(x.shape), x.dtype) for x in found if x.ndim and not _is_nested(x))
 
@@ -221,20 +230,20 @@ def _is_nested(leaf: Any) -> bool:
 
 
 def _size(leaf: Any, dim: int) -> int:
-    """The size in dimension `dim`; 0 without it."""
+    """Return the size of dimension `dim`; 0 if there is no such dimension."""
     if _is_nested(leaf):
         return int(leaf.size(0))
     return int(leaf.shape[dim]) if -leaf.ndim <= dim < leaf.ndim else 0
 
 
 _DIGESTED = 4096
-"""Elements of a row that are looked at."""
+"""Number of elements of a row that enter its digest."""
 
 
 def _digest(row: Tensor) -> Tensor:
     """Return a sum of a row's elements that depends on their order."""
-    # Weighted, so that rows with the same elements in another order differ. Of the first elements
-    # only, because this runs at every step.
+    # Weighted, so that rows with the same elements in another order differ. Only the first
+    # elements, because this runs at every step. float64, which MPS lacks, keeps the sum accurate.
     flat = torch.view_as_real(row).flatten() if row.is_complex() else row.flatten()
     values = flat[:_DIGESTED].to(torch.float32 if row.device.type == "mps" else torch.float64)
     weights = torch.arange(len(values), device=values.device) % 61 + 61
@@ -246,7 +255,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a list or tuple has no tensor and no array inside, and something."""
+    """Return whether `value` is a non-empty list or tuple without tensors and arrays inside."""
     if not isinstance(value, (list, tuple)) or isinstance(value, torch.Size):
         return False
     if hasattr(value, "_fields"):

@@ -1,8 +1,10 @@
-"""Saves and ends a run that is asked to end: at the next step boundary, all ranks together.
+"""Saves and ends a run after a signal: at the next step boundary, on all ranks together.
 
-    signal, on any rank ─▶ the exchange of its next step ─▶ all save and leave before the one after
+    signal on any rank ─▶ exchange of its next step ─▶ before the step after that, all ranks save
+                          (all ranks learn of it)      and exit with code SAVED
 
-That is where a batch to train on is asked for: schedulers have made their step by then, too.
+They save when the script asks for the next training batch, so that learning-rate schedulers have
+made their step too.
 """
 
 from __future__ import annotations
@@ -24,16 +26,20 @@ from shardwise.net.progress import ProgressWriter
 from shardwise.net.restarts import SAVED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send some time before they kill."""
+"""Signals that schedulers send some time before they kill a job."""
 
 Save = Callable[[], Path]
 
 AGAIN = 1.0
-"""Seconds after which the same signal is a wish of its own, to end at once."""
+"""Seconds after which a second signal ends the process at once. Sooner, it is a duplicate: a
+launcher and a scheduler may both forward the same signal."""
 
 
 class Preemption:
-    """The signals to end a run: one `asked` this rank, one was `agreed` on by all; 0 for none."""
+    """Handles signals to end a run.
+
+    `asked` is the signal that this rank got, `agreed` the one that all ranks know; 0 for none.
+    """
 
     def __init__(self, progress: ProgressWriter, say: Callable[..., None]) -> None:
         self.asked = 0
@@ -46,43 +52,48 @@ class Preemption:
         self._ours: list[signal.Signals] = []
 
     def heed(self, ready: Callable[[], bool], save: Save) -> None:
-        """From now on call `save`, when `ready`, before this process ends of a signal.
+        """Call `save`, if `ready()`, before a signal ends this process.
 
-        Both are bound methods, held weakly; `save` is collective. Signals that the user's code
-        handles stay its own.
+        Both are bound methods, held weakly; `save` is collective. A signal that the user's code
+        handles keeps that handler.
         """
         self._savers.append((WeakMethod(ready), WeakMethod(save)))
-        # Python sets signal handlers in the main thread only.
+        # Python allows signal handlers to be set in the main thread only.
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._on_signal)
                 self._ours.append(number)
+        # The launcher then gives this process time to save before it kills.
         self._progress.saves_when_asked(saves=signal.SIGTERM in self._ours)
 
     def leave_out(self, save: Save) -> None:
-        """There is nothing for `save` to save any more."""
+        """Stop calling `save`: its engine is closed."""
         self._savers = [known for known in self._savers if known[1]() not in (None, save)]
         if not self._savers:
             self._progress.saves_when_asked(saves=False)
 
     def forget(self) -> None:
-        """Let signals be what they were; unless they have been heeded, and might come again."""
+        """Restore the default signal handlers.
+
+        Not if the run is ending because of a signal: a second one must not kill it in a save.
+        """
         while self._ours and not self.agreed:
             signal.signal(self._ours.pop(), signal.SIG_DFL)
 
     def before_batch(self, batch: object) -> None:
-        """A batch is about to be handed out: what is to be trained on waits for the next start."""
+        """Save and leave, if the ranks agreed to, in place of giving a training batch."""
         del batch
+        # An evaluation runs to its end: the save belongs before a training batch.
         if self.agreed and torch.is_grad_enabled():
             self.leave_between_steps()
 
     def leave_between_steps(self) -> None:
-        """Save and end the process with SAVED, if all know that they should. Collective then."""
+        """Save and exit with code SAVED, if all ranks have agreed to. Collective in that case."""
         if not self.agreed:
             return
-        # All or none: a checkpoint of one engine without the others is of no use on resume.
+        # All or none: a checkpoint of one engine without the others is useless for a resume.
         savers = [(r, s) for ready, save in self._savers if (r := ready()) and (s := save())]
         if savers and all(ready() for ready, _ in savers):
             self._leave([str(save()) for _, save in savers])
@@ -91,23 +102,23 @@ class Preemption:
         self._progress.ended()
         self._say(
             f"shardwise: {signal.Signals(self.agreed).name}: saved {' and '.join(paths)}, ending "
-            f"with exit code {SAVED}. The same command goes on from there.",
+            f"with exit code {SAVED}. The same command continues from there.",
             file=sys.stderr,
         )
         raise SystemExit(SAVED)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a DataLoader worker, which has inherited this
-            again = number == signal.SIGTERM
+        if os.getpid() != self._pid:  # a DataLoader worker, which inherited this handler
+            ends_now = number == signal.SIGTERM
         else:
-            again = self.asked == number and time.monotonic() - self._since > AGAIN
-            # An orphan, whose launcher has ended, must not delay the next start of the run. Without
-            # a saver there is nothing to wait for.
-            again = again or self._progress.is_orphan or not self._savers
-        if again:
-            # The default action, so that the exit code tells the signal.
+            ends_now = self.asked == number and time.monotonic() - self._since > AGAIN
+            # An orphan, whose launcher has ended, must not delay a restart of the run. Without a
+            # saver there is nothing to wait for.
+            ends_now = ends_now or self._progress.is_orphan or not self._savers
+        if ends_now:
+            # The default action, so that the exit code shows the signal.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif self.asked != number:
-            # Only noted: a save is collective, so it waits for the exchange of the next step.
+            # Only recorded: a save is collective, so it waits for the exchange of the next step.
             self.asked, self._since = number, time.monotonic()

@@ -1,7 +1,7 @@
-"""Makes runs repeatable: seeds are pure functions of what is drawn, and arithmetic has one order.
+"""Seeds, generator states and deterministic arithmetic, for runs that can be repeated.
 
-A seed is the hash of its coordinates (the run's seed, the engine, the step, the rank ...) to 32
-bits, since torch's CPU generator uses no more than 32 bits of what it is given.
+A seed is a 32-bit hash of its coordinates (the seed of the run, the engine, the step, the rank).
+torch's CPU generator uses only 32 bits of a seed.
 """
 
 import base64
@@ -22,15 +22,15 @@ from torch import Tensor
 
 
 def seed_from(*coordinates: int | str) -> int:
-    """A 32-bit seed (BLAKE2b) from `coordinates`; equal coordinates give equal seeds."""
-    # A separator that no coordinate has: ("a", "bc") and ("ab", "c") must differ. Not `hash`, which
-    # Python salts in every process.
+    """Return a 32-bit seed, the BLAKE2b hash of `coordinates`."""
+    # The separator occurs in no coordinate: ("a", "bc") and ("ab", "c") must differ. Not `hash`,
+    # which Python salts in every process.
     text = "\x1f".join(str(coordinate) for coordinate in coordinates)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (every device), numpy where it is loaded, and random."""
+    """Seed torch (every device), random, and numpy if it is imported."""
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:  # torch.manual_seed would record a stack trace for each device type that might appear
@@ -38,15 +38,15 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(seed % 2**32)  # numpy refuses larger ones
+        numpy.random.seed(seed % 2**32)  # numpy rejects larger seeds
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """torch's default generator for `device`, the CPU or an accelerator."""
+    """Return torch's default generator of `device`, the CPU or an accelerator."""
     if device.type == "cpu":
         return torch.default_generator
     module: Any = torch.get_device_module(device)
-    if device.type == "mps":  # one device, with a generator of its own kind
+    if device.type == "mps":  # one device, and another function for its generator
         return module._get_default_mps_generator()  # type: ignore[no-any-return]
     module.init()
     index = module.current_device() if device.index is None else device.index
@@ -55,7 +55,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 @dataclass(frozen=True)
 class GeneratorStates:
-    """Where the global generators are: those of torch (CPU, accelerator), numpy and random."""
+    """The states of the global generators of torch (CPU, accelerator), numpy and random."""
 
     cpu: Tensor
     gpu: Tensor | None
@@ -64,7 +64,7 @@ class GeneratorStates:
 
     @classmethod
     def now(cls, device: torch.device) -> "GeneratorStates":
-        """Those of this moment; of accelerators that of `device`, where it is one."""
+        """Return the current states, including `device` if it is an accelerator."""
         numpy: Any = sys.modules.get("numpy")
         return cls(
             torch.get_rng_state(),
@@ -74,7 +74,7 @@ class GeneratorStates:
         )
 
     def restore(self, device: torch.device) -> None:
-        """Let the generators of this process be there."""
+        """Set the generators of this process to these states."""
         torch.set_rng_state(self.cpu)
         if self.gpu is not None and device.type != "cpu":
             generator_of(device).set_state(self.gpu)
@@ -84,63 +84,69 @@ class GeneratorStates:
             numpy.random.set_state(self.numpy)
 
     def digest(self) -> int:
-        """32 bits that tell them from others."""
+        """Return a 32-bit checksum of the states."""
         version, words, gauss = self.python
-        told = 0
+        checksum = 0
         for state in (self.cpu, self.gpu):
             if state is not None:
-                told = zlib.crc32(ctypes.string_at(state.data_ptr(), state.numel()), told)
-        told = zlib.crc32(struct.pack(f"<{len(words)}I", *words), told)
+                checksum = zlib.crc32(ctypes.string_at(state.data_ptr(), state.numel()), checksum)
+        checksum = zlib.crc32(struct.pack(f"<{len(words)}I", *words), checksum)
         rest: list[Any] = [version, gauss]
         if self.numpy is not None:
             _, keys, *more = self.numpy
-            told, rest = zlib.crc32(keys.tobytes(), told), [*rest, *more]
-        return zlib.crc32(repr(rest).encode(), told)
+            checksum, rest = zlib.crc32(keys.tobytes(), checksum), [*rest, *more]
+        return zlib.crc32(repr(rest).encode(), checksum)
 
     def plain(self) -> dict[str, Any]:
-        """The same as JSON can say it."""
+        """Return the states as JSON values."""
         version, words, gauss = self.python
-        told: dict[str, Any] = {
-            "cpu": _text(self.cpu),
-            "python": [version, _packed(words), gauss],
+        plain: dict[str, Any] = {
+            "cpu": _encode_state(self.cpu),
+            "python": [version, _encode_words(words), gauss],
         }
         if self.gpu is not None:
-            told["gpu"] = _text(self.gpu)
+            plain["gpu"] = _encode_state(self.gpu)
         if self.numpy is not None:
             kind, keys, *rest = self.numpy
-            told["numpy"] = [kind, _packed(keys.tolist()), *rest]
-        return told
+            plain["numpy"] = [kind, _encode_words(keys.tolist()), *rest]
+        return plain
 
     @classmethod
-    def of_plain(cls, told: dict[str, Any]) -> "GeneratorStates":
-        """What `plain` told. Raises ValueError, KeyError or struct.error for anything else."""
-        version, words, gauss = told["python"]
+    def of_plain(cls, plain: dict[str, Any]) -> "GeneratorStates":
+        """Return the states from the result of `plain`.
+
+        Raises ValueError, KeyError or struct.error for anything else.
+        """
+        version, words, gauss = plain["python"]
         numpy: Any = sys.modules.get("numpy")
         keys = None
-        if numpy is not None and "numpy" in told:
-            kind, packed, *rest = told["numpy"]
-            keys = (kind, numpy.array(_unpacked(packed), dtype=numpy.uint32), *rest)
+        if numpy is not None and "numpy" in plain:
+            kind, encoded, *rest = plain["numpy"]
+            keys = (kind, numpy.array(_decode_words(encoded), dtype=numpy.uint32), *rest)
         return cls(
-            _tensor(told["cpu"]),
-            _tensor(told["gpu"]) if "gpu" in told else None,
-            (version, tuple(_unpacked(words)), gauss),
+            _decode_state(plain["cpu"]),
+            _decode_state(plain["gpu"]) if "gpu" in plain else None,
+            (version, tuple(_decode_words(words)), gauss),
             keys,
         )
 
 
-def _text(state: Tensor) -> str:
+# Base 85 takes 5 characters for 4 bytes; numbers in JSON would take up to 11.
+
+
+def _encode_state(state: Tensor) -> str:
     return base64.b85encode(bytes(state.tolist())).decode()
 
 
-def _tensor(text: str) -> Tensor:
+def _decode_state(text: str) -> Tensor:
     return torch.tensor(list(base64.b85decode(text)), dtype=torch.uint8)
 
 
-def _packed(words: Any) -> str:
+def _encode_words(words: Any) -> str:
     return base64.b85encode(struct.pack(f"<{len(words)}I", *words)).decode()
 
 
-def _unpacked(text: str) -> list[int]:
+def _decode_words(text: str) -> list[int]:
     data = base64.b85decode(text)
     return list(struct.unpack(f"<{len(data) // 4}I", data))
 
@@ -148,7 +154,7 @@ def _unpacked(text: str) -> list[int]:
 @contextmanager
 def preserved() -> Iterator[None]:
     """Restore the CPU generators of torch, numpy and random on leaving."""
-    # Without importing numpy: a script that does not use it should not pay for it.
+    # numpy is not imported here, so that a script without it does not pay for the import.
     numpy: Any = sys.modules.get("numpy")
     states = (torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
     try:
@@ -161,16 +167,15 @@ def preserved() -> Iterator[None]:
 
 
 def fix_arithmetic(device: torch.device) -> None:
-    """Let this process compute in one order, for good.
+    """Make arithmetic in this process deterministic, until it ends.
 
-    One thread, since kernels cut their work by the number of threads and sum accordingly. On a
-    GPU torch's deterministic algorithms, which raise where an operation has none.
+    On a GPU it uses torch's deterministic algorithms; an operation without one raises.
     """
+    # Kernels divide their sums by the number of threads, so another number gives other bits.
     torch.set_num_threads(1)
     if device.type != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is loaded
         torch.use_deterministic_algorithms(True)
-        # torch would fill new memory with NaN, to show reads of what was never written: a pass over
-        # every buffer.
+        # By default torch then fills new memory with NaN, which costs a pass over every buffer.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False

@@ -1,16 +1,19 @@
-"""StepLog records each step of a run for those who measure it; off unless `--record DIR` is given.
+"""The log of each step of a run, written with `--record DIR` for commands that measure runs.
 
-Each rank writes DIR/rank-N.jsonl, a line when something has happened:
+Each rank writes DIR/rank-N.jsonl, with a line per event:
 
     {"step": 12, "epoch": 0, "between": 0.001, "seconds": 0.04, "samples": 64, "loss": 1.93, ...}
     {"epoch": 0, "training": false, "means": {"accuracy": 0.81}}
 
-A step lasts from the moment its data is asked for to the end of engine.step, so that what lies
-`between` it and the step before (an evaluation, a checkpoint) is not of it; where nobody asks, in a
-loop by world.share, it lasts from the end of the step before, with all that lies between. `samples`
-are this rank's own, `loss` and `weight` those of all. Means are what a Metrics object computed. Of
-several engines the first counts: of trainings one after the other, each by an engine of its own,
-neither steps nor means of later ones are written.
+    seconds       from the request for a step's first batch until the end of engine.step. In a loop
+                  with world.share, which requests no batch, from the end of the previous step.
+    between       seconds between the previous step and that request: evaluation, checkpoints
+    samples       of this rank
+    loss, weight  of all ranks
+    means         results of a Metrics object
+
+Only steps of the first engine are written. If a script trains with one engine after another, the
+log has neither steps nor means of the later ones.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from shardwise.errors import ConfigError
 
 
 class StepOutcome(Protocol):
-    """What engine.step returns; reading it may wait for a device."""
+    """The result of engine.step. Reading a value may synchronise with the device."""
 
     @property
     def loss(self) -> float: ...
@@ -36,10 +39,10 @@ class StepOutcome(Protocol):
 
 
 class StepLog:
-    """The log of one rank; without a `folder` it writes nothing.
+    """The log of one rank. Without a `folder` it writes nothing.
 
-    After `stop_after` steps of this run it ends: every rank leaves with exit code 0. A rank whose
-    samples another one `counts` as well, since both have a part of one model, writes none.
+    After `stop_after` steps every rank exits with code 0. Of the ranks of one replica, which have
+    the same samples, only the one with `counts` writes their number; the others write 0.
     """
 
     def __init__(
@@ -52,62 +55,67 @@ class StepLog:
     ) -> None:
         self._file: TextIO | None = None
         if folder is not None:
-            self._file = _opened(folder, rank)
+            self._file = _open(folder, rank)
         self.ended = False
-        """Whether the run was ended here, maybe between the backward and the step of an engine."""
+        """True if `stop_after` ended the run, maybe between backward and step of another engine."""
         self._stop_after = stop_after
         self.counts = counts
         """Whether samples of this rank are written."""
         self._stepped: set[int] = set()  # engines that have stepped since the last pass began
-        self._made = 0  # steps of this run, which may have resumed at a later one
+        self._made = 0  # steps of this process; a resumed run starts its numbers later
         self._epoch = 0
         self._begin: float | None = None
-        self._samples = 0  # given to train on since the last step
-        self._left = False  # a pass ended with samples in hand that no step has trained on
-        self._last = time.perf_counter()
+        self._samples = 0  # given for training since the last step
+        self._left = False  # a pass ended with samples that no step has trained on
+        self._last = time.perf_counter()  # end of the previous step
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody wants to know."""
+        """True if steps are written or counted."""
         return self._file is not None or self._stop_after is not None
 
     def began(self) -> None:
-        """A pass over data to train on begins, and its first step is asked for."""
+        """Record that a pass over training data begins, and its first batch is requested."""
         self._stepped.clear()
+        # Nothing has trained on the samples of the last pass, so they do not belong to this step.
         if self._left:
             self._begin, self._samples, self._left = None, 0, False
         self.asked()
 
     def asked(self) -> None:
-        """The data of a step to train on is asked for."""
+        """Record that the first batch of a training step is requested."""
+        # Later micro-batches of the step do not restart the clock.
         if self._begin is None:
             self._begin = time.perf_counter()
 
     def given(self, samples: int, epoch: int | None = None) -> None:
-        """Samples to train on are handed out."""
+        """Record that samples for training are given."""
         self._samples += samples
         if epoch is not None:
             self._epoch = epoch
 
     def closed(self, *, in_hand: bool = False) -> None:
-        """A pass over the data has ended: what was asked for last did not come or, `in_hand`, it
-        was left with samples, which count if a step comes before the next pass."""
+        """Record that a pass has ended: the last request got no batch.
+
+        If the loop was left with samples `in_hand`, they count if a step follows before the next
+        pass.
+        """
         if not self._samples:
             self._begin = None
         elif in_hand:
             self._left = True
 
     def stepped(self, engine: int, steps: int, outcome: StepOutcome) -> None:
-        """Engine number `engine` has made its step number `steps`; of several the first counts.
+        """Record a completed step: number `steps` of engine number `engine`.
 
-        Raises SystemExit when the run is to end.
+        Raises SystemExit after `stop_after` steps.
         """
         self._stepped.add(engine)
         if engine or not self.is_on:
             return
         if self._file is not None:
             self._add(steps, outcome)
-        # All ranks make the same steps, so all of them leave here, in no collective.
+        # All ranks make the same steps, so all of them exit here, outside of any collective.
         self._made += 1
         if self._stop_after is not None and self._made >= self._stop_after:
             self.ended = True
@@ -117,6 +125,7 @@ class StepLog:
         now = time.perf_counter()
         begin = self._last if self._begin is None else self._begin
         self._write(
+            # From 0, like indices of a loop.
             step=steps - 1,
             epoch=self._epoch,
             between=begin - self._last if self._made else 0.0,
@@ -128,13 +137,14 @@ class StepLog:
         self._begin, self._samples, self._last, self._left = None, 0, now, False
 
     def measured(self, means: Mapping[str, float], *, training: bool) -> None:
-        """Means over all ranks, of what autograd recorded or of an evaluation."""
+        """Record means over all ranks, of training (autograd was on) or of an evaluation."""
+        # Only the first engine's training is measured.
         if self._stepped and 0 not in self._stepped:
             return  # another training, by a later engine
         self._write(epoch=self._epoch, training=training, means=dict(means))
 
     def close(self) -> None:
-        """The rank leaves; what comes later is not written."""
+        """Close the file; later events are not written."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -145,20 +155,20 @@ class StepLog:
         try:
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:
-            # A full disk must not end a training run: say so once and go on without the log.
+            # A full disk must not end a training run: warn once and continue without the log.
             name, self._file = self._file.name, None
-            line = f"shardwise: steps are recorded in {name} no more: {error.strerror or error}."
+            line = f"shardwise: no further steps are recorded in {name}: {error.strerror or error}."
             print(line, file=sys.stderr, flush=True)
 
 
-def _opened(folder: Path, rank: int) -> TextIO:
-    """The file of a rank, empty. Raises ConfigError where it cannot be written."""
+def _open(folder: Path, rank: int) -> TextIO:
+    """Open the file of a rank, empty. Raises ConfigError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # By lines: a rank that is killed leaves whole ones.
+        # Line buffering, so that a rank that is killed leaves complete lines.
         return (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
     except OSError as error:
         raise ConfigError(
-            f"--record {folder} cannot be written: {error.strerror or error}. Name a folder, which "
-            "is made where there is none."
+            f"--record {folder} cannot be written: {error.strerror or error}. Name a folder that "
+            "exists or can be created."
         ) from error

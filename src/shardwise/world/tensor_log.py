@@ -1,9 +1,9 @@
-"""What each step of a training computed, for `shardwise verify`: off unless it is asked for.
+"""Records of the results of each training step, for `shardwise verify`.
 
-Each rank writes a file per step, FOLDER/rank-R/engine-E-step-S.pt: loss, gradient norm, weight,
-learning rates, which samples it was given, what its models were fed, and of every tensor that it
-holds a part of a fingerprint (fingerprints.py), with the values themselves where they are asked
-for. Step 0 is what is there before the first step; step S is what step number S-1 left.
+Each rank writes a file per step, FOLDER/rank-R/engine-E-step-S.pt. It contains the loss, gradient
+norm, weight, learning rates, the samples and model inputs of this rank, and a fingerprint
+(layout/fingerprints.py) of its part of every tensor, with the values if they are wanted. Step 0 is
+the state before training; step S is the state after S steps.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from shardwise.layout import fingerprints
 from shardwise.layout.fingerprints import Fingerprint
 
 SMALL = 1 << 16
-"""Elements of a rank's tensors up to which all values are written where nothing else is said."""
+"""By default all values are written if a rank's tensors have at most this many elements."""
 
 WANTED = "wanted.json"
-"""A file in the folder that says of which tensors values are wanted: {"names": [...]}."""
+"""A file in the folder with the names of tensors whose values are wanted: {"names": [...]}."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some elements of a tensor, those from `offset` on; of `copies` of the tensor that the ranks
-    have, this is of number `copy`. `kind` is model, buffer, optimizer, average or attribute."""
+    """Consecutive elements of a tensor, from `offset` on.
+
+    If ranks have several copies of the tensor, `copy` is the number of this one. `kind` is model,
+    buffer, optimizer, average or attribute.
+    """
 
     kind: str
     name: str
@@ -44,8 +47,11 @@ class Part:
 
 @dataclass
 class FeedTotals:
-    """What the models of an engine were fed since the last step, alike however rows are cut: how
-    many elements, the sum of hashes of all of them, their sum and the sum of their squares."""
+    """Totals over the inputs of an engine's models since the last step.
+
+    They do not depend on how rows are divided among ranks: the number of elements, the sum of
+    their hashes, their sum and the sum of their squares.
+    """
 
     elements: int = 0
     hashes: int = 0
@@ -53,14 +59,14 @@ class FeedTotals:
     rows: int = 0
 
     def add(self, nest: Any) -> None:
-        """Count the tensors of a batch, in any nest; of sparse ones the rows alone."""
+        """Add the tensors of a nested batch; of sparse tensors only the number of rows."""
         tensors = [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
         for value in filter(fingerprints.can_be_taken, tensors):
             value = value.detach()
             if value.is_complex():
                 value = torch.view_as_real(value)
             if value.dtype in (torch.float16, torch.bfloat16, torch.float64):
-                # Hashes are of what the data says, in whatever precision the model takes it.
+                # The hash must not depend on the precision of the model's inputs.
                 hashed = value.float()
             else:
                 hashed = value
@@ -73,7 +79,7 @@ class FeedTotals:
 
 
 class TensorLog:
-    """The writer of one rank. Raises ConfigError where `folder` cannot be written."""
+    """The writer of one rank. Raises ConfigError if `folder` cannot be written."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder / f"rank-{rank}"
@@ -82,18 +88,18 @@ class TensorLog:
         except OSError as error:
             raise ConfigError(
                 f"--record-tensors {folder} cannot be written: {error.strerror or error}. Name a "
-                "folder, which is made where there is none."
+                "folder that exists or can be created."
             ) from error
         wanted = folder / WANTED
         self._wanted: set[str] | None = None
+        # `verify` writes it for a second run, after the fingerprints have shown where to look.
         if wanted.exists():
             self._wanted = set(json.loads(wanted.read_text())["names"])
 
     def write(
         self, engine: int, step: int, figures: Mapping[str, Any], parts: Iterable[Part]
     ) -> None:
-        """Write step number `step` of an engine: its `figures`, and what this rank has of all
-        tensors."""
+        """Write step number `step` of an engine: `figures`, and this rank's parts of tensors."""
         parts = list(parts)
         small = sum(part.values.numel() for part in parts) <= SMALL
         tensors: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -101,38 +107,30 @@ class TensorLog:
             key = part.kind, part.name, part.copy
             entry = tensors.setdefault(key, {"print": fingerprints.nothing(), "values": []})
             entry["print"] += fingerprints.of(part.values, part.offset)
+            # Without a list, all values of a small model are written, which saves `verify` a second
+            # run.
             if small if self._wanted is None else part.name in self._wanted:
                 values = part.values.detach().reshape(-1).cpu().clone()
                 entry["values"].append((part.offset, values))
         rows = [
             {"kind": kind, "name": name, "copy": copy, "values": entry["values"]}
-            | _spelled(entry["print"])
+            | vars(entry["print"])
             for (kind, name, copy), entry in tensors.items()
         ]
         path = self._folder / f"engine-{engine}-step-{step}.pt"
-        # Written aside, then renamed: `verify` counts the steps of a run by these files, and must
-        # see whole ones only.
+        # Written under another name and renamed, because `verify` counts the steps of a run by
+        # these files, and must see complete ones only.
         torch.save({**figures, "tensors": rows}, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
 
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Write facts that are not of a step, as JSON, under a `name` of their own."""
+        """Write facts that belong to no step, as `name`.json."""
         text = json.dumps(facts)
         path = self._folder / f"{name}.json"
         path.with_suffix(".part").write_text(text)
         os.replace(path.with_suffix(".part"), path)
 
 
-def _spelled(found: Fingerprint) -> dict[str, Any]:
-    return {
-        "numel": found.numel,
-        "bits": found.bits,
-        "placed": found.placed,
-        "sketch": found.sketch,
-        "largest": found.largest,
-    }
-
-
 def read_fingerprint(row: Mapping[str, Any]) -> Fingerprint:
-    """The fingerprint that stands in a row of a file."""
+    """Return the fingerprint in a row of a file."""
     return Fingerprint(row["numel"], row["bits"], row["placed"], row["sketch"], row["largest"])

@@ -1,4 +1,4 @@
-"""Starts and stops the timeline of this process: which file, whose clock."""
+"""Starts and stops the timeline of this process: its file, and the clock of its times."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from shardwise.timeline.recorder import TimelineEvent, TimelineRecorder
 from shardwise.watch.status_server import StatusServer
 
 MEASURED_EVERY = 30.0
-"""Seconds between two looks at rank 0's clock: quartz drifts by some 10 microseconds a second."""
+"""Seconds between two readings of rank 0's clock. Quartz drifts by some 10 us per second."""
 
 HELD = 200_000
-"""Notes that are held at most until rank 0's clock is known: some 50 MB."""
+"""Most events to hold until rank 0's clock is known: some 50 MB."""
 
 AT_ONCE = 32
-"""Notes that are written down in one go: a tenth of a millisecond."""
+"""Events that are encoded without a pause: a tenth of a millisecond."""
 
 
 def start(path: Path, status_server: StatusServer) -> None:
-    """Record into `path`, on a host that is not rank 0's into one beside it with the host's name.
+    """Record into `path`; on other hosts than rank 0's into a file with the host's name added.
 
-    Raises ConfigError where the file cannot be written.
+    Raises ConfigError if the file cannot be written.
     """
+    # One recording per process: starting another one ends the first.
     stop()
     at_home = status_server.shares_host(0)
     host = socket.gethostname()
+    # A shared folder must not have two hosts writing one file.
     path = path if at_home else sibling(path, host)
     encoder = Encoder(status_server.rank, host)
     try:
-        # Absolute: the script may change its working directory later.
+        # Absolute, because the script may change its working directory later.
         began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         about: dict[str, object] = {"ranks": status_server.size, "began": began}
         file = TimelineFile(path.resolve(), status_server.run, status_server.rank, about)
@@ -48,14 +50,14 @@ def start(path: Path, status_server: StatusServer) -> None:
     def say_why(error: Exception) -> None:
         why = getattr(error, "strerror", None) or error
         rank = status_server.rank
-        line = f"shardwise: rank {rank} records no timeline in {path} any more: {why}."
+        line = f"shardwise: rank {rank} has stopped recording a timeline in {path}: {why}."
         print(line, file=sys.stderr, flush=True)
 
     recorder.start(TimelineRecorder(sink, say_why))
 
 
 def stop() -> None:
-    """Write what is left, and record no longer; harmless where nothing is recorded."""
+    """Write the remaining events and stop recording; does nothing if nothing is recorded."""
     running = recorder.active
     if running is not None:
         recorder.stop(running)
@@ -63,21 +65,22 @@ def stop() -> None:
 
 
 def where(path: Path, status_server: StatusServer) -> str:
-    """What a user is told of it, in one line."""
+    """Return the line that shows the user the path of the timeline."""
     line = f"timeline in {path}: open it in ui.perfetto.dev, or shardwise timeline {path}"
     if status_server.hosts > 1:
         line += (
-            f"; each other host writes {sibling(path, 'HOST')}, and shardwise timeline with the "
-            "files of all, and --merge WHOLE.json, makes one of them"
+            f"; each other host writes {sibling(path, 'HOST')}: shardwise timeline FILES --merge "
+            "WHOLE.json combines them"
         )
     return line
 
 
 class _ToFile:
-    """Notes and memory in use, as lines of a file in rank 0's time.
+    """Writes events and memory in use into a file, in the time of rank 0's clock.
 
-    `distant` is asked for rank 0's clock, None where it is the clock of this host. Until it has
-    answered, notes are held: times of this host would be in order with nobody's.
+    `distant` asks for rank 0's clock; None if rank 0 is on this host and the clock is the same.
+    Until the clock is known, events are held, because their times could not be compared with times
+    of other hosts.
     """
 
     def __init__(self, file: TimelineFile, encoder: Encoder, distant: StatusServer | None) -> None:
@@ -91,9 +94,10 @@ class _ToFile:
         encoder.ahead = self._ahead or 0
 
     def write(self, notes: list[TimelineEvent]) -> None:
-        """Write them, and how much memory is in use. Raises OSError."""
+        """Write events, and the memory in use. Raises OSError."""
         first = self._ahead is None
         self._measure()
+        # Events from before the clock was known are written first.
         self._held += notes
         if self._ahead is None:
             if len(self._held) > HELD:
@@ -105,21 +109,23 @@ class _ToFile:
         lines: list[str] = []
         for number, note in enumerate(notes):
             lines += self._encoder.lines([note])
-            if note.row is Row.STEPS:  # in between, what stands inside another would stick out
+            # A new clock offset applies from the end of a step: inside one, an event could
+            # otherwise end after the event that contains it.
+            if note.row is Row.STEPS:
                 self._encoder.ahead = self._ahead
             if number % AT_ONCE == 0:
-                time.sleep(0)  # the interpreter is for the thread that trains
+                time.sleep(0)  # yield the interpreter lock to the training thread
         lines.append(self._encoder.counter(time.monotonic_ns(), memory_in_use()))
         self._file.write(lines)
 
     def close(self) -> None:
-        """Let the file be, whole. Raises OSError, also where notes are held to the end."""
+        """Close the file. Raises OSError, also if events were held until the end."""
         self._file.close()
         if self._held:
             raise _unanswered()
 
     def _measure(self) -> None:
-        """Look at rank 0's clock: until it was seen once at every write, then now and then."""
+        """Read rank 0's clock: at each write until it is known, then every MEASURED_EVERY."""
         now = time.monotonic()
         if self._distant is None:
             return
@@ -127,9 +133,10 @@ class _ToFile:
             return
         self._measured = now
         found = self._distant.clock_offset(0, "monotonic")
+        # If rank 0 does not answer, keep the last offset.
         if found is not None:
             self._ahead = found.ns
 
 
 def _unanswered() -> OSError:
-    return TimeoutError("rank 0 has not answered what its clock shows, whose time is in the file")
+    return TimeoutError("rank 0 did not answer with its clock, which the times in the file need")

@@ -1,4 +1,4 @@
-"""Holds the state of the run in one process: its rank, its groups, and what all ranks agree on."""
+"""The run as one process sees it: its rank, its groups of ranks, and values shared by all ranks."""
 
 from __future__ import annotations
 
@@ -40,18 +40,33 @@ _current: World | None = None
 
 
 class World(BatchRows, HintsAtAttributes):
-    """The group of ranks that trains together; made by `shardwise.init`.
+    """The ranks that train together, and this process's place among them.
 
-    Attributes: `rank`, `size`, `local_rank`, `local_size`, `device` (torch.device), `is_main`
-    (rank 0), `seed`, `launcher`, `settings`.
+    `shardwise.init` creates it, and `shardwise.world()` returns it.
 
-    With tensor or pipeline parallelism, several ranks make one replica of the model:
-    `data_rank` of `data_size` says which replica this rank is of, and so which part of the data it
-    gets; `tensor_rank` of `tensor_size` which part of every split layer it has, `pipeline_rank` of
-    `pipeline_size` which layers.
+    Attributes:
+        rank: Number of this rank, from 0.
+        size: Number of ranks (world size).
+        local_rank: Number of this rank on its host.
+        local_size: Number of ranks on this host.
+        device: The `torch.device` that this rank computes on.
+        is_main: True on one rank, the one that prints: rank 0.
+        host: Name of this host.
+        seed: Seed of the run.
+        launcher: What started the ranks, such as `"shardwise"` or `"torchrun"`.
+        settings: The resolved `Settings` of the run.
 
-    With `--islands` several replicas make an island, whose ranks make steps of their own:
-    `island_rank` of `island_count` says which one this rank is of.
+    With tensor or pipeline parallelism, several ranks form one replica of the model. `data_rank` of
+    `data_size` is the number of the replica, and so of the part of the data that this rank gets;
+    `tensor_rank` of `tensor_size` is its part of every split layer; `pipeline_rank` of
+    `pipeline_size` is its stage. With `--islands`, `island_rank` of `island_count` is its island, a
+    group of ranks that step together.
+
+    Example:
+        >>> import shardwise as sw
+        >>> world = sw.init(seed=0)
+        >>> world.print(f"{world.size} worker(s)")
+        1 worker(s)
     """
 
     def __init__(
@@ -68,28 +83,28 @@ class World(BatchRows, HintsAtAttributes):
         self.local_size = identity.local_size
         self.launcher = identity.launcher
         self.device = device
+        # With elastic islands this can change: the first remaining rank takes over.
         self.is_main = group.leads
         self.host = socket.gethostname()
         self.seed = 0
         self.seed_source = "not given"
-        """Where the seed comes from, in words."""
+        """Source of the seed, in words: a flag, a variable, the script."""
         self.settings = config.Settings()
         self.collectives = group
         self.mesh = Mesh(identity.size)
         self.data = group
-        """The data-parallel ranks: those with the same part of the other replicas, in this island
-        where there are several."""
+        """Data-parallel ranks: those with the same part of the model in each replica of this
+        island."""
         self.tensor: Collectives = Solo()
-        """The tensor-parallel ranks: those of this replica that have parts of the same layers."""
+        """Tensor-parallel ranks: the ranks of this replica with parts of the same layers."""
         self.pipeline: Collectives = Solo()
-        """The pipeline-parallel ranks: those of this replica that have other layers, in order."""
+        """Pipeline-parallel ranks: one per stage of this replica, in the order of stages."""
         self.stage = group
-        """The ranks of all replicas that have these layers: all, where all have all; in this
-        island where there are several."""
+        """All ranks of this island that have layers of the same stage."""
         self.step_group = group
-        """The ranks that make steps together: all, or those of this island."""
+        """Ranks that step together: all, or the ranks of this island."""
         self.peers: Collectives = Solo()
-        """The ranks of equal place in all islands, in the order of these."""
+        """Ranks with the same place in each island, in the order of islands."""
         self.current_batch = CurrentBatch()
         self.progress = progress or ProgressWriter({})
         self.preemption = Preemption(self.progress, self.print)
@@ -99,46 +114,51 @@ class World(BatchRows, HintsAtAttributes):
         self.calls = CommonCalls()
         self.step_log = StepLog(None, self.rank)
         self.engines = 0
-        self.stepped_last = -1
-        """The number of the engine whose step came last."""
+        self.last_stepped_engine = -1
+        """Number of the engine that stepped last; -1 before the first step."""
         self.steps_made = 0
-        """How many steps the engines of this process have made, all together."""
+        """Number of steps of all engines of this process together."""
         self.unstepped = UnsteppedBackwards()
         self.without_engine: StepsWithoutEngine | None = None
         self.watchdog: Watchdog | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._former_groups: list[Collectives] = []
-        """Those of a mesh before this one."""
+        """Groups of earlier meshes, closed at the end."""
         self.keywords = dict(keywords or {})
-        """The settings that the script gave."""
-        self._said: set[str] = set()
-        self._told_stand_in = False
-        group.watch_members(self._members_changed)
+        """Settings passed by the script."""
+        self._printed: set[str] = set()
+        self._warned_of_stand_in = False
+        group.watch_members(self._update_main)
 
     @cached_property
     def side_channel(self) -> Collectives:
-        """The ranks of `data` over channels of their own, for collectives inside forward and
-        backward, whose order against those of the engines may differ. Made at first use, by all
-        ranks."""
+        """The ranks of `data` over separate channels, for collectives inside forward and backward.
+
+        Their order relative to the engines' collectives may differ between ranks, so they must
+        not share channels. Created at first use, by all ranks.
+        """
         return self.data.second_group()
 
     @cached_property
     def gather_order(self) -> GatherOrder:
-        """The order in which units of all engines are gathered, and BatchNorms exchange."""
+        """The common order of the collectives inside forwards: gathers of units, BatchNorm."""
         return GatherOrder(self.data.size, lambda: self.side_channel)
 
-    def _members_changed(self) -> None:
-        """Another rank may speak for the run once ranks have left or come back."""
+    def _update_main(self) -> None:
+        # With elastic islands rank 0 may leave, and another rank then prints in its place.
         self.is_main = self.collectives.leads
 
     def cut(self, mesh: Mesh) -> None:
-        """Take a place in `mesh`. Collective where it has more than the data axis."""
+        """Take this rank's place in `mesh`. Collective if it has more than the data axis."""
         self.mesh, whole = mesh, self.collectives
         self._former_groups += self._groups_of_axes()
-        vars(self).pop("gather_order", None)  # it is of the data-parallel ranks before
+        # These cached properties belong to the former data-parallel ranks.
+        vars(self).pop("gather_order", None)
         vars(self).pop("side_channel", None)
+        # Every rank makes these calls in this order: a split is a collective of all ranks.
         self.step_group = self.data = self.stage = whole
         self.tensor, self.pipeline, self.peers = Solo(), Solo(), Solo()
+        # Data-parallel groups are inside islands; replicas of several ranks split them below.
         if mesh.islands > 1:
             self.step_group = self.data = self.stage = whole.split(mesh.island_groups)
             self.peers = whole.split(mesh.peer_groups)
@@ -150,73 +170,81 @@ class World(BatchRows, HintsAtAttributes):
             self.stage = whole.split(mesh.stage_groups)
 
     def _groups_of_axes(self) -> list[Collectives]:
-        """The groups that were split off for the axes, the side channel first."""
+        """Return the groups that were split off for the axes, the side channel first."""
         side = vars(self).get("side_channel", self.data)
-        cut = (self.data, self.tensor, self.pipeline, self.stage, self.step_group, self.peers)
-        made = dict.fromkeys((side, *cut))
-        return [group for group in made if group is not self.collectives]
+        axes = (self.data, self.tensor, self.pipeline, self.stage, self.step_group, self.peers)
+        groups = dict.fromkeys((side, *axes))
+        return [group for group in groups if group is not self.collectives]
 
     @property
     def groups_apart(self) -> int:
-        """How many groups of ranks make updates of their own; 1 if all make the same."""
+        """Number of groups of ranks that update independently of each other; 1 without islands."""
         return self.mesh.islands if self.settings.behind is None else 1
 
     @property
     def island_rank(self) -> int:
-        """Which island this rank is of."""
+        """Number of this rank's island, from 0."""
         return self.mesh.island_of(self.rank)
 
     @property
     def island_count(self) -> int:
-        """How many islands there are; 1 where all ranks make steps together."""
+        """Number of islands; 1 if all ranks step together."""
         return self.mesh.islands
 
     @property
     def data_rank(self) -> int:
-        """Which replica of the model this rank is of."""
+        """Number of this rank's replica of the model, from 0."""
         return self.mesh.data_of(self.rank)
 
     @property
     def data_size(self) -> int:
-        """How many replicas there are."""
+        """Number of replicas of the model."""
         return self.size // self.mesh.replica
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of every split layer this rank has."""
+        """Number of the part of every split layer that this rank has, from 0."""
         return self.mesh.tensor_of(self.rank)
 
     @property
     def tensor_size(self) -> int:
-        """Over how many ranks each layer is split."""
+        """Number of ranks that split each layer."""
         return self.mesh.tensor
 
     @property
     def pipeline_rank(self) -> int:
-        """Which pipeline stage this rank has."""
+        """Number of this rank's pipeline stage, from 0."""
         return self.mesh.stage_of(self.rank)
 
     @property
     def pipeline_size(self) -> int:
-        """How many pipeline stages there are."""
+        """Number of pipeline stages."""
         return self.mesh.pipeline
 
     @property
     def counts(self) -> bool:
-        """Whether this rank speaks for its replica, all of which have the same batches."""
+        """True on the rank of each replica that counts samples; the others have the same ones."""
         return self.rank % self.mesh.replica == 0
 
     def _check_inside(self, call: str) -> None:
-        """Raise UsageError for a `call` over all ranks in an elastic island that is not back yet:
-        the others would not come."""
+        """Raise UsageError for a collective `call` in an elastic island that has not rejoined."""
         if self.collectives.is_outside:
             raise UsageError(
-                f"{call} before engine.resume(folder), in an island that comes back: the others go "
-                "on without it until then, and would not come. Call it after."
+                f"{call} before engine.resume(folder), in an island that rejoins the run: the "
+                "other islands do not wait for it until it has resumed. Call it after "
+                "engine.resume."
             )
 
     def any(self, flag: bool | Tensor) -> bool:
-        """Whether `flag` holds on any rank; for stopping early on all of them alike."""
+        """Return True on every rank if `flag` is true on any rank. Collective.
+
+        Args:
+            flag: A bool or a tensor with one element.
+
+        Example:
+            if world.any(loss.item() > 1e3):
+                break  # on all ranks in the same step
+        """
         self.current_batch.check_even("world.any")
         self._check_inside("world.any")
         row = torch.tensor([float(bool(flag))], device=self.collectives.small_device)
@@ -224,7 +252,14 @@ class World(BatchRows, HintsAtAttributes):
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on rank 0 before the others (a download, a cache to fill)."""
+        """Run the block on rank 0 first, then on the other ranks (to download or fill a cache).
+
+        Collective.
+
+        Example:
+            with world.main_first():
+                dataset = download("data")
+        """
         if not self.is_main:
             self.barrier()
         try:
@@ -234,43 +269,66 @@ class World(BatchRows, HintsAtAttributes):
                 self.barrier()
 
     def barrier(self) -> None:
-        """Return when every rank has come."""
+        """Wait until every rank has called this."""
         self.current_batch.check_even("world.barrier")
         self.collectives.barrier()
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
-        """Rank `source`'s `value` (picklable), on every rank."""
+        """Return the `value` of rank `source` on every rank. Collective.
+
+        Args:
+            value: Anything picklable; ignored on the other ranks.
+            source: The rank that sends. Default: 0.
+
+        Raises:
+            UsageError: There is no such rank, or its elastic island has ended.
+
+        Example:
+            name = world.broadcast_object(make_run_name() if world.is_main else None)
+        """
         self.current_batch.check_even("world.broadcast_object")
         self._check_inside("world.broadcast_object")
 
-        def given() -> T:
-            mine = self.is_main if source == 0 else self.rank == source
+        def receive() -> T:
+            sends = self.is_main if source == 0 else self.rank == source
             gathered: list[tuple[T] | None]
-            gathered = self.collectives.gather_objects((value,) if mine else None)
-            for held in gathered:
-                if held is not None:
-                    return held[0]
+            # A tuple, because the value itself may be None.
+            gathered = self.collectives.gather_objects((value,) if sends else None)
+            for sent in gathered:
+                if sent is not None:
+                    return sent[0]
             raise UsageError(
-                f"world.broadcast_object(source={source}) has nothing to give: there is no such "
-                "rank, or its elastic island has ended. Broadcast from rank 0, whose place the "
-                "first of the others takes."
+                f"world.broadcast_object(source={source}): there is no such rank, or its elastic "
+                "island has ended. Broadcast from rank 0: if its island ends, the first remaining "
+                "rank takes its place."
             )
 
-        return self.collectives.steadily(given)
+        return self.collectives.steadily(receive)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value` (picklable), in rank order, on every rank."""
+        """Return the `value` (picklable) of every rank, in rank order, on every rank. Collective.
+
+        Example:
+            hosts = world.gather(world.host)
+        """
         self.current_batch.check_even("world.gather")
         self._check_inside("world.gather")
-        self._tell_stand_in("world.gather")
+        self._warn_of_stand_in("world.gather")
         return self.collectives.gather_objects(value)
 
     def sum(self, value: Tensor, groups: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """`value` (any shape, alike on all ranks) summed over all ranks, or over groups of them.
+        """Return the sum of a tensor over all ranks, or over groups of ranks. Collective.
 
-        With `groups`, disjoint lists of ranks, each rank gets its own group's sum; a rank in no
-        group keeps its value. Raises UsageError for a rank that is listed twice, and for a value
-        that is not a tensor.
+        Args:
+            value: Tensor of any shape, the same shape and dtype on all ranks. It is not changed.
+            groups: Disjoint lists of ranks: each rank gets the sum of its group, and a rank in no
+                group its own value. Default: all ranks.
+
+        Raises:
+            UsageError: `value` is no tensor, or a rank is listed twice.
+
+        Example:
+            total = world.sum(torch.tensor(correct)).item()
         """
         if not isinstance(value, Tensor):
             raise UsageError(
@@ -279,93 +337,103 @@ class World(BatchRows, HintsAtAttributes):
             )
         self.current_batch.check_even("world.sum")
         self._check_inside("world.sum")
-        self._tell_stand_in("world.sum")
+        self._warn_of_stand_in("world.sum")
         group = self.collectives
         if groups is not None:
             key = tuple(tuple(members) for members in groups)
+            # A split is collective and allocates channels, so keep the group for the next call.
             if key not in self._groups:
                 self._groups[key] = group.split(groups)
             group = self._groups[key]
+        # A contiguous copy: all_reduce works in place, on a flat view.
         total = value.detach().clone(memory_format=torch.contiguous_format)
-        if value.device.type == "cpu":  # NCCL moves only what is on a GPU
+        if value.device.type == "cpu":  # NCCL only sends tensors on a GPU
             total = total.to(group.small_device)
         group.all_reduce(total.view(-1)).wait()
-        if groups is None and group.comes_and_goes and group.size < self.size:
+        # Checked after the collective, which has updated the size on all ranks.
+        if groups is None and group.has_changing_ranks and group.size < self.size:
             raise UsageError(
-                f"world.sum over {group.size} of {self.size} workers, since an elastic island is "
-                "away: divided by world.size it would be wrong. Use sw.Metrics, or world.gather, "
-                "which gives as many values as there are workers."
+                f"world.sum over {group.size} of {self.size} workers, because an elastic island "
+                "has left: divided by world.size, the sum would be wrong. Use sw.Metrics, or "
+                "world.gather, which returns one value per remaining worker."
             )
         return total.to(value.device)
 
     def print(self, *values: Any, **options: Any) -> None:
-        """`print`, on rank 0 alone."""
+        """Call `print` on rank 0 only, and flush."""
         if self.is_main:
             print(*values, **{"flush": True} | options)
 
-    def _tell_stand_in(self, call: str) -> None:
-        """Say once that sums by hand count stand-ins, where the script itself makes one after this
-        rank was given a stand-in, and has not looked at `rows`."""
+    def _warn_of_stand_in(self, call: str) -> None:
+        """Warn once if the script itself sums or gathers after this rank got a stand-in.
+
+        A script that has read `world.rows` afterwards handles stand-ins, and gets no warning.
+        """
+        # Bridges and Metrics also call `sum` and `gather`, and handle stand-ins themselves.
         caller = sys._getframe(2)
         ours = caller.f_globals.get("__name__", "").startswith("shardwise.")
-        if ours or self.current_batch.stand_in is None or self._told_stand_in:
+        if ours or self.current_batch.stand_in is None or self._warned_of_stand_in:
             return
-        self._told_stand_in = True
+        self._warned_of_stand_in = True
         whole = " (world.gather_rows joins rows)" if call == "world.gather" else ""
         self.say_once(
             f"{call} ({process_status.users_line(caller)}) after {self.current_batch.stand_in} "
-            "gave this worker a stand-in, since a batch had fewer rows than there are workers: "
-            "where it takes rows together, it takes that one too. Of a batch, world.rows rows are "
-            f"this worker's, 0 of a stand-in: write scores[: world.rows]{whole}; or use "
-            "sw.Metrics, which leaves stand-ins out."
+            "gave this worker a stand-in, because a batch had fewer rows than there are workers. "
+            "If the call combines rows, it counts the stand-in too. world.rows is the number of "
+            f"rows that count, 0 for a stand-in: write scores[: world.rows]{whole}; or use "
+            "sw.Metrics, which ignores stand-ins."
         )
 
     def expect_no_engine(self) -> None:
-        """Do not warn of steps by hand: there is an engine, or another way to train."""
+        """Stop warning of steps without an engine: there is one, or the script trains otherwise."""
         if self.without_engine is not None:
             self.without_engine.forget()
 
     def settle(self, **keywords: Any) -> config.Settings:
-        """Resolve the settings of this run; says once what overrides a script's keywords."""
+        """Resolve the settings of this run, and print once what overrides the script's keywords."""
         settings, overrides = config.load(self.keywords | keywords)
         for line in overrides:
             self.say_once(line)
         return settings
 
     def add_keywords(self, keywords: Mapping[str, Any]) -> config.Settings:
-        """Resolve the settings of this run with `keywords` beside those of `shardwise.init`, and
-        keep both for the engines to come."""
+        """Add `keywords` to the keywords of `shardwise.init`, for the run and for later engines."""
         self.keywords |= keywords
         self.settings = self.settle()
         return self.settings
 
     def settle_engine(self, keywords: dict[str, Any]) -> config.Settings:
-        """Resolve the settings of an engine with its `keywords`.
+        """Return the settings of an engine with these `keywords`.
 
-        Raises ConfigError for a flag that has no effect on it; of other settings this says so.
+        Raises ConfigError for a flag that has no effect on it. For other sources of such a setting
+        it prints a line.
         """
         settings = self.settle(**keywords)
+        # A setting without effect is an error as a flag, and only a line in a file or a variable,
+        # which other runs share.
         found = config.sources(os.environ, self.keywords | keywords)
         for line in config.idle(found, settings, config.OF_AN_ENGINE):
             self.say_once(line)
         return settings
 
     def say_once(self, line: str) -> None:
-        """Print a line on stderr, on rank 0 alone, unless it was printed before."""
-        if line not in self._said:
-            self._said.add(line)
+        """Print a line on stderr, on rank 0 only, unless it was printed before."""
+        if line not in self._printed:
+            self._printed.add(line)
             self.print(f"shardwise: {line}", file=sys.stderr)
 
     def close(self) -> None:
-        """Close what this rank shares with the others; `leave` does it."""
+        """Close the groups, logs and servers of this rank. `leave` calls it."""
         if self.is_main and not self.step_log.ended:
+            # Not after `--stop-after`, which may end the run between a backward and its step.
             self.unstepped.warn()
+        # From here on a signal ends the process as usual: there is nothing left to save.
         self.preemption.forget()
         self.step_log.close()
         self.expect_no_engine()
         if self.watchdog is not None:
             self.watchdog.close()
-        # Groups that were split off first: the whole group carries the memory that they use.
+        # Split groups first, because they use the memory of the whole group.
         for group in dict.fromkeys([*self._groups_of_axes(), *self._former_groups]):
             group.close()
         self.collectives.close()
@@ -374,9 +442,14 @@ class World(BatchRows, HintsAtAttributes):
 
 
 def current() -> World:
-    """Return the world of this process. Raises UsageError before `shardwise.init`."""
+    """Return the world of this process.
+
+    Raises:
+        UsageError: `shardwise.init` was not called.
+    """
     if _current is None:
-        error_file.watch_exceptions()  # nothing has done so before `init`
+        # `init` sets this up; without it the launcher would not learn of this exception.
+        error_file.watch_exceptions()
         raise UsageError("Call world = shardwise.init() first, at the top of the script.")
     return _current
 
@@ -387,17 +460,28 @@ def has_joined() -> bool:
 
 
 def start_timeline(path: str | os.PathLike[str]) -> None:
-    """Record where time goes into `path`, Chrome's trace JSON, from now on.
+    """Start recording a timeline into `path`, in Chrome's trace JSON format.
 
-    For the ranks that call it; those of one host write one file, which may be opened at any moment.
-    What is being recorded into another file ends there. In a file that this run has written before
-    it goes on; one of an earlier run is replaced. Raises ConfigError where it cannot be written.
+    Each rank that calls it is recorded. The ranks of one host write into one file, which can be
+    opened at any time. A recording into another file stops. A file of this run is continued, and a
+    file of an earlier run is replaced.
+
+    Args:
+        path: File to write, such as "timeline.json".
+
+    Raises:
+        ConfigError: The file cannot be written, or the run has elastic islands.
+
+    Example:
+        sw.start_timeline("timeline.json")
+        train(steps=20)
+        sw.stop_timeline()
     """
     world = current()
-    if world.collectives.comes_and_goes:
+    if world.collectives.has_changing_ranks:
         raise ConfigError(
-            f"--timeline {path} and --elastic-islands cannot be had together: an island that is "
-            "back would begin the file anew. Leave one of them out."
+            f"--timeline {path} cannot be combined with --elastic-islands: an island that rejoins "
+            "would overwrite the file. Remove one of the two."
         )
     timeline_control.start(Path(path), world.collectives.status_server)
     if world.is_main and not world.settings.quiet:
@@ -406,25 +490,25 @@ def start_timeline(path: str | os.PathLike[str]) -> None:
 
 
 def stop_timeline() -> None:
-    """Write what is left of the timeline, and record no longer; harmless where none is."""
+    """Stop recording the timeline and write its end; does nothing if none is being recorded."""
     timeline_control.stop()
 
 
 def set_current(world: World) -> None:
-    """Make `world` the one of this process, until it ends or `leave` is called."""
+    """Make `world` the world of this process, until the process ends or `leave` is called."""
     global _current
     exit_handlers.register(leave)
     _current = world
 
 
 def refuse_second() -> None:
-    """Raise UsageError where this process has a world already."""
+    """Raise UsageError if this process already has a world."""
     if _current is not None:
         raise UsageError("shardwise.init was called twice; call it once, at the top of the script.")
 
 
 def leave() -> None:
-    """Leave the group, as a process does at its end, and tests that join again."""
+    """Leave the run and close its world. Called when the process ends, and by tests to rejoin."""
     global _current
     world, _current = _current, None
     timeline_control.stop()
@@ -434,19 +518,21 @@ def leave() -> None:
 
 
 def count_groups(settings: config.Settings, group: Collectives) -> int:
-    """Return how many islands the ranks of `group` form. Collective if that is one per host.
+    """Return the number of islands that the ranks of `group` form.
 
-    Raises ConfigError if hosts cannot be islands.
+    Collective with `--islands host`. Raises ConfigError if hosts cannot be islands.
     """
     if isinstance(settings.islands, int):
         return settings.islands
+    # Host names may be equal in containers, so prefer a key of the machine.
     hosts = ranks_by_host(group.gather_plain(host_key() or socket.gethostname()))
+    # An island consists of neighbouring ranks (mesh.py).
     in_a_row = all(ranks[-1] - ranks[0] == len(ranks) - 1 for ranks in hosts)
     if len({len(ranks) for ranks in hosts}) > 1 or not in_a_row:
         counts = ", ".join(str(len(ranks)) for ranks in hosts)
         raise ConfigError(
-            f"--islands host needs as many workers on every host, numbered host by host; these "
-            f"have {counts}{'' if in_a_row else ', and their numbers alternate'}. Start equal "
-            "numbers host by host (-H a:4,b:4), or write --islands with a number."
+            f"--islands host needs the same number of workers on every host, numbered host by "
+            f"host; these hosts have {counts}{'' if in_a_row else ', and their numbers alternate'}"
+            ". Start equal numbers host by host (-H a:4,b:4), or give a number: --islands N."
         )
     return len(hosts)

@@ -1,9 +1,9 @@
-"""Random programs against plain PyTorch.
+"""Compares random programs with plain PyTorch.
 
 python -m tests.parity.random_programs --programs 1000 --seed 1     seeds 1 to 1000
-python -m tests.parity.random_programs --program 17                 that one, and all about it
-python -m tests.parity.random_programs --shrink 17                  the smallest like it
-python -m tests.parity.random_programs --file program.py            one that is written out
+python -m tests.parity.random_programs --program 17                 one program, with details
+python -m tests.parity.random_programs --shrink 17                  the smallest with that result
+python -m tests.parity.random_programs --file program.py            a program from a file
 """
 
 import sys
@@ -31,7 +31,7 @@ console = Console(soft_wrap=True, highlight=False)
 
 
 def run_many(runner: Runner, first: int, programs: int, *, all_refusals: bool) -> bool:
-    """Run them one after the other; whether all were fine."""
+    """Run programs one after the other, and return whether all were fine."""
     counts, began, examples = Counts(), time.monotonic(), dict[str, list[int]]()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
@@ -51,12 +51,12 @@ def run_many(runner: Runner, first: int, programs: int, *, all_refusals: bool) -
 
 
 def said(seed: int, result: Result) -> str:
-    """A result in two lines."""
+    """Return a result in two lines."""
     return f"{result.kind}: {result.words[:300]}\n    {COMMAND} --program {seed}"
 
 
 def show(counts: Counts, examples: dict[str, list[int]], seconds: float) -> None:
-    """The table of all results."""
+    """Print the table of all results."""
     table = Table(title=f"{sum(counts.by_kind.values())} programs in {seconds:.0f} s")
     table.add_column("")
     table.add_column("programs", justify="right")
@@ -75,7 +75,7 @@ def show(counts: Counts, examples: dict[str, list[int]], seconds: float) -> None
 
 
 def run_one(runner: Runner, program: Program, *, smallest: bool) -> bool:
-    """Run one and say all about it; whether it was fine."""
+    """Run one program, print its details, and return whether it was fine."""
     console.print(readable(program), markup=False)
     result = runner(program)
     console.print(f"\n{result.kind}: {result.words}", style=COLOURS.get(result.kind, "red"))

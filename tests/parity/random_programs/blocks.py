@@ -1,6 +1,6 @@
-"""What random models are made of. Each block keeps the shape (..., WIDTH) of what it is given.
+"""The blocks of random models. Each returns the shape (..., WIDTH) of its input.
 
-A model tells its blocks the number of the step before each (`now`), as scripts do by an attribute.
+A model sets the attribute `now` of its blocks to the number of the step, as scripts do.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 WIDTH = 6
-"""Features of everything between stem and head."""
+"""Number of features between stem and head."""
 
 
 class Block(nn.Module):
-    """A block that may ask for the number of the step."""
+    """A block that may use the number of the step."""
 
     now = 0
 
@@ -41,7 +41,7 @@ class Residual(Block):
 
 
 class Hooked(Block):
-    """An activation in it is a module, whose output a hook keeps for the loss."""
+    """A block with an activation module, whose output a hook keeps for the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Groups(Block):
 
 
 class OwnBatchNorm(nn.BatchNorm1d):
-    """A subclass, as model libraries have their own."""
+    """A subclass, as in model libraries."""
 
     def __init__(self, features: int) -> None:
         super().__init__(features, momentum=0.3)
@@ -84,7 +84,7 @@ class OwnBatchNorm(nn.BatchNorm1d):
 class BatchNorm(Block):
     def __init__(self, kind: type[nn.BatchNorm1d] = nn.BatchNorm1d) -> None:
         super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH, bias=False)  # its gradient would be rounding alone
+        self.lin = nn.Linear(WIDTH, WIDTH, bias=False)  # its gradient would be nothing but rounding
         self.norm = kind(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class BatchNorm(Block):
 
 
 class FixedBatchNorm(BatchNorm):
-    """BatchNorm that stays in evaluation, as in detectors."""
+    """BatchNorm that stays in evaluation mode, as in detectors."""
 
     def train(self, mode: bool = True) -> "FixedBatchNorm":
         super().train(mode)
@@ -150,7 +150,7 @@ class Skipped(Block):
 
 
 class InTraining(Block):
-    """What looks across its features in training alone."""
+    """A block that looks across its features in training only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class InTraining(Block):
 
 
 class Experts(Block):
-    """A mixture of experts, each given the rows that chose it; those without rows are skipped."""
+    """A mixture of experts. Each gets the rows that chose it, and is skipped without rows."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Experts(Block):
 
 
 class Tied(Block):
-    """A layer and its transpose have one weight."""
+    """A layer and its transpose that share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Tied(Block):
 
 
 class Scalars(Block):
-    """Parameters of no and of one dimension with one element each."""
+    """Parameters with zero dimensions, and with one dimension and one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Transposed(Block):
 
 
 class Counting(Block):
-    """It counts its forwards in training in a Python attribute, and computes with that."""
+    """A block that counts its training forwards in a Python attribute, and computes with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class Counting(Block):
 
 
 class Tally(Block):
-    """It counts its forwards in a buffer, and computes with that."""
+    """A block that counts its forwards in a buffer, and computes with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class Tally(Block):
 
 
 class Adapter(Block):
-    """A frozen layer beside a low-rank one that is trained."""
+    """A frozen layer plus a low-rank one that is trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class Adapter(Block):
 
 
 class Detached(Block):
-    """A layer whose input is cut off the graph."""
+    """A layer whose input is detached from the graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ def normalised() -> nn.Module:
 
 
 class Attention(Block):
-    """Attention by hand with the usual names, over (rows, time, WIDTH)."""
+    """Hand-written attention with the usual names, over (rows, time, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ class Encoder(Block):
 
 
 class Decoder(Block):
-    """It looks at the stream itself as its memory."""
+    """A decoder layer whose memory is its own input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ class Positions(Block):
 
 
 class Spectral(Block):
-    """A layer under spectral normalisation, whose buffers move at each forward in training."""
+    """A layer with spectral normalisation, whose buffers change at each training forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -476,16 +476,16 @@ OVER_TIME: dict[str, Callable[[], nn.Module]] = {
 """Blocks for models of sequences."""
 
 FURTHER: dict[str, Callable[[], nn.Module]] = {"spectral": Spectral, "in_place": InPlace}
-"""Blocks that further.py puts in: in ANY they would change the program of every seed."""
+"""Blocks that further.py adds. In ANY they would change the program of every seed."""
 
 COUNT_FORWARDS = {"counting", "tally", "spectral"}
-"""What depends on how many forwards there were."""
+"""Blocks that depend on the number of forwards."""
 
 ACROSS_ROWS = {"batch_norm", "batch_norm_own"}
-"""What looks at all rows of a forward."""
+"""Blocks that look at all rows of a forward."""
 
 KNOW_STEPS = {"late:2", "late:4", "skipped"}
-"""What does not do the same in each step."""
+"""Blocks that do not do the same in each step."""
 
 ZERO_GRADIENTS = {"multi_head", "encoder", "decoder", "attention"}
-"""What has gradients that are zero but for rounding: no optimizer may look at their sign."""
+"""Blocks with gradients that are only rounding: no optimizer may look at their sign."""

@@ -1,4 +1,4 @@
-"""What differs between two runs of a program, and where first."""
+"""Finds the differences between two runs of a program, and the first of them."""
 
 import math
 import re
@@ -12,21 +12,21 @@ from tests.parity.random_programs.plain import Ran
 from tests.parity.random_programs.program import Program
 
 PARAMETERS, STATE = 1e-3, 1e-6
-"""A tensor smaller than this is compared with this: rounding alone makes gradients too."""
+"""Smallest scale of a tensor: rounding alone can produce gradients of that size."""
 
 
 NOISE = 100.0
-"""How many times the distance of one ulp at the start may lie between ours and plain PyTorch: an
-ulp at the start is one rounding, and the two make many in another order."""
+"""Allowed difference from plain PyTorch, in multiples of the effect of one ulp at the start.
+One ulp is a single rounding, but the two runs make many roundings in another order."""
 
 
 def differences(
     program: Program, ours: Ran, plain: Ran, perturbed: Sequence[Ran] = ()
 ) -> Iterator[tuple[int, str]]:
-    """Where they differ: the number of the step, and what in words.
+    """Yield the differences: the number of the step, and a description.
 
-    `perturbed` are runs of plain PyTorch that began one ulp off. Where they are far from `plain`
-    the program is unstable: there the tolerance is NOISE times that distance.
+    `perturbed` are runs of plain PyTorch that started one ulp off. If they are far from `plain`,
+    the program is unstable, and the tolerance is NOISE times that distance.
     """
     tolerance = 1e-4 if program.single else 1e-8
     for name in ("losses", "norms"):
@@ -58,7 +58,7 @@ def _by_step(name: str) -> tuple[int, str]:
 def _apart(
     name: str, ours: Any, plain: Any, perturbed: list[Any], tolerance: float, floor: float
 ) -> Iterator[str]:
-    """Compare nests: names and counts exactly, numbers within `tolerance`."""
+    """Compare nested values: names and counts exactly, numbers within `tolerance`."""
     if isinstance(plain, dict):
         ours, plain = _kept(ours), _kept(plain)
         if ours.keys() != plain.keys():
@@ -86,7 +86,7 @@ def _apart(
 
 
 def _kept(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Without what says nothing: SGD without momentum has a state of None for each parameter."""
+    """Drop empty state: SGD without momentum has None for each parameter."""
     kept = {k: _kept(v) if isinstance(v, dict) else v for k, v in state.items()}
     return {k: v for k, v in kept.items() if v is not None and v != {}}
 
@@ -112,7 +112,7 @@ def _tensors_apart(
 
 
 def reason(words: str) -> str:
-    """A message without the values in it, so that alike ones are counted together."""
+    """Return a message without its values, so that equal messages are counted together."""
     words = words.split("\n")[0]
     words = re.sub(r"\b[\w.]*\.(blocks|stem|head)[\w.]*|\b(blocks|stem|head)[\w.]*", "NAME", words)
     words = re.sub(r"(optimizers|models|params|model)[\[\].\w]*\d[\[\].\w]*", "NAME", words)

@@ -1,4 +1,4 @@
-"""A seed becomes a program. Pure: the same seed gives the same program anywhere."""
+"""Draws a program from a seed. Pure: the same seed gives the same program anywhere."""
 
 import random
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ SCHEDULES = ("", "", "cosine", "steps", "lambda", "one_cycle", "plateau")
 
 
 def draw(seed: int) -> Program:
-    """The program of this seed."""
+    """Return the program of this seed."""
     for attempt in range(100):
         program = _Drawing(seed, attempt).program()
         if sensible(program):
@@ -141,7 +141,7 @@ class _Drawing:
         )
 
     def later(self, program: Program, phases: int) -> str:
-        """A child that is given to the optimizer on the way."""
+        """Return a child that is added to the optimizer during training."""
         optimizer, net = program.optimizers[0], program.nets[0]
         allowed = (
             program.family == "one"
@@ -197,7 +197,7 @@ class _Drawing:
         )
 
     def micro_batch(self, program: Program) -> int | None:
-        """Rows of a micro-batch, where the Loader makes batches that may be cut."""
+        """Return the rows of a micro-batch, if batches of the Loader may be cut."""
         if program.feed != "loader" or looks_across(program) or self.chance(0.5):
             return None
         return self.pick([1, 2])
@@ -231,7 +231,7 @@ class _Drawing:
             if looks_across(program):
                 part = replace(part, rows=rows)
             losses = self.losses(program)
-            # The weight of several losses is that of the batch, once.
+            # Several losses of a batch count its items once.
             parts: tuple[Part, ...] = (replace(part, losses=losses),)
         elif simple:
             parts = (Part(rows=rows),)
@@ -248,7 +248,7 @@ class _Drawing:
             and len(parts) > 1
             and self.chance(0.25)
         )
-        if ahead:  # what was handed out last is not what each loss is of
+        if ahead:  # the last batch is not the batch of each loss
             parts = tuple(
                 replace(part, explicit=True, shared=False, losses=part.losses[:1]) for part in parts
             )
@@ -299,7 +299,7 @@ class _Drawing:
         freezable = ["stem", *(f"blocks.{i}" for i in range(len(net.blocks)))]
         if program.optimizers[0].later or net.tied:
             freezable = [name for name in freezable if name not in ("stem", "blocks.1")]
-        if net.checkpoint == "reentrant":  # a block whose input needs no gradient would get none
+        if net.checkpoint == "reentrant":  # its first block would get no gradient
             freezable = [name for name in freezable if name != "stem"]
         if freezable and self.chance(0.1):
             name = self.pick(freezable)
@@ -320,7 +320,7 @@ def _explicit(part: Part) -> bool:
 
 
 def _plain(step: Step) -> bool:
-    """Whether its parts can be given to forward_backward."""
+    """Return whether its parts can be passed to forward_backward."""
     return not step.ahead and all(
         len(part.losses) == 1 and part.cuts is None and not part.shared for part in step.parts
     )

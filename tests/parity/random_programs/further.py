@@ -1,9 +1,9 @@
 """Adds one more feature to the programs of some seeds. Pure.
 
-Its numbers are from a generator of its own: what is added here changes neither what drawing.py
-draws of a seed, nor which other features the seed has.
+It uses a separate generator, so it changes neither the draws of drawing.py nor the other features
+of a seed.
 
-    items      a loss that is a mean over other items than rows, and its weight is not told
+    items      a loss that is a mean over other items than rows, without a weight
     stand-ins  buffers that count forwards, and batches with fewer rows than workers
     norm       BatchNorm inside of the model's own checkpointing
     fork       a forked child that writes into the weights
@@ -19,11 +19,11 @@ from tests.parity.random_programs.program import Config, Part, Phase, Program, S
 from tests.parity.random_programs.sense import STREAM_ROWS, counts_forwards, sensible
 
 OFTEN = 0.3
-"""How many of the seeds have one of them."""
+"""Share of the seeds that have one of them."""
 
 
 def added_to(program: Program) -> Program:
-    """`program` with one feature more, or as it is."""
+    """Return `program` with one more feature, or unchanged."""
     draw = random.Random(f"{program.seed} further")
     if draw.random() >= OFTEN:
         return program
@@ -169,7 +169,7 @@ def _in_one(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
 
 
 def _flat(config: Config) -> Config:
-    """Without what divides a replica or a step."""
+    """Return a configuration that does not divide a replica or a step."""
     return replace(
         config,
         tensor=1,

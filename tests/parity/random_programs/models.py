@@ -1,4 +1,4 @@
-"""Random models, the data that they are trained on and the losses. Imports torch alone."""
+"""Random models, their data and their losses. Imports only torch."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from tests.parity.random_programs.program import Net, Part, Program
 TOKENS, TIME, PIXELS, PAD = 11, 5, 4, -100
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs, and targets: numbers (rows, WIDTH), or classes (rows, TIME), PAD where none counts."""
+"""Inputs, and targets: numbers (rows, WIDTH), or classes (rows, TIME), PAD for no target."""
 
 
 class Pictures(nn.Module):
@@ -31,7 +31,7 @@ class Pictures(nn.Module):
 
 
 class Model(nn.Module):
-    """Stem, blocks and head, as the program says."""
+    """A model of a stem, blocks and a head, by the program."""
 
     def __init__(self, net: Net) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Model(nn.Module):
         self.kept: list[Tensor] = []
 
     def features(self, x: Tensor) -> Tensor:
-        """What the head is given."""
+        """Return the input of the head."""
         x = self.stem(x)
         for block in self.blocks:
             if self.checkpoint and self.training and torch.is_grad_enabled():
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def build(program: Program) -> list[Model]:
-    """The program's models, alike wherever they are built."""
+    """Build the program's models, the same in every process."""
     torch.manual_seed(program.seed)
     models = []
     for net in program.nets:
@@ -77,7 +77,7 @@ def build(program: Program) -> list[Model]:
 
 
 def tell_step(models: Sequence[Model], number: int) -> None:
-    """Say to all blocks which step it is."""
+    """Set the number of the step in all blocks."""
     for model in models:
         for module in model.modules():
             if isinstance(module, blocks.Block):
@@ -85,7 +85,7 @@ def tell_step(models: Sequence[Model], number: int) -> None:
 
 
 def batch(program: Program, step: int, part: int, rows: int) -> Batch:
-    """The whole batch of a part of a step."""
+    """Return the whole batch of a part of a step."""
     draw = torch.Generator().manual_seed(program.seed * 1009 + step * 31 + part)
     modality = program.nets[0].modality
     if modality == "tokens":
@@ -101,11 +101,11 @@ def batch(program: Program, step: int, part: int, rows: int) -> Batch:
 
 
 CLASS_WEIGHTS = torch.linspace(0.2, 3.0, TOKENS, dtype=torch.float64)
-"""What cross-entropy weighs each class with where a loss is "class_weights"."""
+"""Weights of the classes for the loss "class_weights"."""
 
 
 def items(losses: Sequence[str], data: Batch) -> float:
-    """Over how many items of `data` the mean of each of `losses` is taken."""
+    """Return the number of items of `data` that the losses are means over."""
     if "ignored" in losses:
         return int((data[1] != PAD).sum())
     if "class_weights" in losses:
@@ -114,7 +114,7 @@ def items(losses: Sequence[str], data: Batch) -> float:
 
 
 def explicit(part: Part) -> bool:
-    """Whether the weight of a part has to be told."""
+    """Return whether the weight of a part must be passed."""
     return part.explicit or part.factor != 1 or "tokens" in part.losses
 
 
@@ -122,7 +122,7 @@ def explicit(part: Part) -> bool:
 
 
 def output(program: Program, models: Sequence[Model], x: Tensor) -> Tensor:
-    """What the models make of `x`: one after the other in a chain, else the first alone."""
+    """Return the output for `x`: of all models in a chain, else of the first."""
     y: Tensor = models[0](x)
     return models[1](y) if program.family == "chain" else y
 
@@ -130,7 +130,7 @@ def output(program: Program, models: Sequence[Model], x: Tensor) -> Tensor:
 def loss_of(
     program: Program, models: Sequence[Model], engine: int, name: str, data: Batch
 ) -> Tensor:
-    """A mean over the items of `data`, for the models of `engine` to learn."""
+    """Return a mean over the items of `data`, for the models of `engine`."""
     if program.family == "gan":
         return _of_a_gan(models, engine, data)
     x, y = data
@@ -150,7 +150,7 @@ def loss_of(
 def losses_of_one_graph(
     program: Program, models: Sequence[Model], names: Sequence[str], data: Batch
 ) -> list[Tensor]:
-    """Several losses of one forward."""
+    """Return several losses of one forward."""
     out = output(program, models, data[0])
     return [_base(name, out, data[1]) for name in names]
 
@@ -173,7 +173,7 @@ def _base(name: str, out: Tensor, y: Tensor) -> Tensor:
 
 
 def _further(name: str, models: Sequence[Model]) -> Tensor | float:
-    """What a loss adds that is not of the output."""
+    """Return a further term of the loss: a penalty, or a mean of kept activations."""
     weights = [p for model in models for p in model.parameters()]
     if name == "l2":
         return 0.01 * torch.stack([p.abs().square().sum() for p in weights]).sum()
@@ -186,7 +186,7 @@ def _further(name: str, models: Sequence[Model]) -> Tensor | float:
 
 
 def _with_penalty(program: Program, models: Sequence[Model], data: Batch) -> Tensor:
-    """The loss and the squared gradient of the output by the input."""
+    """Return the loss plus a gradient penalty of the output by the input."""
     x = data[0].clone().requires_grad_()
     out = output(program, models, x)
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
@@ -202,7 +202,7 @@ def _of_a_gan(models: Sequence[Model], engine: int, data: Batch) -> Tensor:
 
 
 def keep_activations(model: Model) -> None:
-    """Let hooks keep what a loss by the name of "hook" asks for."""
+    """Attach the hooks that the loss "hook" needs."""
     for module in model.modules():
         if isinstance(module, blocks.Hooked):
             module.act.register_forward_hook(

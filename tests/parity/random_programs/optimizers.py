@@ -1,4 +1,4 @@
-"""Optimizers of random programs and their schedules. Imports torch alone."""
+"""Optimizers of random programs and their schedules. Imports only torch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from tests.parity.random_programs.program import Optimizer
 
 
 class _Own(optim.Optimizer):
-    """An optimizer of the script's own."""
+    """An optimizer that the script defines."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -38,7 +38,7 @@ class OwnMomentum(_Own):
 
 
 class WholeTensors(_Own):
-    """LARS: the step is as long as the tensor's norm asks for."""
+    """LARS: the size of a step depends on the norm of the tensor."""
 
     def update(self, p: Tensor, grad: Tensor, lr: float, state: dict[str, Any]) -> None:
         p.sub_(grad * ((p.norm() + 0.1) / (grad.norm() + 1e-3)), alpha=lr)
@@ -54,14 +54,14 @@ class WarmLars(_Own):
 
 
 class ClippedTensors(_Own):
-    """It clips each tensor's gradient at a norm that is rarely reached."""
+    """An optimizer that clips each tensor's gradient at a norm that is rarely reached."""
 
     def update(self, p: Tensor, grad: Tensor, lr: float, state: dict[str, Any]) -> None:
         p.sub_(grad * (0.3 / grad.norm()).clamp(max=1.0), alpha=lr)
 
 
 class Centralised(_Own):
-    """It takes the mean over a gradient's first dimension away from it."""
+    """An optimizer that subtracts the mean over the first dimension from each gradient."""
 
     def update(self, p: Tensor, grad: Tensor, lr: float, state: dict[str, Any]) -> None:
         if grad.ndim > 1:
@@ -123,10 +123,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "sparse_adam": ({},),
     "muon": ({}, {"momentum": 0.8, "nesterov": False}),
 }
-"""The options that are drawn, by optimizer; `lr` is 0.01 unless they say so."""
+"""Options to draw, by optimizer; `lr` is 0.01 unless given."""
 
 EPS = 1e-4
-"""Of optimizers that divide by what a gradient is like: far above what rounding alone makes."""
+"""For optimizers that divide by the size of a gradient: far above the effect of rounding."""
 
 DIVIDING = {"adam", "adamw", "adamax", "nadam", "radam", "rmsprop"}
 
@@ -134,11 +134,11 @@ BY_SIGN = {"rprop", "adafactor"}
 """Optimizers for which a gradient of 1e-17 is as good as one of 1."""
 
 REAL_ONLY = {"adafactor", "muon", "sparse_adam", "rprop", "nadam", "clipped_tensors"}
-"""Optimizers without a meaning for complex parameters, or without a stable one."""
+"""Optimizers that do not define updates of complex parameters, or no stable ones."""
 
 
 def make(optimizer: Optimizer, models: Sequence[Model]) -> list[optim.Optimizer]:
-    """What trains `models`: one optimizer, or one for matrices and one for the rest."""
+    """Return the optimizers of `models`: one, or one for matrices and one for the rest."""
     named = {p: name for model in models for name, p in model.named_parameters()}
     later = _later(optimizer, models)
     params = [p for p in named if all(p is not each for each in later)]
@@ -175,17 +175,17 @@ def _groups(
 
 
 def _later(optimizer: Optimizer, models: Sequence[Model]) -> list[nn.Parameter]:
-    """The parameters that are given to the optimizer on the way."""
+    """Return the parameters that are added to the optimizer during training."""
     return list(models[0].get_submodule(optimizer.later).parameters()) if optimizer.later else []
 
 
 def add_later(optimizer: Optimizer, made: Sequence[optim.Optimizer], model: Model) -> None:
-    """Give them to it."""
+    """Add these parameters to the optimizer."""
     made[0].add_param_group({"params": _later(optimizer, [model]), "lr": 0.004})
 
 
 def schedule(optimizer: Optimizer, made: optim.Optimizer, total: int) -> Any:
-    """What changes its learning rate; None for none. `total` is the number of all steps."""
+    """Return the learning-rate schedule or None; `total` is the number of all steps."""
     if optimizer.schedule == "cosine":
         return lr_scheduler.CosineAnnealingLR(made, total + 1)
     if optimizer.schedule == "steps":

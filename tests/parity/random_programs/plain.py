@@ -1,7 +1,7 @@
-"""One side of every comparison: a program as anyone would write it, in one process.
+"""The reference of every comparison: a program as a plain script, in one process.
 
-It imports nothing of ours. Run as `python -m tests.parity.random_programs.plain` it answers
-pickled (program, watch, perturbed) on stdin by pickled `Ran`, or an error's words, on stdout.
+It imports nothing of ours. `python -m tests.parity.random_programs.plain` reads pickled (program,
+watch, perturbed) from stdin, and writes pickled `Ran`, or the text of an error, to stdout.
 """
 
 import copy
@@ -25,28 +25,28 @@ from tests.parity.random_programs.models import Model, explicit, items
 from tests.parity.random_programs.program import Part, Program, Step
 
 EVALUATED = 7
-"""Rows of an evaluation's batch."""
+"""Number of rows in the batch of an evaluation."""
 DECAY = 0.8
-"""Of the average that a script keeps by hand."""
+"""Decay of the average that a script keeps itself."""
 
 
 @dataclass
 class Ran:
-    """What came of a program: by step and engine the losses and norms, and what was looked at.
+    """The results of a program: losses and norms by step and engine, and observed tensors.
 
-    `seen` has, by a name that begins with the step, tensors and nests of them; `ended` is what
-    there is in the end. With `watch` a run looks at all parameters after each step.
+    `seen` has nested tensors by a name that begins with the step. `ended` is the final state. With
+    `watch` a run records all parameters after each step.
     """
 
     losses: list[tuple[int, float]] = field(default_factory=list)
     norms: list[tuple[int, float]] = field(default_factory=list)
     seen: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-    """Of CPU, of this process."""
+    """Seconds of CPU of this process."""
 
 
 class Script:
-    """What both sides have alike: models, optimizers, schedules, and events that change them."""
+    """The common part of both sides: models, optimizers, schedules, and events that change them."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -71,13 +71,13 @@ class Script:
         )
 
     def train_mode(self) -> None:
-        """Let all models train."""
+        """Set all models to training mode."""
         for model in self.models:
             model.train()
             model.kept = []
 
     def warm_up(self) -> None:
-        """The steps that come before there is an engine, each on one whole batch."""
+        """Run the steps before an engine exists, each on one whole batch."""
         made_of.tell_step(self.models, 0)
         for number in range(self.program.warm):
             data = made_of.batch(self.program, 500 + number, 0, 6)
@@ -89,7 +89,7 @@ class Script:
                     model.zero_grad()
 
     def change(self, event: str) -> bool:
-        """Carry out an event that changes models or optimizers; whether it is one."""
+        """Carry out an event that changes models or optimizers; return whether it is one."""
         name, _, target = event.partition(":")
         if name in ("freeze", "unfreeze"):
             self.models[0].get_submodule(target).requires_grad_(name == "unfreeze")
@@ -112,13 +112,13 @@ class Script:
         return True
 
     def copies(self) -> list[Model]:
-        """Copies of the models, without what hooks have kept."""
+        """Return copies of the models, without tensors that hooks have kept."""
         for model in self.models:
             model.kept = []
         return copy.deepcopy(self.models)
 
     def evaluate_copies(self, copies: list[Model]) -> None:
-        """Look at what copies give."""
+        """Record the outputs of copies."""
         for model in copies:
             model.eval()
         with torch.no_grad():
@@ -126,7 +126,7 @@ class Script:
         self.see("evaluate_copy", out)
 
     def step_schedulers(self, loss: float) -> None:
-        """Let the learning rates follow."""
+        """Advance the learning-rate schedules."""
         for scheduler in self.schedulers:
             if isinstance(scheduler, optim.lr_scheduler.ReduceLROnPlateau):
                 scheduler.step(loss)
@@ -134,18 +134,18 @@ class Script:
                 scheduler.step()
 
     def see(self, name: str, value: Any) -> None:
-        """Note what is seen at this point."""
+        """Record a value at this point."""
         self.ran.seen[f"{self.number}: {name}"] = value
 
     def whole_batch(self) -> Tensor:
-        """The inputs that an evaluation is of."""
+        """Return the inputs of an evaluation."""
         return made_of.batch(self.program, 900 + self.number, 0, EVALUATED)[0]
 
 
 def write_in_a_child(models: list[Model]) -> None:
     """Fork a child that overwrites every parameter and buffer; this process must not see it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: there are threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # forks in a process with threads
         child = os.fork()
     if child == 0:
         try:
@@ -159,10 +159,10 @@ def write_in_a_child(models: list[Model]) -> None:
 
 
 class Plain(Script):
-    """The program without any of ours."""
+    """Runs the program without Shardwise."""
 
     def perturb(self, seed: int) -> None:
-        """Move every number of every parameter by one ulp, up or down, as rounding might."""
+        """Move every number of every parameter by one ulp up or down, as rounding might."""
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for p in (p for model in self.models for p in model.parameters()):
@@ -171,7 +171,7 @@ class Plain(Script):
                 real.copy_(torch.nextafter(real, torch.where(up, torch.inf, -torch.inf).to(real)))
 
     def run(self, *, watch: bool) -> Ran:
-        """All steps."""
+        """Run all steps."""
         program = self.program
         self.train_mode()
         self.warm_up()
@@ -192,7 +192,7 @@ class Plain(Script):
         return self.ran
 
     def _averaged(self) -> Iterator[nn.Parameter]:
-        """The parameters of the first engine."""
+        """Return the parameters of the first engine."""
         for number in self.program.owners[0]:
             yield from self.models[number].parameters()
 
@@ -200,11 +200,11 @@ class Plain(Script):
         return [p.detach().clone() for p in self._averaged()]
 
     def state(self) -> list[dict[str, Tensor]]:
-        """All tensors of all models."""
+        """Return all tensors of all models."""
         return [{k: v.clone() for k, v in m.state_dict().items()} for m in self.models]
 
     def train(self, step: Step, engine: int) -> float:
-        """One step of the optimizers of `engine`."""
+        """Run one step of the optimizers of `engine`."""
         program = self.program
         mine = [p for i in program.owners[engine] for p in self.models[i].parameters()]
         total = sum(self.weigh(step, i, part) for i, part in enumerate(step.parts))
@@ -227,7 +227,7 @@ class Plain(Script):
         for model in self.models:
             model.zero_grad()
         if program.ema is not None and engine == 0:
-            # What no optimizer has trained yet has no average either.
+            # A parameter that no optimizer has trained yet has no average.
             self.ever_trained |= {id(p) for p in trained if p.requires_grad}
             for kept, p in zip(self.ema, self._averaged(), strict=True):
                 decay = program.ema if id(p) in self.ever_trained else 0.0
@@ -243,7 +243,7 @@ class Plain(Script):
             loss.backward(inputs=inputs, retain_graph=number < len(graphs) - 1)
 
     def weigh(self, step: Step, index: int, part: Part) -> float:
-        """What a part of the step counts."""
+        """Return the weight of a part of the step."""
         data = made_of.batch(self.program, self.number, index, part.rows)
         return items(part.losses, data) * (part.factor if explicit(part) else 1)
 
@@ -258,7 +258,7 @@ class Plain(Script):
     # -- events ---------------------------------------------------------------------------
 
     def happen(self, event: str) -> None:
-        """What comes between two steps."""
+        """Carry out an event between two steps."""
         if self.change(event):
             return
         if event in ("evaluate", "evaluate_main", "evaluate_loader"):
@@ -276,13 +276,13 @@ class Plain(Script):
             with torch.no_grad():
                 self.models[0].head.weight.mul_(0.95)
         elif event.startswith("reopen"):
-            # Another engine begins its averages anew, and knows nothing of what was trained before.
+            # Another engine starts new averages, without the parameters that were trained before.
             self.ema, self.ever_trained = self._fresh_averages(), set()
         else:
             assert event == "save", event
 
     def evaluate(self, name: str) -> None:
-        """Look at what the models give in evaluation."""
+        """Record the outputs of the models in evaluation."""
         for model in self.models:
             model.eval()
         with torch.no_grad():
@@ -293,7 +293,7 @@ class Plain(Script):
         return Averaged(list(self._averaged()), self.ema)
 
     def end(self) -> None:
-        """What there is in the end."""
+        """Return the final state."""
         self.see("model", self.state())
         for engine, several in enumerate(self.optimizers):
             for number, optimizer in enumerate(several):
@@ -306,7 +306,7 @@ class Plain(Script):
 
 
 def clipped(trained: list[nn.Parameter], clip: float | None) -> float:
-    """The norm of all gradients, which are clipped by it; torch does that for dense ones alone."""
+    """Clip all gradients by their norm, and return it; torch supports only dense ones."""
     sparse = [p.grad for p in trained if p.grad is not None and p.grad.is_sparse]
     if not sparse:
         return nn.utils.clip_grad_norm_(trained, clip or float("inf")).item()
@@ -315,7 +315,7 @@ def clipped(trained: list[nn.Parameter], clip: float | None) -> float:
 
 
 class Averaged:
-    """Inside the block parameters hold their averages."""
+    """A context in which parameters hold their averages."""
 
     def __init__(self, parameters: list[nn.Parameter], averages: list[Tensor]) -> None:
         self.pairs = list(zip(parameters, averages, strict=True))
@@ -331,7 +331,7 @@ class Averaged:
 
 
 def serve() -> None:
-    """Answer until stdin ends."""
+    """Answer requests until stdin ends."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -357,7 +357,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    # As the module that the tests import, so that pickles name it alike.
+    # Run the module under the name that the tests import, so that pickles have the same names.
     from tests.parity.random_programs import plain
 
     plain.serve()

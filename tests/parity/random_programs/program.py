@@ -1,4 +1,4 @@
-"""What a random program is: frozen data of literals, so that its repr is the program."""
+"""The data classes of a random program: frozen, with literals, so that its repr is the program."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -11,8 +11,8 @@ Options = tuple[tuple[str, Any], ...]
 class Net:
     """A model: a stem for its `modality`, `blocks` that keep the shape, and a head.
 
-    A block is the name of one in blocks.py; `late:2` is one with a number. `checkpoint` is how
-    the model's own forward recomputes its blocks: "", "reentrant" or "nonreentrant".
+    A block is a name in blocks.py; `late:2` has a number. `checkpoint` is how the model's own
+    forward recomputes its blocks: "", "reentrant" or "nonreentrant".
     """
 
     modality: str = "features"
@@ -25,10 +25,10 @@ class Net:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What trains one model. `groups`: "one", "decay" (matrices and the rest) or "layers".
+    """The optimizer of one model. `groups`: "one", "decay" (matrices and the rest) or "layers".
 
-    With `rest` matrices go to `name` and everything else to an AdamW of its own. `later` names a
-    child of the model that is added by add_param_group on the way.
+    With `rest`, `name` trains matrices and a separate AdamW everything else. `later` names a child
+    of the model that is added by add_param_group during training.
     """
 
     name: str = "sgd"
@@ -43,12 +43,12 @@ class Optimizer:
 class Part:
     """A batch, its forward and its backwards.
 
-    `losses` are added up, each of a forward of its own unless `shared`, where they have one graph.
-    Of "tokens" the number of items is told as the weight; of "ignored" and "class_weights", which
-    are means over other items than rows as well, it is not.
+    `losses` are added. Each has its own forward, unless `shared`: then they have one graph. For
+    "tokens" the number of items is passed as the weight. For "ignored" and "class_weights", which
+    are also means over other items than rows, it is not.
     `cuts` is None for even shares (world.share), else the seed of uneven ones cut by hand. With
-    `explicit` the weight is told; it is `factor` for each item. `between`: an evaluation comes
-    between the batch and its forward. `last` says whether `last=` is told.
+    `explicit` the weight is passed; it is `factor` for each item. `between`: an evaluation runs
+    between the batch and its forward. `last`: `last=` is passed.
     """
 
     rows: int = 6
@@ -63,9 +63,9 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What comes `before` it (events), its parts, and the norm to clip by.
+    """Events `before` the step, its parts, and the norm to clip by.
 
-    With `ahead` all forwards of the step come before its first backward.
+    With `ahead` all forwards of the step run before its first backward.
     """
 
     before: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How Shardwise runs it; `call` is "backward" or "forward_backward"."""
+    """The settings of Shardwise; `call` is "backward" or "forward_backward"."""
 
     size: int = 1
     zero: int = 0
@@ -96,7 +96,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Steps under one configuration. Between two phases stand a save and a load."""
+    """Steps under one configuration. Between two phases there is a save and a load."""
 
     config: Config = Config()
     steps: tuple[Step, ...] = (Step(),)
@@ -104,13 +104,13 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """All of it.
+    """A whole program.
 
     `family`: "one" model; "chain", two models one after the other in one engine; "gan", two models
     with an engine each, the second of which judges the first. `feed`: "share", "loader",
     or "stream": a Loader of an iterable dataset with shard().
-    `warm` steps are made by hand before there is an engine. `average` is an AveragedModel that the
-    script updates by hand after each step.
+    `warm` steps run without an engine, before it exists. `average` is an AveragedModel that the
+    script updates after each step.
     """
 
     seed: int = 0
@@ -125,36 +125,36 @@ class Program:
 
     @property
     def synchronised(self) -> bool:
-        """Whether some BatchNorm needs statistics over all workers."""
+        """Return whether a BatchNorm needs statistics over all workers."""
         return any(block.startswith("batch_norm") for net in self.nets for block in net.blocks)
 
     @property
     def owners(self) -> tuple[tuple[int, ...], ...]:
-        """By engine the numbers of its models."""
+        """Return the numbers of the models of each engine."""
         return ((0,), (1,)) if self.family == "gan" else (tuple(range(len(self.nets))),)
 
     @property
     def single(self) -> bool:
-        """Whether a part of it is computed in less than fp64."""
+        """Return whether a part of it is computed in less than fp64."""
         return any(block == "single" for net in self.nets for block in net.blocks)
 
     def steps(self) -> Iterator[tuple[int, Step]]:
-        """All steps with their numbers."""
+        """Return all steps with their numbers."""
         yield from enumerate(step for phase in self.phases for step in phase.steps)
 
     def first_step(self, phase: int) -> int:
-        """The number of a phase's first step."""
+        """Return the number of a phase's first step."""
         return sum(len(each.steps) for each in self.phases[:phase])
 
     def before_phase(self, phase: int) -> list[str]:
-        """The events of earlier phases, in their order."""
+        """Return the events of earlier phases, in order."""
         return [
             event for each in self.phases[:phase] for step in each.steps for event in step.before
         ]
 
 
 def readable(value: Any, indent: int = 0) -> str:
-    """The expression that makes `value`, without what is as it is by default, over lines."""
+    """Return an expression for `value` over several lines, without default values."""
     if not is_dataclass(value):
         if isinstance(value, tuple) and any(is_dataclass(each) for each in value):
             inner = "".join(

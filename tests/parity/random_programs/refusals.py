@@ -1,42 +1,42 @@
-"""The refusals that are right: a program that meets one has asked for what cannot be had.
+"""The valid refusals: a program that gets one has asked for something impossible.
 
-Everything else that is refused is a finding: a program that plain PyTorch runs should run.
+Any other refusal is a finding: a program that plain PyTorch runs should run.
 """
 
 import re
 
 RIGHT: dict[str, str] = {
-    r"needs whole tensors, and (with --off|--tensor)": "each worker, or span of a file, has a part",
+    r"needs whole tensors, but (with --off|--tensor)": "each worker, or span of a file, has a part",
     r"found nothing to split": "without a layer to split, --tensor would train copies",
     r"zero-bubble runs backward in two": "the other half would gather, or recompute, all anew",
-    r"several stages on each worker .* write loss = engine.forward_backward": "in a plain loop "
+    r"several stages on each worker .* Write loss = engine.forward_backward": "in a plain loop "
     "nobody knows which of a worker's stages is next",
-    r"stand in the model in the order in which they run": "a stage would wait for a later one",
-    r"depends on its values, which the ranks of other stages do not have": "shapes must be known "
+    r"Register the modules in the order of their use": "a stage would wait for a later one",
+    r"depends on values, which the ranks of other stages do not have": "shapes must be known "
     "where a tensor is not",
     r"Stage \d+ .* has nothing to train": "its worker would have no part in any update",
     r"engine.uneven\(\) with --pipeline": "no worker has all layers",
     r"add_param_group after sw.Engine\(...\) with --pipeline": "whose layers they are is settled",
-    r"gradients inside of a loss .* cannot be had with --pipeline": "each worker has a part of the "
+    r"Start without --pipeline to use gradients inside of a loss": "each worker has a part of the "
     "graph",
     r"PlacementError: The row .* is not legal": "the table of rows says so",
-    r"hold no tensors of torch.complex": "safetensors, the format of checkpoints, has no such type",
-    r"max_norm=.* rewrites in forward": "each worker would rewrite the rows that it sees",
-    r"sparse(, | gradients only, )which flat buckets cannot hold": "gradients rest in flat buckets",
-    r"is of the stand-in cannot be told": "rows cut by hand beside batches of world.share",
+    r"hold tensors of torch.complex": "safetensors, the format of checkpoints, has no such type",
+    r"max_norm=.* rewrites the rows": "each worker would rewrite the rows that it sees",
+    r"sparse(, | gradients only, )which flat buckets cannot hold": "gradients are in flat buckets",
+    r"gave this worker a stand-in that does not count": "rows that are cut by hand",
     r"was written (while sharded|\(\w+\) while it is sharded)": "whole parameters are written in "
     "full_parameters(write=True)",
     r"ParameterAccess: .* was read \(\w+\) while it is sharded": "a worker holds a part",
-    r"copy_: a tensor that all ranks have is written to with what one stage has made": "an average "
+    r"copy_ writes a value that only one stage has into a tensor that all ranks have": "an average "
     "by hand of what other workers have",
     r"--activations recomputed runs Model, .* and with --pipeline it is several layers": "a unit "
     "that is on several workers cannot be run again as one",
-    r"--exact \d+: the gradient of .* --no-overlap lets them begin": "sums have begun by then",
+    r"--exact \d+: the gradient of .* Write --no-overlap": "sums have already started",
 }
-"""By a pattern of the message, why it is right to refuse."""
+"""Patterns of messages, and why the refusal is valid."""
 
 
 def why(words: str) -> str | None:
-    """Why a refusal with these words is right; None where it is not known to be."""
+    """Return why a refusal with these words is valid; None if it is not known to be."""
     flat = " ".join(words.split())
     return next((why for pattern, why in RIGHT.items() if re.search(pattern, flat)), None)

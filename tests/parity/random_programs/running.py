@@ -1,4 +1,4 @@
-"""One program on both sides, and what came of it."""
+"""Runs one program on both sides, and returns the result."""
 
 import os
 import pickle
@@ -20,10 +20,10 @@ from tests.parity.random_programs.sharded import group_settings, run_phase
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 60.0
-"""Seconds that a phase of a program may take."""
+"""Time limit of a phase of a program, in seconds."""
 
 PERTURBED = 3
-"""How often plain PyTorch runs with its parameters one ulp off, where ours differs from it."""
+"""Number of runs of plain PyTorch with parameters one ulp off, if ours differs from it."""
 
 KINDS = ("equal", "refused", "different", "crash", "hang", "no program")
 """The kinds of results. "no program": plain PyTorch cannot run it either."""
@@ -31,31 +31,31 @@ KINDS = ("equal", "refused", "different", "crash", "hang", "no program")
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a program: one of KINDS, in a few `words`, and all that is known of it."""
+    """The result of a program: one of KINDS, in a few `words`, and the details."""
 
     kind: str
     words: str = ""
     story: str = ""
     seconds: float = 0.0
-    """Of CPU, on all ranks and in the plain process, where it ran to its end."""
+    """Seconds of CPU on all ranks and in the plain process, if it ran to its end."""
 
     @property
     def reason(self) -> str:
-        """The words without the values in them."""
+        """Return the words without their values."""
         return reason(self.words)
 
     @property
     def right(self) -> str | None:
-        """Why a refusal is right, where it is."""
+        """Return why a refusal is valid, if it is."""
         return refusals.why(self.words) if self.kind == "refused" else None
 
     @property
     def fine(self) -> bool:
-        """Whether it is what is promised."""
+        """Return whether the result keeps the promise."""
         return self.kind == "equal" or self.right is not None
 
     def is_like(self, other: "Result") -> bool:
-        """Whether both are of one cause, as far as words tell."""
+        """Return whether both have the same cause, by their words."""
         if self.kind == "different":
             return other.kind == "different"
         return (self.kind, self.reason) == (other.kind, other.reason)
@@ -76,8 +76,10 @@ class PlainSide:
     def __call__(
         self, program: Program, *, watch: bool = False, perturbed: int | None = None
     ) -> Ran | str:
-        """What comes of `program`, or why plain PyTorch cannot run it; with its parameters moved by
-        one ulp each, by the seed `perturbed`, where one is given."""
+        """Return the results of `program`, or why plain PyTorch cannot run it.
+
+        With a seed `perturbed`, each parameter is first moved by one ulp.
+        """
         assert self._process.stdin
         assert self._process.stdout
         pickle.dump((program, watch, perturbed), self._process.stdin)
@@ -96,7 +98,7 @@ class Runner:
         self._groups, self._plain, self._limit = groups, plain, limit
 
     def __call__(self, program: Program) -> Result:
-        """Run `program`; where it differs, once more to see where first."""
+        """Run `program`; if it differs, run it again to find the first difference."""
         result = self._run(program, watch=False)
         if result.kind == "different":
             watched = self._run(program, watch=True)
@@ -120,7 +122,7 @@ class Runner:
             return found
         seconds = wanted.seconds + found.seconds
         apart = list(differences(program, found, wanted))
-        if apart:  # rounding alone may do that, where the program makes much of it
+        if apart:  # in an unstable program, rounding alone may do that
             spread = [self._plain(program, watch=watch, perturbed=n) for n in range(PERTURBED)]
             others = [each for each in spread if isinstance(each, Ran)]
             apart = list(differences(program, found, wanted, others))
@@ -131,7 +133,7 @@ class Runner:
         return Result(kind="equal", seconds=seconds)
 
     def _ranks(self, program: Program, *, watch: bool) -> Ran | Result:
-        """What ranks see of all phases, or what went wrong."""
+        """Return the results of the ranks in all phases, or the error."""
         found = Ran()
         with tempfile.TemporaryDirectory() as folder:
             for number, phase in enumerate(program.phases):
@@ -156,7 +158,7 @@ class Runner:
 
 
 def gone_wrong(outcomes: list[Outcome]) -> Result:
-    """A refusal, or a crash: by the error that is not another's consequence."""
+    """Return a refusal or a crash, by the error that is not a consequence of another."""
     failed = [each for each in outcomes if each.error]
     primary = [each for each in failed if not each.secondary] or failed
     first = primary[0]
@@ -179,7 +181,7 @@ class Counts:
     configurations: set[Any] = field(default_factory=set)
 
     def add(self, program: Program, result: Result) -> None:
-        """Count one."""
+        """Count one result."""
         self.by_kind[result.kind] += 1
         self.configurations |= {phase.config for phase in program.phases}
         if result.kind == "refused":

@@ -1,34 +1,34 @@
-"""Which programs make sense in plain PyTorch, and under the promise: what is drawn or shrunk is."""
+"""Decides which programs make sense in plain PyTorch and under the promise."""
 
 from tests.parity.random_programs import blocks
 from tests.parity.random_programs.optimizers import BY_SIGN, REAL_ONLY
 from tests.parity.random_programs.program import Net, Optimizer, Part, Phase, Program, Step
 
 CYCLED = {"adam", "adamw", "adamax", "nadam", "radam"}
-"""Optimizers with a beta1, which OneCycleLR asks for where there is no momentum."""
+"""Optimizers with a beta1, which OneCycleLR uses in place of momentum."""
 
 STREAM_ROWS = 12
-"""Rows of each batch of a stream: all numbers of workers divide it, so that the batches of a stream
-in shards have the rows of the whole one's."""
+"""Rows of each batch of a stream. Every number of workers divides it, so that batches of a sharded
+stream have the same rows as in the whole stream."""
 
 SPLITTABLE = {"residual", "hooked", "gated", "late:2", "late:4", "in_training", "adapter"}
 SPLITTABLE |= {"attention", "multi_head", "encoder", "decoder", "experts:3", "experts:5"}
-"""Blocks in which --tensor may find something."""
+"""Blocks that --tensor may split."""
 
 
 def looks_across(program: Program) -> bool:
-    """Whether what a forward gives depends on which rows meet in it, or on how many there were."""
+    """Return whether a forward depends on which rows it gets together, or on their number."""
     names = {name for net in program.nets for name in net.blocks}
     return bool(names & (blocks.ACROSS_ROWS | blocks.COUNT_FORWARDS))
 
 
 def counts_forwards(program: Program) -> bool:
-    """Whether it depends on how many forwards there were."""
+    """Return whether it depends on the number of forwards."""
     return any(name in blocks.COUNT_FORWARDS for net in program.nets for name in net.blocks)
 
 
 def sensible(program: Program) -> bool:
-    """Whether it is a program that plain PyTorch runs, and whose result is promised."""
+    """Return whether plain PyTorch runs the program, and the promise covers its result."""
     return (
         all(_sensible_net(net, first=i == 0) for i, net in enumerate(program.nets))
         and all(_sensible_optimizer(each, program) for each in program.optimizers)
@@ -72,14 +72,14 @@ def _sensible_optimizer(optimizer: Optimizer, program: Program) -> bool:
 
 
 def _sensible_phase(phase: Phase, program: Program) -> bool:
-    """BatchNorm over micro-batches is not what BatchNorm over the batch is."""
+    """Return whether a phase makes sense; not BatchNorm over micro-batches, for example."""
     config = phase.config
     if config.tensor > 1 and not any(name in SPLITTABLE for name in program.nets[0].blocks):
         return False
     if any(("scale_grad_by_freq", True) in net.embedding for net in program.nets) and (
         config.size > 1 or config.micro_batch_size or config.exact or config.microbatches
     ):
-        return False  # it counts in what one forward sees, which the start lines tell
+        return False  # it counts within one forward, as the start lines say
     if looks_across(program):
         parts = config.pipeline > 1 or config.call == "forward_backward"
         if parts and config.microbatches != 1:
@@ -87,7 +87,7 @@ def _sensible_phase(phase: Phase, program: Program) -> bool:
         return config.micro_batch_size is None and config.exact is None
     evaluates = any("evaluate" in event for step in phase.steps for event in step.before)
     several = any(len(step.parts[0].losses) > 1 for step in phase.steps)
-    # world.share and several backwards of a batch cannot be had with it, as it says.
+    # It refuses world.share, and several backwards of a batch.
     return config.exact is None or not (evaluates or several)
 
 
@@ -97,7 +97,7 @@ def _sensible_step(step: Step, program: Program) -> bool:
     if any(("sparse", True) in net.embedding for net in program.nets) and (
         step.clip is not None or any({"l2", "norms"} & {*part.losses} for part in step.parts)
     ):
-        return False  # torch clips dense gradients alone, and sparse optimizers take no others
+        return False  # torch clips only dense gradients, and sparse optimizers take no others
     sums = [part.losses[0] == "sum" for part in step.parts]
     if any(sums) and not all(sums):  # one step, one reduction
         return False
@@ -128,7 +128,7 @@ def _sensible_part(part: Part, program: Program) -> bool:
 
 
 def _same_batches(program: Program) -> bool:
-    """A Loader gives batches of one size, but for the last; one part in each step."""
+    """Return whether a Loader can give these batches: equal sizes, one part per step."""
     if program.feed == "share":
         return True
     if program.feed == "stream" and any(

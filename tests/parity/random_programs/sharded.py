@@ -1,4 +1,4 @@
-"""The other side: the same program on ranks of Shardwise, as its documents say to write it."""
+"""The same program on ranks of Shardwise, written as the documents recommend."""
 
 import contextlib
 import copy
@@ -29,14 +29,14 @@ from tests.parity.random_programs.program import Config, Part, Program, Step
 def run_phase(
     world: Any, program: Program, phase: int, folder: str, watch: bool
 ) -> tuple[Ran, str]:
-    """On a rank: one phase of `program`, and a digest of what ranks must end with alike.
+    """Run one phase of `program` on a rank; return a digest that must be equal on all ranks.
 
-    What an earlier phase has left in `folder` is loaded at first; what a later one needs is saved.
+    The state of an earlier phase is loaded from `folder`, and saved for a later one.
     """
     usual = storage.SPAN
     exact = program.phases[phase].config.exact is not None
     storage.SPAN = 2 * GRAIN if exact else 48  # several spans, also in models as small as these
-    # The program adds what is in no optimizer yet.
+    # The program adds parameters that are in no optimizer yet.
     warnings.filterwarnings("ignore", ".*are in no optimizer")
     warnings.filterwarnings("ignore", "Sparse invariant checks")
     script = Sharded(world, program, phase, Path(folder))
@@ -51,14 +51,14 @@ def run_phase(
 
 
 def uneven_cuts(rows: int, size: int, seed: int) -> list[int]:
-    """Borders of shares of `rows` for `size` ranks; some may be empty."""
+    """Return the borders of uneven shares of `rows` for `size` ranks; some may be empty."""
     draw = torch.Generator().manual_seed(seed)
     inner = torch.randint(0, rows + 1, (size - 1,), generator=draw).sort().values.tolist()
     return [0, *inner, rows]
 
 
 class Stream(IterableDataset[tuple[Tensor, ...]]):
-    """Rows in order, of which each worker reads its own."""
+    """A dataset of rows in order, with shard() for the rows of each worker."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors, self.num_shards = tensors, len(tensors[0])
@@ -71,7 +71,7 @@ class Stream(IterableDataset[tuple[Tensor, ...]]):
 
 
 class Sharded(Script):
-    """The program on one of several ranks."""
+    """Runs the program on one of several ranks."""
 
     def __init__(self, world: Any, program: Program, phase: int, folder: Path) -> None:
         super().__init__(program)
@@ -94,13 +94,13 @@ class Sharded(Script):
             )
 
     def _take_settings(self) -> None:
-        """What a run has from flags, but for the mesh, which its group was made with."""
+        """Set the settings that a run gets from flags, except the mesh of its group."""
         if self.config.exact is not None:
             os.environ["SHARDWISE_EXACT"] = str(self.config.exact)
             self.world.settings = self.world.settle()
 
     def run(self, *, watch: bool) -> None:
-        """The steps of this phase."""
+        """Run the steps of this phase."""
         program = self.program
         self.train_mode()
         if self.phase == 0:
@@ -134,7 +134,7 @@ class Sharded(Script):
     # -- engines --------------------------------------------------------------------------
 
     def make_engines(self, zero: int) -> list[Any]:
-        """One for each of the program's owners."""
+        """Create one engine for each of the program's owners."""
         config = self.config
         settings: dict[str, Any] = {
             f"offload_{state}": f"nvme:{on_a_disk()}" for state in config.offload
@@ -162,7 +162,7 @@ class Sharded(Script):
         return engines
 
     def track(self) -> None:
-        """Let what the script keeps be saved and loaded with the first engine."""
+        """Save and load the script's own objects with the first engine."""
         tracked = {f"scheduler{i}": each for i, each in enumerate(self.schedulers)}
         if self.loader is not None:
             tracked["loader"] = self.loader
@@ -180,26 +180,26 @@ class Sharded(Script):
 
     @contextlib.contextmanager
     def whole(self, *, write: bool = False) -> Iterator[None]:
-        """Inside the block all parameters of all engines are whole."""
+        """Make all parameters of all engines whole inside the block."""
         with contextlib.ExitStack() as stack:
             for engine in self.engines:
                 stack.enter_context(engine.full_parameters(write=write))
             yield
 
     def state(self) -> list[dict[str, Tensor]]:
-        """All tensors of all models, which are whole at this moment."""
+        """Return all tensors of all models, which are whole at this moment."""
         return [{k: v.clone() for k, v in m.state_dict().items()} for m in self.models]
 
     # -- a step ---------------------------------------------------------------------------
 
     def batches(self) -> Iterator[Any]:
-        """The steps of the Loader, where there is one."""
+        """Return the steps of the Loader, if there is one."""
         if self.loader is not None:
             for _ in self.loader.epochs(1):
                 yield from self.loader.steps()
 
     def train(self, step: Step, engine: int, given: Iterator[Any]) -> float:
-        """One step of an engine; its loss."""
+        """Run one step of an engine, and return its loss."""
         if self.loader is not None:
             for data in next(given):
                 part = step.parts[0]
@@ -213,7 +213,7 @@ class Sharded(Script):
         return stats.loss
 
     def train_by_hand(self, step: Step, engine: int) -> None:
-        """All forwards and backwards of a step, each of a batch that is shared out by hand."""
+        """Run all forwards and backwards of a step, with world.share."""
         waiting = []
         for index, part in enumerate(step.parts):
             data, told = self.take(index, part)
@@ -222,7 +222,7 @@ class Sharded(Script):
             if part.last:
                 told["last"] = index == len(step.parts) - 1
             if index and "weight" in told and (step.ahead or part.cuts is not None):
-                told["same_items"] = False  # of other items than what was shared out last
+                told["same_items"] = False  # of other items than the last shared batch
             if step.ahead:
                 waiting.append((self.losses(part, engine, data), told))
             else:
@@ -232,7 +232,7 @@ class Sharded(Script):
                 self.engines[engine].backward(loss, **told)
 
     def take(self, index: int, part: Part) -> tuple[Batch, dict[str, Any]]:
-        """This rank's rows of a part, and what backward is to be told of them."""
+        """Return this rank's rows of a part, and the arguments of backward for them."""
         data = made_of.batch(self.program, self.number, index, part.rows)
         if part.cuts is None:
             mine = self.world.share(data)
@@ -250,7 +250,7 @@ class Sharded(Script):
         return mine, {"weight": items(part.losses, mine) * part.factor if rows else 0}
 
     def told_of(self, part: Part, data: Batch) -> dict[str, Any]:
-        """What backward is told of the Loader's batch: tokens are ours to count, rows are not."""
+        """Return the arguments of backward for a Loader's batch: a weight only for tokens."""
         if part.losses[0] == "sum":
             return {"reduction": "sum"}
         return {"weight": items(part.losses, data)} if "tokens" in part.losses else {}
@@ -263,7 +263,7 @@ class Sharded(Script):
         ]
 
     def backward_all(self, part: Part, engine: int, data: Batch, told: dict[str, Any]) -> None:
-        """Forwards and backwards of one share of a batch."""
+        """Run forwards and backwards of one share of a batch."""
         if self.config.call == "forward_backward":
             self.forward_backward(part, engine, data, told)
             return
@@ -279,7 +279,7 @@ class Sharded(Script):
             self.engines[engine].backward(loss, **told)
 
     def forward_backward(self, part: Part, engine: int, data: Batch, told: dict[str, Any]) -> None:
-        """The call that keeps all workers of a pipeline busy."""
+        """Run the step by forward_backward, which keeps all workers of a pipeline busy."""
 
         def loss_of(*data: Tensor) -> Tensor:
             return made_of.loss_of(self.program, self.models, engine, part.losses[0], data)
@@ -292,14 +292,14 @@ class Sharded(Script):
     # -- events ---------------------------------------------------------------------------
 
     def happen(self, event: str) -> None:
-        """What comes between two steps."""
+        """Carry out an event between two steps."""
         if self.change(event):
             return
         name, _, target = event.partition(":")
         getattr(self, f"on_{name}")(*([target] if target else []))
 
     def evaluate(self, name: str) -> None:
-        """What the models give in evaluation for shares of a batch, put together again."""
+        """Record the outputs of an evaluation over shares of a batch, joined again."""
         for model in self.models:
             model.eval()
         with torch.no_grad():
@@ -318,7 +318,7 @@ class Sharded(Script):
             self.evaluate("evaluate_ema")
 
     def on_evaluate_main(self) -> None:
-        """The first replica's workers alone."""
+        """Evaluate on the workers of the first replica only."""
         for model in self.models:
             model.eval()
         with contextlib.ExitStack() as stack, torch.no_grad():
@@ -331,13 +331,13 @@ class Sharded(Script):
         self.train_mode()
 
     def on_evaluate_copy(self) -> None:
-        """A copy that is made where parameters are whole is a plain model."""
+        """Evaluate a copy made while parameters are whole, which is a plain model."""
         with self.whole():
             copies = self.copies()
         self.evaluate_copies(copies)
 
     def on_evaluate_loader(self) -> None:
-        """Collected by hand from a Loader in batches of which the last is short."""
+        """Collect outputs from a Loader whose last batch is short."""
         for model in self.models:
             model.eval()
         mine: list[Tensor] = []
@@ -370,7 +370,7 @@ class Sharded(Script):
         self.engines = self.make_engines(int(zero))
 
     def on_save(self) -> None:
-        """A save and a load of it right away change nothing; a Loader is not moved on its way."""
+        """Save and load at once, which changes nothing and does not move a Loader."""
         self.save()
         if self.loader is not None:
             return
@@ -378,7 +378,7 @@ class Sharded(Script):
             engine.load(self.folder / f"engine{number}" / f"step-{engine.steps}")
 
     def end(self) -> None:
-        """What there is in the end."""
+        """Return the final state."""
         with self.whole():
             self.see("model", self.state())
         for engine, several in zip(self.engines, self.optimizers, strict=True):
@@ -404,7 +404,7 @@ def _digest(tensors: list[Tensor]) -> str:
 
 
 def group_settings(config: Config) -> dict[str, Any]:
-    """What the group of ranks is made with."""
+    """Return the settings that the group of ranks is started with."""
     told: dict[str, Any] = {}
     if config.transport != "auto":
         told["transport"] = config.transport

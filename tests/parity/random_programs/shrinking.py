@@ -1,4 +1,4 @@
-"""The smallest program with the same outcome: features are left out one at a time."""
+"""Finds the smallest program with the same result, by removing one feature at a time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -9,7 +9,7 @@ from tests.parity.random_programs.sense import sensible
 
 
 def shrink(program: Program, same: Callable[[Program], bool]) -> Program:
-    """What is left of `program` when nothing more can go so that `same` still holds."""
+    """Return the smallest program for which `same` still holds."""
     while True:
         for smaller in simpler(program):
             if sensible(smaller) and same(smaller):
@@ -20,7 +20,7 @@ def shrink(program: Program, same: Callable[[Program], bool]) -> Program:
 
 
 def simpler(program: Program) -> Iterator[Program]:
-    """Programs with one feature less, the largest cuts first."""
+    """Yield programs with one feature less, the largest cuts first."""
     yield from _fewer_phases(program)
     for number, phase in enumerate(program.phases):
         for steps in _fewer(phase.steps):
@@ -81,7 +81,7 @@ def _fewer(several: tuple[Any, ...], least: int = 1) -> Iterator[tuple[Any, ...]
 
 
 def _plainer(value: Any, kept: set[str]) -> Iterator[Any]:
-    """`value` with one field as it is by default."""
+    """Yield `value` with one field set to its default."""
     for field in fields(value):
         if field.name not in kept and getattr(value, field.name) != field.default:
             yield replace(value, **{field.name: field.default})

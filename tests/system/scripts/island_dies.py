@@ -1,6 +1,6 @@
-"""Trains on islands of which one dies, and leaves what each rank has after each boundary.
+"""Trains on islands, one of which dies, and saves each rank's state after each boundary.
 
-The anchor after step S is in FOLDER/anchor-S-RANK.pt, the losses of a rank's steps are printed.
+FOLDER/anchor-S-RANK.pt has the anchor after step S. The losses of a rank's steps are printed.
 """
 
 import argparse
@@ -20,18 +20,18 @@ from shardwise.checkpoint.loader import CheckpointLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
-parser.add_argument("--epochs", type=int, default=3, help="of 8 steps")
+parser.add_argument("--epochs", type=int, default=3, help="number of epochs, of 8 steps each")
 parser.add_argument("--pause", type=float, default=0.0)
-parser.add_argument("--die", default="", help="RANK:STEP, once, after so many steps")
-parser.add_argument("--signal", type=int, default=signal.SIGKILL, help="of what it dies")
-parser.add_argument("--in-save", action="store_true", help="it dies while it writes its part")
-parser.add_argument("--hold", type=int, default=0, help="a step at which who died is waited for")
-parser.add_argument("--save", type=int, default=1000, help="every so many steps")
-parser.add_argument("--measure", action="store_true", help="the loss over all ranks, each step")
-parser.add_argument("--common", action="store_true", help="draw alike, and broadcast, each step")
-parser.add_argument("--share", action="store_true", help="without a Loader; draw before a batch")
-parser.add_argument("--slow-load", type=float, default=0.0, help="seconds of who comes back")
-parser.add_argument("--width", type=int, default=40, help="of the hidden layer")
+parser.add_argument("--die", default="", help="RANK:STEP at which it dies, once")
+parser.add_argument("--signal", type=int, default=signal.SIGKILL, help="signal that kills it")
+parser.add_argument("--in-save", action="store_true", help="die in a save")
+parser.add_argument("--hold", type=int, default=0, help="wait at this step for its return")
+parser.add_argument("--save", type=int, default=1000, help="save every K steps")
+parser.add_argument("--measure", action="store_true", help="compute the loss over all ranks")
+parser.add_argument("--common", action="store_true", help="draw and broadcast in each step")
+parser.add_argument("--share", action="store_true", help="no Loader; draw before each batch")
+parser.add_argument("--slow-load", type=float, default=0.0, help="seconds of a load after a return")
+parser.add_argument("--width", type=int, default=40, help="width of the hidden layer")
 args = parser.parse_args()
 
 world = sw.init(seed=0, device="cpu", quiet=True)
@@ -48,7 +48,7 @@ if world.collectives.is_outside:
 
 
 def load(*given: Any, **more: Any) -> Any:
-    """Load a checkpoint, slowly where that is asked for."""
+    """Load a checkpoint, slowly if requested."""
     if args.slow_load and world.collectives.is_outside:
         print("loads", flush=True)
         time.sleep(args.slow_load)
@@ -61,7 +61,7 @@ print(f"start {engine.steps}", flush=True)
 
 
 def dies() -> None:
-    """Die, once, where that is asked for."""
+    """Die once, if requested."""
     mark = args.folder / "died"
     if f"{world.rank}:{engine.steps}" == args.die and not mark.exists():
         mark.touch()
@@ -79,7 +79,7 @@ plain_lend, save_tensors.lend = save_tensors.lend, lend
 
 
 def keep_anchor() -> None:
-    """Leave the anchor, as this rank has it."""
+    """Save the anchor of this rank."""
     with engine.anchor(), engine.full_parameters():
         flat = torch.cat([each.detach().flatten() for each in model.parameters()])
     path = args.folder / f"anchor-{engine.steps}-{world.rank}.pt"
@@ -88,21 +88,24 @@ def keep_anchor() -> None:
 
 
 def hold() -> None:
-    """Wait until the island that has died is about to ask to be let in."""
+    """Wait until the dead island is about to ask for admission."""
     while engine.steps == args.hold and not (args.folder / "comes back").exists():
         time.sleep(0.02)
     time.sleep(0.5 if args.hold and engine.steps == args.hold else args.pause)
 
 
 def draw() -> float:
-    """Draw what all draw."""
+    """Draw the numbers that all ranks draw."""
     with world.alike():
         return torch.rand(1).item()
 
 
 def batches() -> Iterator[tuple[Tensor, float]]:
-    """What to train on, and what was drawn for it: with a Loader after it gave the batch, else
-    before, so that who comes back has to draw it too."""
+    """Yield batches and the numbers drawn for them.
+
+    With a Loader they are drawn after it gave the batch, else before. A returning island must draw
+    them too.
+    """
     while args.share and engine.steps < 8 * args.epochs:
         drawn = draw()
         yield world.share(rows[engine.steps * 8 % 64 :][:8]), drawn

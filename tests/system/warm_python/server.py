@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.launch import program
-from shardwise.tools.verify.fork_server import IMPORTED, ForkServer
+from shardwise.tools.verify.fork_server import PACKAGES, ForkServer
 from shardwise.tools.verify.rank_client import FREE
 
 
@@ -42,7 +42,7 @@ def main(path: str, *modules: str) -> None:
     """Serve at `path`; a program that was forked returns from here when it has run."""
     reserved = [os.open(os.devnull, os.O_RDONLY) for _ in range(3, FREE)]
     with Listener(socket.AF_UNIX) as listener:
-        for name in (*modules, *IMPORTED):
+        for name in (*modules, *PACKAGES):
             with contextlib.suppress(ModuleNotFoundError):  # its tests are skipped
                 import_module(name)
         # A collection would copy each page that is shared with the programs.

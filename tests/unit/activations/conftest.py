@@ -1,4 +1,4 @@
-"""Small tensors move too."""
+"""Fixtures that offload small tensors too."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from shardwise.model import activation_offload
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Move small tensors too, a few at once."""
+    """Offload small tensors too, a few at a time."""
     monkeypatch.setattr(activation_offload, "LEAST", 64)
     monkeypatch.setattr(activation_offload, "LEAVING", 4096)
     monkeypatch.setattr(activation_offload, "AHEAD", 4096)

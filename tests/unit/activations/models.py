@@ -1,4 +1,4 @@
-"""What tests of activations share: a model, ways to have its activations, and what comes of it."""
+"""A model, settings for its activations, and comparisons, shared by the tests of activations."""
 
 import contextlib
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def on(model: nn.Module, way: str, folder: Path) -> Iterator[None]:
 
 
 class Block(nn.Module):
-    """Takes and gives nests; draws random numbers; its BatchNorm has running statistics."""
+    """Takes and returns nested containers, draws random numbers, and has BatchNorm statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """`times` rounds over the same blocks."""
+    """Runs the same blocks `times` times."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def same(ours: nn.Module, plain: nn.Module) -> None:
-    """Gradients, buffers and the generator's state, bit for bit."""
+    """Assert that gradients, buffers and the generator's state are equal, bit for bit."""
     for name, grad in gradients(plain).items():
         assert grad is not None, name
         assert torch.equal(gradients(ours)[name], grad), name

@@ -1,4 +1,4 @@
-"""Activations over the life of a model and an engine: copies, failures, closing, what is said."""
+"""Activations over the life of a model and an engine: copies, failures, close, and start lines."""
 
 import copy
 import errno

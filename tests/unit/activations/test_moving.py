@@ -1,4 +1,4 @@
-"""What autograd saves, and moves: which tensors, how often, and which value comes back."""
+"""Offload of the tensors that autograd saves: which ones, how often, and their values."""
 
 import gc
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.unit.activations.models import CPU, make, x
 
 
 class Recorded:
-    """A place that counts what is sent there."""
+    """A target that counts the tensors sent to it."""
 
     def __init__(self, folder: Path) -> None:
         self.sent: list[int] = []
@@ -64,7 +64,7 @@ def test_views_of_one_storage_are_written_once(folder: Path) -> None:
         assert back.stride() == stride
 
 
-def test_a_slice_of_a_large_storage_moves_alone(folder: Path) -> None:
+def test_only_the_slice_of_a_large_storage_is_moved(folder: Path) -> None:
     saved, place = saving(folder)
     data = torch.randn(1000, 32)
     row, column = data[7:9], data[:, 3]
@@ -75,7 +75,7 @@ def test_a_slice_of_a_large_storage_moves_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64])
-def test_every_dtype_and_layout_comes_back(folder: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_and_layout_is_restored(folder: Path, dtype: torch.dtype) -> None:
     saved, _ = saving(folder)
     tensors = [
         torch.randn(8, 9).to(dtype),
@@ -115,12 +115,12 @@ def test_what_backward_does_not_need_frees_the_disk(folder: Path) -> None:
         assert spool.in_use > 0
         del loss
         gc.collect()
-        model(x())  # settles what was under way
+        model(x())  # settles pending copies
         gc.collect()
     assert spool.in_use <= 4096 * 4
 
 
-def test_changed_in_place_before_it_was_safe_is_an_error(folder: Path) -> None:
+def test_a_change_in_place_before_the_copy_is_an_error(folder: Path) -> None:
     saved, _ = saving(folder)
     small, large = torch.ones(3), torch.ones(4096)
     held = [saved.pack(small), saved.pack(large)]
@@ -131,7 +131,7 @@ def test_changed_in_place_before_it_was_safe_is_an_error(folder: Path) -> None:
             saved.unpack(one)
 
 
-def test_changed_in_place_later_gives_the_value_that_was_saved(folder: Path) -> None:
+def test_a_change_in_place_after_the_copy_gives_the_saved_value(folder: Path) -> None:
     saved, _ = saving(folder)
     tensor = torch.ones(4096)
     held = saved.pack(tensor)

@@ -1,4 +1,4 @@
-"""Recomputed units: what they read, what runs how often, and what is kept."""
+"""Recomputed units: their reads, their number of runs, and the memory that they keep."""
 
 import contextlib
 import copy
@@ -14,7 +14,7 @@ from tests.unit.activations.models import gradients, make, on, same, x
 
 
 class Codebook(nn.Module):
-    """A forward that reads a buffer and then changes it, from the third call on."""
+    """A forward that reads a buffer and then, from the third call on, changes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_nothing_inside_the_units_is_kept(folder: Path) -> None:
     assert sizes["recomputed"] == 0
 
 
-def test_a_forward_that_user_code_gave_a_unit_is_the_one_that_runs(folder: Path) -> None:
+def test_a_forward_that_user_code_assigned_to_a_unit_is_run(folder: Path) -> None:
     model = make()
     block = model.blocks[0]
     original = block.forward
@@ -101,7 +101,7 @@ def test_a_forward_that_user_code_gave_a_unit_is_the_one_that_runs(folder: Path)
 
 
 class Counting(nn.Module):
-    """Reads and changes attributes: a number, one that comes later, a list, a dict."""
+    """Reads and changes attributes: a number, one created later, a list, a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_a_recomputation_reads_the_attributes_that_the_forward_read(folder: Path
 
 
 class Averaging(nn.Module):
-    """Changes a tensor in place that is no buffer."""
+    """Changes a tensor in place that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,17 +147,17 @@ class Averaging(nn.Module):
         return self.linear(x - self.mean).square().sum()
 
 
-def test_a_tensor_that_forward_changes_in_place_is_to_be_a_buffer(folder: Path) -> None:
+def test_a_tensor_changed_in_place_must_be_a_buffer(folder: Path) -> None:
     model = Averaging()
     with (
         on(model, "recomputed", folder),
-        pytest.raises(ModelError, match=r"Averaging changes its attribute mean.*register_buffer"),
+        pytest.raises(ModelError, match=r"changes its tensor attribute mean.*register_buffer"),
     ):
         model(x())
 
 
 class Crossing(nn.Module):
-    """Takes another way where two arguments are one object, as attention does."""
+    """Branches on whether two arguments are the same object, as attention does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Crossing(nn.Module):
         return (self.linear(query) * keyed.tanh() * valued.sin() + self.other(query)).sum()
 
 
-def test_arguments_that_are_one_object_are_so_again(folder: Path) -> None:
+def test_identical_arguments_are_identical_in_the_recomputation(folder: Path) -> None:
     torch.manual_seed(0)
     plain = Crossing()
     ours = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""Recomputed or moved, activations give the gradients that kept ones give, bit for bit."""
+"""Recomputed or offloaded, activations give the same gradients as kept ones, bit for bit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -131,7 +131,7 @@ def test_the_same_bits_as_kept(use: Use, way: str, folder: Path) -> None:
 
 
 def ways_out(folder: Path) -> dict[str, Any]:
-    """The ways of an accelerator's tensors, tried out with the CPU as the accelerator."""
+    """The targets for accelerator tensors, tested with the CPU as the accelerator."""
     spool = DeviceSpool(Spool(folder, "activations", rank=0), CopyStream(CPU))
     return {"host": HostTarget(CPU), "disk behind host": StagedDiskTarget(spool)}
 

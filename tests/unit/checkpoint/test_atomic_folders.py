@@ -1,4 +1,4 @@
-"""Which checkpoints are complete, at whatever moment a save was killed."""
+"""Which checkpoints are complete after a save was killed at any moment, and the commands."""
 
 import errno
 import itertools
@@ -16,11 +16,11 @@ from click.testing import CliRunner
 from shardwise.checkpoint import document, reader
 from shardwise.checkpoint.atomic_folders import (
     Draft,
-    Found,
+    StepFolder,
     complete,
     end_removals,
+    incomplete_checkpoints,
     lacks_document,
-    lost,
 )
 from shardwise.checkpoint.commands import checkpoint
 from shardwise.checkpoint.export import write_model
@@ -44,19 +44,22 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def test_only_what_has_its_name_counts(tmp_path):
+def test_only_folders_with_a_document_are_complete(tmp_path):
     assert complete(tmp_path / "none") == []
     saved(tmp_path, 9)
     saved(tmp_path, 10)
     Draft(tmp_path, 11, 0).begin()
-    (tmp_path / "step-12").mkdir()  # nothing in it
+    (tmp_path / "step-12").mkdir()  # empty
     (tmp_path / "step-x").mkdir()
-    assert complete(tmp_path) == [Found(9, tmp_path / "step-9"), Found(10, tmp_path / "step-10")]
+    assert complete(tmp_path) == [
+        StepFolder(9, tmp_path / "step-9"),
+        StepFolder(10, tmp_path / "step-10"),
+    ]
     saved(tmp_path, 13)
     assert names(tmp_path) == ["step-10", "step-12", "step-13", "step-9", "step-x"]
 
 
-def test_keep_leaves_the_newest_and_never_what_lies_ahead(tmp_path):
+def test_prune_keeps_the_newest_and_later_steps(tmp_path):
     for step in (1, 2, 3, 9):
         saved(tmp_path, step)
     saved(tmp_path, 4, keep=2)
@@ -68,34 +71,34 @@ def test_a_dangling_link_as_folder_is_named(tmp_path):
     for folder in (tmp_path / "link", tmp_path / "link" / "deeper"):
         with pytest.raises((FileExistsError, NotADirectoryError)) as caught:
             Draft(folder, 5, 0).begin()
-        said = Draft(folder, 5, 0).refused(caught.value)
-        assert f"{tmp_path}/link is a link to {tmp_path}/absent, which does not exist" in said
+        said = Draft(folder, 5, 0).describe_error(caught.value)
+        assert f"{tmp_path}/link links to {tmp_path}/absent, which does not exist" in said
         assert "in the way" not in said
 
 
-def test_what_stands_in_the_way_is_not_taken_for_a_full_disk(tmp_path):
+def test_a_file_in_the_way_is_not_reported_as_a_full_disk(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
         with pytest.raises((FileExistsError, NotADirectoryError)) as caught:
             Draft(folder, 5, 0).begin()
-        said = Draft(folder, 5, 0).refused(caught.value)
-        assert "one can be made: a file is in the way. Those that were" in said
+        said = Draft(folder, 5, 0).describe_error(caught.value)
+        assert "A file is in the way: name a folder" in said
     Draft(tmp_path, 5, 0).begin()
     with pytest.raises(FileExistsError) as caught:
         (tmp_path / ".step-5.partial").mkdir()
-    assert "Does another run save there?" in Draft(tmp_path, 5, 0).refused(caught.value)
-    denied = Draft(tmp_path, 5, 7).refused(PermissionError(errno.EACCES, "no", "it"))
+    assert "Another run may be saving there" in Draft(tmp_path, 5, 0).describe_error(caught.value)
+    denied = Draft(tmp_path, 5, 7).describe_error(PermissionError(errno.EACCES, "no", "it"))
     assert denied.startswith(
         "The checkpoint of step 5 was not written: no (it). Name a folder that"
     )
-    full = Draft(tmp_path, 5, 7).refused(OSError(errno.ENOSPC, "full"))
-    assert "It takes 7 bytes, and " in full
+    full = Draft(tmp_path, 5, 7).describe_error(OSError(errno.ENOSPC, "full"))
+    assert "It needs 7 bytes, and " in full
 
 
-def test_what_cannot_be_removed_stops_no_save(tmp_path, monkeypatch):
+def test_a_save_succeeds_although_old_folders_cannot_be_removed(tmp_path, monkeypatch):
     for step in (1, 2):
         saved(tmp_path, step)
-    Draft(tmp_path, 3, 0).begin()  # a half, of a run that was killed
+    Draft(tmp_path, 3, 0).begin()  # the partial save of a killed run
     (tmp_path / ".step-3.partial" / "x").touch()
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", not_empty)
@@ -105,9 +108,9 @@ def test_what_cannot_be_removed_stops_no_save(tmp_path, monkeypatch):
             draft.finish({"checkpoint.json": b"{}"})
             draft.prune(1)
             assert all(
-                "cannot be (Directory not empty): the next save tries" in w for w in draft.left
+                "could not be removed (Directory not empty). The next" in w for w in draft.warnings
             )
-            assert draft.left
+            assert draft.warnings
             assert [found.step for found in complete(tmp_path)] == [step]
     saved(tmp_path, 6)
     assert names(tmp_path) == ["step-5", "step-6"], "now all of it could be removed"
@@ -117,7 +120,7 @@ def not_empty(path):
     raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
 
-def test_of_a_link_the_link_is_removed(tmp_path):
+def test_removing_a_link_keeps_its_target(tmp_path):
     saved(tmp_path / "far", 1)
     folder = tmp_path / "near"
     folder.mkdir()
@@ -129,7 +132,7 @@ def test_of_a_link_the_link_is_removed(tmp_path):
     assert names(tmp_path / "far" / "step-1") == ["checkpoint.json"]
 
 
-def test_removals_that_a_kill_cut_short_are_ended(tmp_path):
+def test_interrupted_removals_are_finished(tmp_path):
     saved(tmp_path, 3)
     for name in (".step-1.gone", ".step-2.gone.1", ".step-4.partial", ".step-5.replaced"):
         (tmp_path / name).mkdir()
@@ -140,34 +143,36 @@ def test_removals_that_a_kill_cut_short_are_ended(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])
-def test_what_has_the_name_of_a_new_one_is_replaced(tmp_path, kind):
+def test_remains_with_the_name_of_a_new_draft_are_replaced(tmp_path, kind):
     path = tmp_path / "step-1"
     path.symlink_to("nowhere") if kind == "link" else path.touch()
     assert complete(tmp_path) == []
-    assert lost(tmp_path) == [Found(1, path)]
+    assert incomplete_checkpoints(tmp_path) == [StepFolder(1, path)]
     saved(tmp_path, 1)
-    assert complete(tmp_path) == [Found(1, path)]
+    assert complete(tmp_path) == [StepFolder(1, path)]
     assert names(tmp_path) == ["step-1"]
 
 
-def test_what_looks_like_a_checkpoint(tmp_path):
+def test_checkpoints_without_a_document_are_recognised(tmp_path):
     for step in (1, 2, 3):
         saved(tmp_path, step)
     for step in (1, 2):
         (tmp_path / f"step-{step}" / "checkpoint.json").unlink()
         assert not lacks_document(tmp_path / f"step-{step}")
     (tmp_path / "step-2" / "model.safetensors").touch()
-    assert lost(tmp_path) == [Found(2, tmp_path / "step-2")], "an empty folder is nothing"
+    assert incomplete_checkpoints(tmp_path) == [StepFolder(2, tmp_path / "step-2")], (
+        "an empty folder is nothing"
+    )
     assert lacks_document(tmp_path / "step-2")
     os.mkfifo(tmp_path / "step-1" / "checkpoint.json")
-    assert [found.step for found in lost(tmp_path)] == [1, 2]
+    assert [found.step for found in incomplete_checkpoints(tmp_path)] == [1, 2]
     assert not lacks_document(tmp_path / "step-1"), "reading it tells more"
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "model.safetensors").touch()
     assert not lacks_document(tmp_path / "hub"), "as Hugging Face writes them"
 
 
-def test_the_same_step_again(tmp_path):
+def test_saving_the_same_step_again_replaces_it(tmp_path):
     saved(tmp_path, 5, mark="old")
     saved(tmp_path, 5, mark="new")
     assert names(tmp_path) == ["step-5"]
@@ -177,17 +182,17 @@ def test_the_same_step_again(tmp_path):
 def test_killed_between_the_two_renames(tmp_path):
     saved(tmp_path, 5, mark="old")
     (tmp_path / "step-5").rename(tmp_path / ".step-5.replaced")
-    assert complete(tmp_path) == [Found(5, tmp_path / ".step-5.replaced")]
+    assert complete(tmp_path) == [StepFolder(5, tmp_path / ".step-5.replaced")]
     saved(tmp_path, 6)
     assert names(tmp_path) == ["step-5", "step-6"]
 
 
 class Killed(BaseException):
-    """Stands for a kill -9: nothing catches it."""
+    """Stands for kill -9: nothing catches it."""
 
 
 def whole_save(folder: Path, step: int, value: int) -> None:
-    """A save of one tensor, filled with `value`, as the engine makes it; the newest two stay."""
+    """Save one tensor filled with `value`, in the way of an engine; keep the newest two."""
     draft = Draft(folder, step, 3)
     sets = {"model": lay_out("model", [TensorSpec("w", "U8", (3,))], limit=9, aliases={})}
     draft.begin()
@@ -203,7 +208,7 @@ def whole_save(folder: Path, step: int, value: int) -> None:
 
 
 def killed_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the call number `moment` of those that change a disk be the last."""
+    """Raise Killed at call number `moment` of those that change the disk."""
     calls = itertools.count()
 
     def watched(real):
@@ -220,7 +225,7 @@ def killed_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("step", [3, 4])
 def test_killed_at_any_moment(tmp_path, step):
-    """Of step 3, which is there already, or of step 4: the newest is whole, old or new."""
+    """Save step 3, which exists, or step 4: the newest checkpoint is intact, old or new."""
     for moment in range(1000):
         folder = tmp_path / str(moment)
         for earlier in (1, 2, 3):
@@ -246,13 +251,13 @@ def test_a_disk_that_is_too_small(tmp_path):
     draft = Draft(tmp_path / "new" / "er", 1, 10**18)
     with pytest.raises(OSError, match="No space left") as raised:
         draft.begin()
-    said = draft.refused(raised.value)
-    assert re.search(r"takes 1,000,000,000,000,000,000 bytes, and [\d,]+ are free there", said)
+    said = draft.describe_error(raised.value)
+    assert re.search(r"needs 1,000,000,000,000,000,000 bytes, and [\d,]+ are free", said)
     assert names(tmp_path / "new" / "er") == []
 
 
 def test_a_file_system_without_writes_at_an_offset(tmp_path, monkeypatch):
-    """As over an object store: files there grow at their end, and in no other way."""
+    """As on an object store: files can only be appended to."""
     real = os.pwrite
 
     def pwrite(fd, data, offset):
@@ -280,12 +285,12 @@ def test_a_file_system_without_writes_at_an_offset(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", ".", 3])
-def test_nothing_leads_out_of_a_folder(tmp_path, name):
-    with pytest.raises(BrokenCheckpoint, match="not one in the same folder"):
+def test_file_names_must_stay_inside_the_folder(tmp_path, name):
+    with pytest.raises(BrokenCheckpoint, match="not a file in the same folder"):
         reader.open_set(tmp_path, [name])
     index = {"weight_map": {"w": name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(BrokenCheckpoint, match="not one in the same folder"):
+    with pytest.raises(BrokenCheckpoint, match="not a file in the same folder"):
         reader.open_foreign(tmp_path)
 
 
@@ -303,7 +308,7 @@ def test_a_file_of_a_split_set_is_missing(tmp_path):
 @pytest.mark.parametrize("name", ["", "nothing.safetensors", "model.onnx"])
 def test_nothing_to_load(tmp_path, name):
     (tmp_path / "model.onnx").touch()
-    with pytest.raises(CheckpointError, match=r"holds no|There is no|ends in \.onnx"):
+    with pytest.raises(CheckpointError, match=r"contains no|does not exist|ends in \.onnx"):
         reader.open_foreign(tmp_path / name)
 
 
@@ -312,7 +317,7 @@ def test_nothing_to_load(tmp_path, name):
 
 @pytest.fixture
 def whole(tmp_path):
-    """A folder with one checkpoint, of one tensor of zeros."""
+    """Return a folder with one checkpoint of one tensor of zeros."""
     folder = tmp_path / "run"
     draft = Draft(folder, 3, 0)
     files = lay_out("model", [TensorSpec("w", "F32", (2, 3))], limit=10**9, aliases={"twin": "w"})
@@ -328,7 +333,7 @@ def ran(*words):
     return done.return_value, done.output, done.exception
 
 
-def test_without_a_command_all_are_shown(capsys):
+def test_without_a_command_the_help_is_shown(capsys):
     assert main(["checkpoint"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("Usage: shardwise checkpoint [OPTIONS] COMMAND [ARGS]...")
@@ -365,7 +370,7 @@ def test_verify_reads_the_small_files_too(whole):
 
 
 @pytest.mark.parametrize("name", ["[lr=0.1]", "[/x]", "a\x1b[31mb", ":smile:"])
-def test_names_are_shown_as_they_stand(tmp_path, name):
+def test_brackets_in_names_are_not_markup(tmp_path, name):
     files = lay_out("model", [TensorSpec(name, "U8", (1,))], limit=9, aliases={})
     folder = tmp_path / "[/x] [bold]"
     draft = Draft(folder, 3, 0)
@@ -390,11 +395,11 @@ def test_export(whole, tmp_path):
     assert torch.equal(reader.open_foreign(tmp_path / "m.safetensors").whole("w"), pickled["w"])
     for words in (("m.onnx",), ("m.pt", "--average")):
         _, _, error = ran("export", whole, tmp_path / words[0], *words[1:])
-        assert "ends in .onnx" in str(error) or "has no average" in str(error)
+        assert "ends in .onnx" in str(error) or "has no set average" in str(error)
 
 
 class Counting(torch.nn.Linear):
-    """A module with state that is no tensor."""
+    """A module whose extra state is not a tensor."""
 
     seen = 3
 
@@ -406,7 +411,7 @@ class Counting(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("ending", ["pt", "pth", "bin"])
-def test_a_pickled_model_has_all_that_its_state_dict_has(tmp_path, ending):
+def test_an_exported_pt_file_has_the_extra_state(tmp_path, ending):
     model, other = Counting(2, 2), Counting(2, 2)
     model.seen = 4
     write_model(model, tmp_path / f"m.{ending}")
@@ -415,7 +420,7 @@ def test_a_pickled_model_has_all_that_its_state_dict_has(tmp_path, ending):
     assert torch.equal(other.weight, model.weight)
 
 
-def test_export_into_a_folder_that_is_not_there(whole, tmp_path):
+def test_export_creates_the_folder(whole, tmp_path):
     for name in ("m.pt", "m.safetensors"):
         assert ran("export", whole, tmp_path / "new" / name / name)[0] == 0
         assert (tmp_path / "new" / name / name).exists()
@@ -428,8 +433,8 @@ def test_export_into_a_folder_that_is_not_there(whole, tmp_path):
     assert not list(tmp_path.glob(".*.partial"))
 
 
-def test_a_step_that_is_not_there(whole):
+def test_a_missing_step_is_reported_with_the_existing_ones(whole):
     (whole / ".step-9.partial").mkdir()
     (whole / ".step-9.partial" / "checkpoint.json").touch()
     _, _, error = ran("verify", whole / "step-7")
-    assert str(error).endswith(f"In {whole} there are step-3.")
+    assert str(error).endswith(f"{whole} contains step-3.")

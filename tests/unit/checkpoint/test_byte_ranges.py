@@ -1,4 +1,4 @@
-"""Which bytes of a file an interval is, across the borders of parameters; and their checksums."""
+"""Byte ranges of intervals across borders of parameters, and their checksums."""
 
 import zlib
 from itertools import pairwise
@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.checksum import ChecksumPart, joined
+from shardwise.checkpoint.checksum import ChecksumPart, combine
 from shardwise.layout import bucket_layout
 from shardwise.layout.byte_ranges import Extent, byte_ranges, clipped, extents, share
 
@@ -37,7 +37,8 @@ def test_a_table():
     st.booleans(),
 )
 def test_every_byte_is_written_once(numels, ranks, copies, span, whole):
-    """Buckets of `ranks`, each interval held `copies` times and lent in spans of `span`."""
+    """Buckets over `ranks`, each interval held by `copies` ranks and lent in spans of `span`
+    elements."""
     specs = [
         bucket_layout.Spec(name=f"t{i}", numel=n, itemsize=4, key=0, whole=whole)
         for i, n in enumerate(numels)
@@ -61,23 +62,23 @@ def test_every_byte_is_written_once(numels, ranks, copies, span, whole):
 # -- checksums ----------------------------------------------------------------------------------
 
 
-def test_the_sum_of_parts_is_that_of_the_whole():
+def test_the_checksum_of_parts_equals_that_of_the_whole():
     data = bytes(range(256)) * 9
     cuts = [0, 5, 5, 700, 2303, len(data)]
     parts = [ChecksumPart(a, b - a, zlib.crc32(data[a:b])) for a, b in pairwise(cuts)]
-    assert joined(reversed(parts), len(data)) == zlib.crc32(data)
-    assert joined([], 0) == zlib.crc32(b"") == 0
+    assert combine(reversed(parts), len(data)) == zlib.crc32(data)
+    assert combine([], 0) == zlib.crc32(b"") == 0
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5))
 def test_sums_of_any_parts(data, cuts):
     borders = sorted({0, len(data), *(cut for cut in cuts if cut <= len(data))})
     parts = [ChecksumPart(a, b - a, zlib.crc32(data[a:b])) for a, b in pairwise(borders)]
-    assert joined(parts, len(data)) == zlib.crc32(data)
+    assert combine(parts, len(data)) == zlib.crc32(data)
 
 
-def test_what_is_not_whole_has_no_sum():
-    assert joined([ChecksumPart(0, 4, 1), ChecksumPart(5, 3, 1)], 8) is None  # a hole
-    assert joined([ChecksumPart(0, 4, 1), ChecksumPart(3, 5, 1)], 8) is None  # an overlap
-    assert joined([ChecksumPart(0, 4, 1)], 8) is None  # the end is missing
-    assert joined([ChecksumPart(0, 4, 1), ChecksumPart(0, 4, 1)], 4) is None  # twice
+def test_incomplete_parts_have_no_checksum():
+    assert combine([ChecksumPart(0, 4, 1), ChecksumPart(5, 3, 1)], 8) is None  # a gap
+    assert combine([ChecksumPart(0, 4, 1), ChecksumPart(3, 5, 1)], 8) is None  # an overlap
+    assert combine([ChecksumPart(0, 4, 1)], 8) is None  # the end is missing
+    assert combine([ChecksumPart(0, 4, 1), ChecksumPart(0, 4, 1)], 4) is None  # twice

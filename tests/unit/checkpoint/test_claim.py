@@ -25,7 +25,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def other(tmp_path):
-    """Another job, which has claimed `tmp_path`."""
+    """Another job that has claimed `tmp_path`."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -53,7 +53,7 @@ def test_the_lock_ends_with_its_job(tmp_path, other, how):
     else:
         other.stdin.write("\n")
         other.stdin.flush()
-    held = take(tmp_path)  # waits for the other to end
+    held = take(tmp_path)  # waits until the other job has ended
     assert held.locked
     held.release()
     assert os.listdir(tmp_path) == []
@@ -71,7 +71,7 @@ def test_engines_of_one_process_share_it(tmp_path):
 
 
 def subprocess_takes(folder):
-    """Take it in a process of its own, or raise FolderInUse."""
+    """Claim the folder in another process; raise FolderInUse if that fails."""
     code = (
         "import sys; from pathlib import Path; from shardwise.checkpoint.folder_lock import take\n"
     )
@@ -82,7 +82,7 @@ def subprocess_takes(folder):
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_folder_that_was_removed_is_claimed_anew(tmp_path):
+def test_a_removed_folder_is_claimed_again(tmp_path):
     held = take(tmp_path / "run")
     (tmp_path / "run" / LOCK).unlink()
     (tmp_path / "run").rmdir()
@@ -94,7 +94,7 @@ def test_a_folder_that_was_removed_is_claimed_anew(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_forked_process_lets_go_of_nothing(tmp_path):
+def test_a_forked_process_releases_nothing(tmp_path):
     held = take(tmp_path)
     child = os.fork()
     if child == 0:
@@ -118,7 +118,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     held.release()
 
 
-def test_a_link_in_its_place_is_not_followed(tmp_path):
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic links"):

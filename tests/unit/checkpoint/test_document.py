@@ -1,4 +1,4 @@
-"""checkpoint.json: what may stand in it, and that nothing in it changes unseen."""
+"""checkpoint.json: valid contents, and detection of any change."""
 
 import itertools
 import json
@@ -21,14 +21,14 @@ FIELDS = {
 
 
 def written(folder, **fields):
-    """A document of ours in `folder`."""
+    """Write a current document into `folder`."""
     path = folder / "checkpoint.json"
     path.write_bytes(document.dump(FIELDS | fields))
     return path
 
 
 def unsummed(folder, **fields):
-    """One of version 1."""
+    """Write a document of version 1."""
     told = {"format": document.FORMAT, "version": 1} | FIELDS | fields
     (folder / "checkpoint.json").write_text(
         json.dumps({k: v for k, v in told.items() if v is not ...})
@@ -40,15 +40,15 @@ def test_it_is_read_as_it_was_written(tmp_path):
     assert {key: document.load(tmp_path)[key] for key in FIELDS} == FIELDS
 
 
-def test_one_without_a_sum_is_read_as_it_stands(tmp_path):
+def test_version_1_is_read_without_a_checksum(tmp_path):
     unsummed(tmp_path, files=...)
     assert {key: document.load(tmp_path)[key] for key in FIELDS} == FIELDS
 
 
-def test_no_bit_changes_unseen(tmp_path):
+def test_any_flipped_bit_is_detected(tmp_path):
     path = written(tmp_path)
     data = path.read_bytes()
-    last = len(data) - 40  # where the sum stands
+    last = len(data) - 40  # start of the checksum
     for place, bit in itertools.product(range(len(data)), range(8)):
         if place < last and bit != place % 8:
             continue
@@ -60,7 +60,7 @@ def test_no_bit_changes_unseen(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 10, 20, 300])
-def test_no_end_is_lost_unseen(tmp_path, cut):
+def test_any_missing_end_is_detected(tmp_path, cut):
     path = written(tmp_path)
     data = path.read_bytes()
     path.write_bytes(data[: -cut - 1])
@@ -68,12 +68,12 @@ def test_no_end_is_lost_unseen(tmp_path, cut):
         document.load(tmp_path)
 
 
-def test_an_edit_on_purpose_is_accepted(tmp_path):
+def test_accept_takes_a_deliberate_edit(tmp_path):
     path = written(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     edited = path.read_text().replace('"lr": 0.1', '"lr": 9.001')
     path.write_text(edited)
-    with pytest.raises(BrokenCheckpoint, match=r"not what was written.*checkpoint accept"):
+    with pytest.raises(BrokenCheckpoint, match=r"changed after it was written.*checkpoint accept"):
         document.load(tmp_path)
     document.accept(tmp_path)
     told = document.load(tmp_path)
@@ -90,25 +90,28 @@ def test_an_edit_on_purpose_is_accepted(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "no JSON"),
-        ("[]", "does not say"),
-        ('{"format": "shardwise checkpoint", "version": 3}', "of version 3"),
+        ("{", "not valid JSON"),
+        ("[]", "not a Shardwise checkpoint"),
+        ('{"format": "shardwise checkpoint", "version": 3}', "has version 3"),
         ('{"format": "shardwise checkpoint", "version": 2}', "does not end with its CRC-32"),
-        ('{"format": "shardwise checkpoint", "version": true}', "the version True"),
-        ('{"format": "shardwise checkpoint", "version": NaN}', "no number of JSON"),
-        ('{"format": "shardwise checkpoint", "version": 1, "crc32": ""}', "which its version 1"),
+        ('{"format": "shardwise checkpoint", "version": true}', "the invalid version True"),
+        ('{"format": "shardwise checkpoint", "version": NaN}', "not a JSON number"),
+        (
+            '{"format": "shardwise checkpoint", "version": 1, "crc32": ""}',
+            "files of version 1 do not",
+        ),
         ('{"format": "shardwise checkpoint", "version": 1, "step": true}', "its step is True"),
         ('{"format": "shardwise checkpoint", "version": 1, "step": 1}', "has no seed"),
     ],
 )
-def test_documents_that_are_none(tmp_path, text, said):
+def test_invalid_documents_are_refused(tmp_path, text, said):
     (tmp_path / "checkpoint.json").write_text(text)
     with pytest.raises(CheckpointError, match=said):
         document.load(tmp_path)
 
 
 def island(**fields):
-    """What stands beside the tensors of an island."""
+    """Return the fields of an island."""
     return {"state": {}, "borders": [], "weights": {}, "due": {}} | fields
 
 
@@ -142,7 +145,7 @@ def deep(levels):
         ("islands", [island(due={"w": 0.5})], "its islands[0].due.w is 0.5, not a whole number"),
     ],
 )
-def test_values_that_cannot_be(tmp_path, field, value, said):
+def test_invalid_values_are_named_with_their_path(tmp_path, field, value, said):
     for write in (written, unsummed):
         write(tmp_path, **{field: value})
         with pytest.raises(BrokenCheckpoint, match=re.escape(said)):
@@ -151,13 +154,13 @@ def test_values_that_cannot_be(tmp_path, field, value, said):
 
 def test_json_that_is_too_deep_for_the_parser(tmp_path):
     (tmp_path / "checkpoint.json").write_text("[" * 10**6)
-    with pytest.raises(BrokenCheckpoint, match="no JSON"):
+    with pytest.raises(BrokenCheckpoint, match="not valid JSON"):
         document.load(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["a folder", "a pipe"])
-def test_what_is_no_file(tmp_path, kind):
+def test_a_pipe_or_folder_in_place_of_the_document_is_refused(tmp_path, kind):
     path = tmp_path / "checkpoint.json"
     path.mkdir() if kind == "a folder" else os.mkfifo(path)
-    with pytest.raises(BrokenCheckpoint, match=f"is {kind}, and a file belongs there"):
+    with pytest.raises(BrokenCheckpoint, match=f"is {kind}, but must be a file"):
         document.load(tmp_path)

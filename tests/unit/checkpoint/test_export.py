@@ -1,4 +1,4 @@
-"""One plain file: whole or not there, whatever its writer came to."""
+"""Export of one plain file: complete or absent, after any interruption."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ from tests.disk import refuse_nameless
 
 @pytest.fixture(params=["nameless", "named"])
 def how(request, monkeypatch):
-    """On a file system that knows files without names, and on one that does not."""
+    """Run each test on a file system with files without names, and on one without."""
     if request.param == "named":
         refuse_nameless(monkeypatch)
     return request.param
@@ -43,23 +43,23 @@ def test_it_takes_the_place_of_an_older_one(tmp_path, how, ending):
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_what_fails_leaves_the_older_one(tmp_path, how):
+def test_a_failed_export_keeps_the_old_file(tmp_path, how):
     path = tmp_path / "m.safetensors"
     write_tensors({"a": torch.ones(2)}, {}, {}, path)
-    with pytest.raises(CheckpointError, match="hold no tensors of"):
+    with pytest.raises(CheckpointError, match="cannot hold tensors of"):
         write_tensors({"a": torch.ones(2, dtype=torch.complex128)}, {}, {}, path)
     assert safetensors.torch.load_file(path)["a"].tolist() == [1, 1]
     assert os.listdir(tmp_path) == [path.name]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_killed_one_leaves_nothing_for_long(tmp_path, how):
+def test_the_next_export_removes_the_remains_of_a_killed_one(tmp_path, how):
     path = tmp_path / "m.safetensors"
     heard, told = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            with export.written_aside(path) as file:
+            with export.replace_when_complete(path) as file:
                 file.write(bytes(10**6))
                 file.flush()
                 os.write(told, b"1")
@@ -78,8 +78,8 @@ def test_a_killed_one_leaves_nothing_for_long(tmp_path, how):
     os.close(heard)
 
 
-def test_who_writes_holds_a_lock(tmp_path):
-    """A file of such a name that nobody locks was left by one that was killed."""
+def test_a_partial_file_with_a_lock_is_kept(tmp_path):
+    """A partial file without a lock belongs to a killed process."""
     aside = tmp_path / ".m.pt.123.partial"
     other = tmp_path / ".m.pt.x.partial"
     for file in (aside, other):
@@ -94,7 +94,7 @@ def test_who_writes_holds_a_lock(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
 def test_torch_save_on_a_full_disk_raises_the_error_of_the_disk():
-    """And not torch's own, about positions in its file."""
+    """Not torch's own error, about positions in its file."""
     with (
         open("/dev/full", "wb", buffering=0) as full,
         pytest.raises(OSError, match="No space left"),

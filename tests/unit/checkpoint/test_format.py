@@ -1,4 +1,4 @@
-"""Headers by the letter: golden files, and files that lie."""
+"""Headers to the letter of the format: golden files, and hostile ones."""
 
 import json
 
@@ -61,7 +61,7 @@ def test_the_stock_library_reads_it():
     assert found["h"] == torch.ones(1, dtype=torch.bfloat16)
 
 
-def test_what_is_laid_out_is_parsed():
+def test_parse_inverts_lay_out():
     (file,) = laid(specs(), twin="w")
     assert header_length(file.header[:8], file.nbytes, "f") == len(file.header) - 8
     again = parse(file.header, file.nbytes, "model.safetensors")
@@ -105,7 +105,7 @@ def test_a_set_that_is_split():
     }
 
 
-# -- files that lie -----------------------------------------------------------------------------
+# -- hostile files -----------------------------------------------------------------------------
 
 
 def of(table, data=b""):
@@ -119,24 +119,24 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 HOSTILE = {
     "overlap": (of({"a": entry(), "b": entry(offsets=(4, 12))}, b"\0" * 12), "overlaps"),
-    "hole": (of({"a": entry(), "b": entry(offsets=(9, 17))}, b"\0" * 17), "leaves a hole"),
-    "hole at the start": (of({"a": entry(offsets=(4, 12))}, b"\0" * 12), "leaves a hole"),
+    "hole": (of({"a": entry(), "b": entry(offsets=(9, 17))}, b"\0" * 17), "leaves a gap"),
+    "hole at the start": (of({"a": entry(offsets=(4, 12))}, b"\0" * 12), "leaves a gap"),
     "cut short": (of({"a": entry()}, b"\0" * 7), "cut short"),
     "trailing bytes": (of({"a": entry()}, b"\0" * 9), "belong to no tensor"),
     "size of the shape": (of({"a": entry(shape=(3,))}, b"\0" * 8), r"has 8 bytes.*takes 12"),
     "huge shape": (of({"a": entry(shape=(2**40, 2**40))}, b"\0" * 8), "takes"),
-    "many dims": (of({"a": entry(shape=[1] * 65)}, b"\0" * 8), "has the shape"),
+    "many dims": (of({"a": entry(shape=[1] * 65)}, b"\0" * 8), "has the invalid shape"),
     "negative shape": (of({"a": entry(shape=(-2,))}, b"\0" * 8), r"shape \[-2\]"),
     "true in a shape": (of({"a": entry(shape=(True, 2))}, b"\0" * 8), r"shape \[True"),
     "backward offsets": (of({"a": entry(offsets=(8, 0))}, b"\0" * 8), "data_offsets"),
     "unknown dtype": (of({"a": entry(dtype="F31")}, b"\0" * 8), "F31"),
-    "no dtype": (of({"a": {"shape": [], "data_offsets": [0, 0]}}), "has not just"),
-    "an entry that is none": (of({"a": 3}), "has not just"),
-    "twice": (of(b'{"a":1,"a":2}'), "twice"),
+    "no dtype": (of({"a": {"shape": [], "data_offsets": [0, 0]}}), "does not have exactly"),
+    "an entry that is no map": (of({"a": 3}), "does not have exactly"),
+    "twice": (of(b'{"a":1,"a":2}'), "appears twice"),
     "no map": (of(b"[1]"), "does not begin with"),
-    "no JSON": (of(b"{nonsense}"), "no JSON"),
-    "not UTF-8": (of(b'{"\xff":1}'), "no JSON"),
-    "deep": (of(b'{"a":' + b"[" * 200_000), "nested too deeply|no JSON"),
+    "no JSON": (of(b"{nonsense}"), "not valid JSON"),
+    "not UTF-8": (of(b'{"\xff":1}'), "not valid JSON"),
+    "deep": (of(b'{"a":' + b"[" * 200_000), "nested too deeply|not valid JSON"),
     "metadata": (of({"__metadata__": {"a": 1}}), "metadata"),
     "an empty file": ((b"", b""), "ends after 0 bytes"),
     "half a length": ((b"\1\0\0", b""), "ends after 3 bytes"),
@@ -153,6 +153,6 @@ def test_hostile_headers(name):
 
 
 def read(header, nbytes):
-    """As a reader does: the length first, then as much."""
+    """Read as a reader does: the length first, then that many bytes."""
     length = header_length(header[:8], nbytes, "bad.safetensors")
     return parse(header[: 8 + length], nbytes, "bad.safetensors")

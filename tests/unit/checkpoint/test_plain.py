@@ -1,4 +1,4 @@
-"""Values through JSON and back; names of tensors, whoever wrote them."""
+"""Values to JSON and back; tensor names of any library."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def test_small_tensors(value):
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, deque(), torch.zeros(65), 1j])
-def test_what_is_not_plain(value):
+def test_values_that_are_not_plain_are_refused(value):
     with pytest.raises(NotPlain):
         encode({"a": [value]})
 
@@ -67,8 +67,8 @@ def test_what_is_not_plain(value):
         {"$code": "x"},
     ],
 )
-def test_what_nobody_encoded(told):
-    with pytest.raises(BrokenCheckpoint, match=r"none that was written"):
+def test_invalid_encodings_are_refused(told):
+    with pytest.raises(BrokenCheckpoint, match=r"cannot be decoded"):
         decode(told)
 
 

@@ -1,4 +1,4 @@
-"""Files that are none, and files of others that hold what no model has."""
+"""Files that are not regular files, and files of other libraries without a model."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 @pytest.mark.parametrize("opened", [reader.SafetensorsReader, reader.PickleReader])
 @pytest.mark.parametrize("kind", ["a folder", "a pipe", "a device"])
-def test_what_is_no_file(tmp_path, opened, kind):
-    """A pipe without a writer would be waited for without end."""
+def test_a_pipe_folder_or_device_is_refused(tmp_path, opened, kind):
+    """Opening a pipe without a writer would block forever."""
     path = tmp_path / "m"
     if kind == "a folder":
         path.mkdir()
@@ -23,7 +23,7 @@ def test_what_is_no_file(tmp_path, opened, kind):
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(BrokenCheckpoint, match=f"m is {kind}, and a file belongs there"):
+    with pytest.raises(BrokenCheckpoint, match=f"m is {kind}, but must be a file"):
         opened([path])
 
 
@@ -36,11 +36,11 @@ def test_an_index_that_is_no_file(tmp_path):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({0: torch.ones(2)}, "has a tensor under 0, which is no name"),
+        ({0: torch.ones(2)}, "has a tensor under 0, which is not a name"),
         ({"a": torch.eye(2).to_sparse()}, r"has 'a' as a torch\.sparse_coo tensor"),
         ({"a": torch.ones(2, device="meta")}, r"has 'a' as a torch\.strided tensor on meta"),
-        ({"a": torch.ones(2, dtype=torch.complex128)}, "no tensors of"),
-        ([1, 2], "holds no state_dict"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, "cannot hold tensors of"),
+        ([1, 2], "contains no state_dict"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # since torch 2.15
@@ -60,7 +60,7 @@ def test_pickles_that_are_not_whole(tmp_path, cut):
         reader.open_foreign(path)
 
 
-def test_a_header_that_is_too_long_to_be_looked_at(tmp_path):
+def test_a_header_that_is_too_long_is_not_read(tmp_path):
     table = {f"t{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(10)}
     text = json.dumps(table).encode()
     entry = b', "x": {"data_offsets"}'

@@ -1,4 +1,4 @@
-"""The catalogue's file that a calibration writes."""
+"""The catalogue file that a calibration writes."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from shardwise.tools.plan.cluster import parse_cluster
 
 
 def _lines(ranks: int) -> list[dict[str, Any]]:
-    """Measurements of a machine of 1 TFLOP/s, half of that for small products."""
+    """Return measurements of a machine with 1 TFLOP/s, and half of that for small products."""
     lines: list[dict[str, Any]] = [
         {"kind": "memory bytes", "value": 2**33},
         {"kind": "launch", "value": 2e-6},
@@ -32,7 +32,7 @@ def _lines(ranks: int) -> list[dict[str, Any]]:
     return lines
 
 
-def test_what_was_measured_is_what_the_catalogue_reads(tmp_path: Path) -> None:
+def test_catalogue_reads_the_measured_values(tmp_path: Path) -> None:
     file = tmp_path / "here.toml"
     file.write_text(as_toml({1: _lines(1), 2: _lines(2)}, "2026-11-25"))
     catalogue = read_catalogue([file], user=False)
@@ -55,5 +55,5 @@ def test_what_was_measured_is_what_the_catalogue_reads(tmp_path: Path) -> None:
     ("accelerators", "cores", "counts"),
     [(0, 2, [1, 2]), (0, 6, [1, 2, 4]), (1, 64, [1]), (8, 64, [1, 2, 4, 8]), (0, 64, [1, 2, 4, 8])],
 )
-def test_the_numbers_of_ranks(accelerators: int, cores: int, counts: list[int]) -> None:
+def test_numbers_of_ranks_to_measure(accelerators: int, cores: int, counts: list[int]) -> None:
     assert rank_counts(accelerators, cores) == counts

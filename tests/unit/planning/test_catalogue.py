@@ -1,4 +1,4 @@
-"""The catalogue of devices and links, and clusters as they are written."""
+"""The catalogue of devices and links, and clusters as text."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def _file(folder: Path, text: str) -> Path:
     return file
 
 
-def test_the_catalogue_of_the_package_is_whole_and_each_value_has_a_source() -> None:
+def test_package_catalogue_is_complete_and_sourced() -> None:
     catalogue = read_catalogue(user=False)
     assert {"A100", "H100", "H200", "B200", "TPU-v5e", "TPU-v5p", "TPU-v6e"} <= set(
         catalogue.devices
@@ -57,7 +57,7 @@ def test_the_catalogue_of_the_package_is_whole_and_each_value_has_a_source() -> 
     assert len(list(OWN.glob("*.toml"))) == 7
 
 
-def test_a_users_file_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_file_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     user_folder().mkdir(parents=True)
     _file(user_folder(), GOOD)
@@ -76,23 +76,23 @@ def test_a_users_file_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.Monk
             "has no key 'memory_gb'. Did you mean memory_gib",
         ),
         ('value = 4, from = "own"', 'value = 4, from = "owm"', r"there is no \[sources.owm\]"),
-        ("value = 4,", "value = -4,", "a number above 0, and is -4"),
-        ('{ value = 4, from = "own" }', "4", "has to be { value = NUMBER"),
+        ("value = 4,", "value = -4,", "a number above 0, not -4"),
+        ('{ value = 4, from = "own" }', "4", "must be { value = NUMBER"),
         ("[[1, 0.5], [100, 1.0]]", "[[100, 0.5], [1, 1.0]]", "rising sizes"),
         ("[[1, 0.5], [100, 1.0]]", "[[1, 0.5], [100, 1.1]]", "is at most 1"),
-        ("[[1, 0.5], [100, 1.0]]", "[1, 2]", "has to be points"),
+        ("[[1, 0.5], [100, 1.0]]", "[1, 2]", "must be points"),
         ("per_host = 2", "per_host = 0", "a whole number"),
         ("fp32_tflops = ", "watts = ", "needs a peak"),
         ("latency_us = { value = 5", "delay_us = { value = 5", "has no key 'delay_us'"),
         ("[link.wire]", "[links.wire]", "has no key 'links'. Did you mean link"),
         ('text = "measured"', "text = 3", "needs a text for text"),
-        ("per_host = 2", "per_host = ", "is not TOML"),
+        ("per_host = 2", "per_host = ", "cannot be read as TOML"),
         ("per_host = 2", "per_host = " + "[" * 100_000, "nested too deeply"),
-        ("per_host = 2", "per_host = " + "9" * 5000, "is not TOML that can be read"),
-        ("us = { value = 5", "us = { value = " + "9" * 400, "has to be a number above 0"),
+        ("per_host = 2", "per_host = " + "9" * 5000, "cannot be read as TOML"),
+        ("us = { value = 5", "us = { value = " + "9" * 400, "must be a number above 0"),
     ],
 )
-def test_a_mistake_is_one_sentence(tmp_path: Path, old: str, new: str, says: str) -> None:
+def test_error_in_a_file_is_one_sentence(tmp_path: Path, old: str, new: str, says: str) -> None:
     assert old in GOOD
     with pytest.raises(ConfigError, match=says) as caught:
         read_file(_file(tmp_path, GOOD.replace(old, new, 1)))
@@ -111,7 +111,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, old: str, new: str, says: str
         ("4xTPU-v5p", 1, 4),
     ],
 )
-def test_clusters(text: str, hosts: int, per_host: int) -> None:
+def test_parses_clusters(text: str, hosts: int, per_host: int) -> None:
     cluster = parse_cluster(text, read_catalogue(user=False))
     assert (cluster.hosts, cluster.per_host) == (hosts, per_host)
     assert cluster.devices == hosts * per_host
@@ -123,17 +123,17 @@ def test_clusters(text: str, hosts: int, per_host: int) -> None:
         ("12xH100", "do not fill hosts of 8"),
         ("8xH10", "Did you mean H100"),
         ("x8", "no device 'x8'"),
-        ("8x", "is no cluster"),
+        ("8x", "is not a cluster"),
         ("0xH100", "has no devices"),
         ("here", "shardwise plan --calibrate"),
     ],
 )
-def test_what_is_no_cluster_is_refused(text: str, says: str) -> None:
+def test_refuses_text_that_is_no_cluster(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_cluster(text, read_catalogue(user=False))
 
 
-def test_a_curve_is_linear_in_the_logarithm() -> None:
+def test_curve_is_linear_in_the_logarithm() -> None:
     curve = Curve(((1.0, 0.2), (100.0, 0.8)))
     assert [curve.at(size) for size in (0.1, 1, 100, 1e6)] == [0.2, 0.2, 0.8, 0.8]
     assert curve.at(10) == pytest.approx(0.5)

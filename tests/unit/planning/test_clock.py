@@ -1,4 +1,4 @@
-"""The clock: operations, collectives, overlap, pipelines, and a step of a hand-made record."""
+"""The clock: operations, collectives, overlap, pipelines, and a step of a hand-written record."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _cluster(hosts: int = 1, per_host: int = 4) -> Cluster:
     return Cluster(hosts, per_host, DEVICE, NEAR, FAR)
 
 
-def test_an_operation_takes_the_longer_of_arithmetic_traffic_and_launch() -> None:
+def test_operation_takes_the_longest_of_arithmetic_traffic_and_launch() -> None:
     assert busy([Work(1e9, 1, "fp32")], DEVICE).matmul == pytest.approx(2e-3)
     assert busy([Work(1e9, 1e10, "fp32")], DEVICE).memory == pytest.approx(2e-2)
     assert busy([Work(0, 8, count=5)], DEVICE).seconds == pytest.approx(5e-6)
@@ -65,7 +65,7 @@ def test_an_operation_takes_the_longer_of_arithmetic_traffic_and_launch() -> Non
     assert (both.matmul, both.memory, both.launch) == pytest.approx((2e-3, 2e-3, 0))
 
 
-def test_rings_move_what_they_should() -> None:
+def test_rings_move_the_published_bytes() -> None:
     group = group_of(_cluster(), 4, 1)
     assert reduce_scatter_seconds(1e9, group) == pytest.approx(0.75 * 0.01)
     assert all_gather_seconds(1e9, group) == pytest.approx(0.75 * 0.01)
@@ -76,7 +76,7 @@ def test_rings_move_what_they_should() -> None:
     assert send_seconds(1e9, FAR) == pytest.approx(0.1)
 
 
-def test_a_group_on_several_hosts_exchanges_a_slice_between_them() -> None:
+def test_group_on_several_hosts_exchanges_slices() -> None:
     group = group_of(_cluster(2), 8, 1)
     assert (group.inside, group.hosts) == (4, 2)
     inside, between = 0.75 * 1e9 / 100e9, 0.5 * 0.25e9 / 10e9
@@ -86,14 +86,14 @@ def test_a_group_on_several_hosts_exchanges_a_slice_between_them() -> None:
     assert group_of(_cluster(2), 2, 4).inside == 1
 
 
-def test_a_tree_is_taken_where_hops_cost_more_than_bytes() -> None:
+def test_tree_is_used_if_hops_cost_more_than_bytes() -> None:
     slow = replace(NEAR, latency=1e-3)
     group = Group(64, 1, slow, FAR)
     assert all_reduce_seconds(1.0, group) == pytest.approx(12e-3, rel=1e-3)
     assert all_reduce_seconds(1e12, group) < 2 * 1e12 / 100e9 + 0.126
 
 
-def test_gathers_hide_behind_the_unit_before() -> None:
+def test_gathers_overlap_the_previous_unit() -> None:
     units = [UnitTimes(2.0, 4.0, gather=1.0)] * 3
     assert forward_pass(units).computed == 1.0 + 3 * 2.0  # the first gather only
     slow = [UnitTimes(1.0, 1.0, gather=3.0)] * 3
@@ -101,7 +101,7 @@ def test_gathers_hide_behind_the_unit_before() -> None:
     assert forward_pass([UnitTimes(2.0, 4.0)] * 3).computed == 6.0
 
 
-def test_reductions_hide_behind_the_backward_that_follows() -> None:
+def test_reductions_overlap_the_following_backward() -> None:
     units = [UnitTimes(1.0, 2.0, reduce=1.5)] * 3
     passed = backward_pass(units, reduced=True)
     assert (passed.computed, passed.reduced) == (6.0, 7.5)
@@ -116,14 +116,14 @@ def test_reductions_hide_behind_the_backward_that_follows() -> None:
     ("name", "ranks", "micros"),
     [(n, r, m) for n, r, m in product(("gpipe", "1f1b", "interleaved"), (2, 4), (4, 8))],
 )
-def test_the_closed_form_is_the_length_of_the_table(name: str, ranks: int, micros: int) -> None:
+def test_closed_form_equals_the_length_of_the_table(name: str, ranks: int, micros: int) -> None:
     stages = ranks * (2 if name == "interleaved" else 1)
     forward, backward = (1.0,) * stages, (2.0,) * stages
     closed = pipeline_seconds(name, ranks, micros, forward, backward)
     assert closed == pytest.approx(_walked(name, ranks, micros, forward, backward, 0.0))
 
 
-def test_the_length_is_that_of_the_engines_own_idle_fraction() -> None:
+def test_length_matches_the_engines_idle_fraction() -> None:
     drawn = random.Random(3)
     for name in ("gpipe", "1f1b", "interleaved"):
         stages = 8 if name == "interleaved" else 4
@@ -136,7 +136,7 @@ def test_the_length_is_that_of_the_engines_own_idle_fraction() -> None:
         assert 1 - work / (4 * length) == pytest.approx(idle)
 
 
-def test_zero_bubble_waits_less_and_sends_lengthen() -> None:
+def test_zero_bubble_waits_less_and_sends_take_time() -> None:
     even = ((1.0,) * 4, (2.0,) * 4)
     assert pipeline_seconds("zero-bubble", 4, 8, *even) < pipeline_seconds("1f1b", 4, 8, *even)
     plain = pipeline_seconds("1f1b", 4, 8, *even)
@@ -147,7 +147,7 @@ PARAMETERS = 50_000_000
 
 
 def _record(units: int = 2) -> StepRecord:
-    """A script of `units` equal units: each one product of 1 GFLOP forward, two backward."""
+    """Return a script of `units` equal units: one product of 1 GFLOP forward, two backward."""
     forward = [
         Operation("mm", 10**9, 0, "float32", u, "forward", "a.py:1", layer=u) for u in range(units)
     ]
@@ -189,7 +189,7 @@ def _seconds(level: int, data: int, micros: int = 1, **more: object) -> dict[str
     return estimate.parts
 
 
-def test_a_step_alone_is_its_products_and_its_update() -> None:
+def test_step_on_one_device_is_products_and_update() -> None:
     parts = _seconds(0, 1)
     assert parts["matrix products"] == pytest.approx(6 * 2e-3)
     # AdamW in fp32: the gradient three times, three states read and written
@@ -198,10 +198,10 @@ def test_a_step_alone_is_its_products_and_its_update() -> None:
     assert set(parts) == {"matrix products", "update"}
 
 
-def test_rows_differ_in_what_they_wait_for() -> None:
+def test_rows_wait_for_different_collectives() -> None:
     sent = 2 * PARAMETERS * 4 / 2 / 100e9  # of a ring of two, one way
     replicated, sharded = _seconds(0, 2), _seconds(1, 2)
-    # the first unit's all-reduce runs beside the other unit's backward of 4 ms
+    # the first unit's all-reduce runs in parallel with the other unit's backward of 4 ms
     assert replicated["waits for gradients"] == pytest.approx(2 * sent - min(sent, 4e-3))
     assert sharded["publishing parameters"] == pytest.approx(sent)
     assert sharded["update"] == pytest.approx(replicated["update"] / 2)
@@ -210,13 +210,13 @@ def test_rows_differ_in_what_they_wait_for() -> None:
     # two gathers in forward and two in backward: the first of each pass in the open at least
     assert three["waits for parameters"] >= sent
     many, few = _seconds(2, 2, micros=4), _seconds(1, 2, micros=4)
-    # what a micro-batch leaves to reduce goes on beside the next one's forward
+    # the rest of a micro-batch's reductions overlaps the next forward
     assert many["waits for gradients"] == pytest.approx(few["waits for gradients"])
     slow = Cluster(1, 4, DEVICE, NetworkLink("slow", "slow", 10e9, 0.0), FAR)
     assert _seconds(2, 2, 4, cluster=slow)["waits for gradients"] > 3 * 5e-3
 
 
-def test_an_offloaded_update_goes_over_the_hosts_link() -> None:
+def test_offloaded_update_crosses_the_hosts_link() -> None:
     row = Placement.zero(1).resting(optimizer=Tier("cpu"))
     parts = _seconds(1, 2, row=row)
     own = PARAMETERS  # two units, two ranks
@@ -224,13 +224,13 @@ def test_an_offloaded_update_goes_over_the_hosts_link() -> None:
     assert "update" not in parts
 
 
-def test_a_pipeline_waits_and_divides_the_units() -> None:
+def test_pipeline_waits_and_divides_the_units() -> None:
     parts = _seconds(0, 1, micros=4, pipeline=2)
     assert parts["matrix products"] == pytest.approx(4 * 3 * 2e-3)
     assert parts["pipeline waits"] == pytest.approx(3 * 2e-3)  # (p - 1) micro-batches of a stage
 
 
-def test_a_disk_that_the_catalogue_lacks_is_named() -> None:
+def test_names_a_disk_missing_from_the_catalogue() -> None:
     row = Placement.zero(1).resting(optimizer=Tier("nvme", "/scratch"))
-    with pytest.raises(Exception, match="no disk_gb_per_s of Box"):
+    with pytest.raises(Exception, match="no disk_gb_per_s for Box"):
         _seconds(1, 2, row=row)

@@ -1,4 +1,4 @@
-"""A printed command is one that the launcher takes: every placement, and words of every kind."""
+"""Printed commands are accepted by the launcher, for every placement and any words."""
 
 import random
 import shlex
@@ -26,7 +26,7 @@ WORDS = (
 SCRIPTS = ("train.py", "my train.py", "-odd.py", "it's.py", "tab\t.py", "ü/träin.py")
 FLAGS = ((), ("--precision", "bf16-mixed"), ("--units", "Block*,head.?"), ("--seed", "3"))
 SHOW = "shardwise() { printf '%s\\0' \"$@\" ==; }\n"
-"""A command of bash that prints its arguments; == ends them."""
+"""A bash command that prints its arguments, with == after the last."""
 
 
 def plan_of(script, on):
@@ -36,7 +36,7 @@ def plan_of(script, on):
 
 
 def typed(commands):
-    """The words that bash makes of each."""
+    """Return the words that bash makes of each command."""
     text = SHOW + "\n".join(f"shardwise {each}" for each in commands)
     shell = ["bash", "-c", text.encode("utf-8", "surrogateescape")]
     found = subprocess.run(shell, capture_output=True, timeout=30, check=True).stdout
@@ -45,7 +45,7 @@ def typed(commands):
 
 
 def drawn(rng, folder):
-    """A line that a search may make, for up to 8 devices."""
+    """Return a line that a search may produce, for up to 8 devices."""
     data, tensor, pipeline = rng.choice([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
     level = rng.choice([0, 1, 2, 3]) if data > 1 else 0
     row, tier = Placement.zero(level), rng.choice([Tier("cpu"), Tier("nvme", folder)])
@@ -71,7 +71,7 @@ def drawn(rng, folder):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_printed_command_is_taken_as_it_is_typed(seed, tmp_path, monkeypatch, capsys):
+def test_printed_command_is_accepted_as_typed(seed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("ü").mkdir()
     for name in SCRIPTS:
@@ -105,21 +105,19 @@ def test_a_printed_command_is_taken_as_it_is_typed(seed, tmp_path, monkeypatch, 
     ("words", "said"),
     [
         (["--on", "8xH1000"], "H1000"),
-        (["--on", "8x"], "--on '8x' is no cluster"),
+        (["--on", "8x"], "--on '8x' is not a cluster"),
         (["--within", "10"], "--within and --budget need --tokens"),
         (["--tokens", "2e9", "--within", "soon"], "--within takes days or hours"),
-        (["--json", "none/plan.json"], "there is no folder none: make it first"),
+        (["--json", "none/plan.json"], "no such folder: none. Create it first"),
         (["--json", "made"], "--json made is a folder"),
         (["--page", "train.py"], "--page train.py is a file"),
         (["--hf", "train.py"], "--hf train.py is not JSON"),
         (["--hf", "list.json"], "--hf list.json has no model_type"),
-        (["--hf", "none.json"], "--hf none.json: there is no such file"),
+        (["--hf", "none.json"], "--hf none.json: no such file"),
         (["--hardware", "none.toml"], "none.toml"),
     ],
 )
-def test_what_cannot_be_planned_is_said_before_the_script_runs(
-    words, said, tmp_path, monkeypatch, capsys
-):
+def test_refuses_bad_arguments_before_the_script_runs(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("open('ran', 'w')")
     Path("list.json").write_text("[]")

@@ -9,7 +9,7 @@ from shardwise.tools.plan.cost import cost_of, frontier, is_within
 CATALOGUE = read_catalogue(user=False)
 
 
-def test_the_cost_of_a_training() -> None:
+def test_cost_of_a_training() -> None:
     cluster = parse_cluster("2x8xH100", CATALOGUE)
     cost = cost_of(2.0, 0.2, 43_200, cluster)  # a day
     assert (cost.days, cost.days_low, cost.days_high) == pytest.approx((1, 0.8, 1.2))
@@ -27,7 +27,7 @@ def test_hosts_are_rented_whole_and_unknown_prices_stay_unknown() -> None:
     assert is_within(unknown, None, 1.0)
 
 
-def test_limits_are_held_by_the_middle() -> None:
+def test_limits_apply_to_the_middle_of_the_band() -> None:
     cost = cost_of(2.0, 0.2, 43_200, parse_cluster("8xH100", CATALOGUE))
     assert is_within(cost, 1.0, None)
     assert not is_within(cost, 0.9, None)
@@ -36,7 +36,7 @@ def test_limits_are_held_by_the_middle() -> None:
     assert is_within(cost, None, cost.dollars)
 
 
-def test_the_frontier_has_what_nothing_beats_in_both() -> None:
+def test_frontier_contains_unbeaten_items() -> None:
     days, dollars = (3.0, 1.0, 2.0, 2.0, 4.0), (10.0, 30.0, 40.0, 20.0, 10.0)
     items = list(zip(days, dollars, "abcde", strict=True))
     assert [item for *_, item in frontier(items)] == ["b", "d", "a"]

@@ -1,11 +1,11 @@
-"""Stand-ins give results of the shapes that torch's own operators give."""
+"""Functions for fake tensors return results with the shapes of torch's own operators."""
 
 import torch
 
 from shardwise.tools.plan.fake_operators import grouped_mm, rnn_layer
 
 
-def test_grouped_products_have_the_shapes_that_torch_gives():
+def test_grouped_products_have_torchs_shapes():
     offs = torch.tensor([3, 8], dtype=torch.int32)
     rows, weights = torch.ones(8, 16), torch.ones(2, 16, 32)
     assert grouped_mm(rows, weights, offs).shape == (8, 32)

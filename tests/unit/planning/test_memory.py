@@ -1,4 +1,4 @@
-"""The walk of a step: what is counted when, on a record that is written by hand."""
+"""Memory through a step: what counts when, on a hand-written record."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ ADAM = GroupRecord("AdamW", 0, 0, ("exp_avg", "exp_avg_sq"), True, True, True, T
 
 
 def record(**changes):
-    """Two units of 4,096 floats; forward saves 2,048 bytes in each."""
+    """Return a record of two units of 4,096 floats; forward saves 2,048 bytes in each."""
     operations = [
         Operation("mm", 0, 0, "float32", 1, "forward", "a.py:1"),
         Operation("mm", 0, 0, "float32", 2, "forward", "a.py:2"),
@@ -58,7 +58,7 @@ def choice(level, data=2):
 WEIGHTS = 2 * 4096 * 4
 
 
-def test_replicated_states_and_the_peak_in_backward():
+def test_peak_of_replicated_states_is_in_backward():
     plan = predict(record(), choice(0), GPU)
     assert plan.states == {
         "parameters": WEIGHTS,
@@ -71,37 +71,37 @@ def test_replicated_states_and_the_peak_in_backward():
     assert [each.nbytes for each in plan.held] == [16384, 2048, 2048]
 
 
-def test_sharded_states_are_gathered_by_unit():
+def test_sharded_parameters_are_gathered_by_unit():
     plan = predict(record(), choice(3), GPU)
     assert plan.states["optimizer"] == WEIGHTS
     # The unit at work, and the next one on its way, in forward of the first.
     assert list(plan.parts["gathered"]) == [WEIGHTS, WEIGHTS // 2, WEIGHTS, WEIGHTS // 2, 0]
 
 
-def test_what_rests_on_the_host_is_not_on_the_device():
+def test_offloaded_states_use_no_device_memory():
     row = Placement.zero(2).resting(optimizer=Tier("cpu"))
     plan = predict(record(), Choice(row=row, data=2, micro_batch=1), GPU)
-    # A master beside the two moments, since the parameters are in other memory; half of each.
+    # Two moments, and a master because the parameters are in other memory. This rank has half.
     assert plan.tiers["cpu"] == plan.states["optimizer"] + plan.states["gradients"]
     assert plan.states["optimizer"] == 3 * WEIGHTS // 2
     assert plan.at_peak()["optimizer"] == 0
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_one_device_has_everything(level):
+def test_one_device_holds_all_states(level):
     states = predict(record(), choice(level, data=1), GPU).states
     assert states["parameters"] == WEIGHTS
     assert states["optimizer"] == 2 * WEIGHTS
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path):
+def test_record_round_trips_through_its_file(tmp_path):
     made = record(total_batch=7)
     made.write(tmp_path / "record.json")
     assert StepRecord.read(tmp_path / "record.json") == made
 
 
-def test_gradients_that_rest_on_a_disk_are_summed_in_the_whole_buffer():
-    # What this rank sums itself goes past the buffer only into a part that is in memory.
+def test_gradients_on_disk_need_a_whole_buffer_for_sums():
+    # Only a shard in memory is summed in place, without the buffer.
     shared = Hardware(apart=False, shares=True)
     in_memory, on_disk = (
         predict(record(), replace(choice(2), row=row), shared).parts["buckets"]

@@ -1,4 +1,4 @@
-"""Steps that were observed with two batch sizes: what is between them, and where nothing is."""
+"""Steps observed with two batch sizes: fitting between them, and reasons not to."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from shardwise.tools.plan.record import Operation, StepRecord, TensorLife
 
 
 def record(samples, *names):
-    """A step of operations of these names, each of which makes a tensor of 4 x `samples` bytes."""
+    """Return a step with operations of these names. Each makes a tensor of 4 x `samples` bytes."""
     operations = tuple(
         Operation(name, 10 * samples, 8 * samples, "float32", -1, "forward", f"train.py:{n}",
                   ((samples, 2),))
@@ -25,7 +25,7 @@ def record(samples, *names):
     )  # fmt: skip
 
 
-def test_sizes_lie_on_the_line_through_two():
+def test_sizes_are_linear_between_two_observations():
     step = ObservedStep(record(8, "mm", "add"), record(4, "mm", "add"))
     assert step.difference() == ""
     assert step.knows(2)
@@ -35,9 +35,9 @@ def test_sizes_lie_on_the_line_through_two():
     assert made.tensors[0].nbytes == 8
 
 
-def test_where_operations_change_the_first_is_named():
+def test_names_the_first_operation_that_differs():
     step = ObservedStep(record(8, "mm", "add", "sum"), record(4, "mm", "mul", "sum"))
-    why = "with 8 and with 4 samples it makes other operations: add and mul (train.py:1)"
+    why = "with 8 and with 4 samples it makes different operations: add and mul (train.py:1)"
     assert step.difference() == why
     assert not step.knows(2)
     assert step.at(4) is step.small
@@ -45,17 +45,17 @@ def test_where_operations_change_the_first_is_named():
         step.at(2)
 
 
-def test_an_operation_that_one_has_alone_is_named():
+def test_names_an_operation_that_only_one_record_has():
     step = ObservedStep(record(8, "mm", "add"), record(4, "mm"))
     assert "add and no more (train.py:1)" in step.difference()
 
 
-def test_tensors_that_live_for_other_times_are_no_line():
+def test_refuses_to_fit_tensors_with_different_lifetimes():
     small = record(4, "mm", "add")
     longer = replace(small.tensors[0], died=1)
     step = ObservedStep(record(8, "mm", "add"), replace(small, tensors=(longer, small.tensors[1])))
-    assert step.difference().endswith("its tensors live for other times")
+    assert step.difference().endswith("its tensors have different lifetimes")
 
 
-def test_one_size_alone_is_said():
+def test_says_that_only_one_size_was_observed():
     assert ObservedStep(record(8, "mm")).difference() == "it was observed with one batch size only"

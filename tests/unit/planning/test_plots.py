@@ -1,4 +1,4 @@
-"""Pictures of a step's time and of cost against days."""
+"""Plots of a step's time, and of cost against days."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_each_kind_has_a_color() -> None:
     assert len(MEMORY_KINDS) == len(plots.MEMORY_COLORS)
 
 
-def test_a_bar_for_each_stage_and_the_numbers_beside() -> None:
+def test_draws_a_bar_per_stage_and_lists_the_numbers() -> None:
     from matplotlib.figure import Figure
 
     placements = [_placement("--zero 3", 2.0), _placement("--zero 2", 1.5)]
@@ -38,16 +38,16 @@ def test_a_bar_for_each_stage_and_the_numbers_beside() -> None:
     assert plots.cells(placements[0], placements) == ["2 ±20%", "1.5", "0.5"]
 
 
-def test_without_prices_there_is_no_frontier() -> None:
+def test_frontier_needs_prices() -> None:
     assert plots.priced([_placement("--zero 0", 1.0, "TPU-v5e")]) == []
     assert len(plots.priced([_placement("--zero 0", 1.0)])) == 1
 
 
 @pytest.mark.parametrize(
     ("seconds", "time", "cost"),
-    [(2.0, "seconds of a step", "days"), (0.002, "milliseconds of a step", "hours")],
+    [(2.0, "seconds per step", "days"), (0.002, "milliseconds per step", "hours")],
 )
-def test_axes_have_the_unit_of_what_is_drawn(seconds: float, time: str, cost: str) -> None:
+def test_axes_name_the_unit_of_their_values(seconds: float, time: str, cost: str) -> None:
     from matplotlib.figure import Figure
 
     placements = [_placement("--zero 0", seconds), _placement("--zero 3", 1.5 * seconds)]
@@ -60,7 +60,7 @@ def test_axes_have_the_unit_of_what_is_drawn(seconds: float, time: str, cost: st
     assert lengths == pytest.approx([0.75 * (seconds if seconds > 1 else 1e3 * seconds)] * 2)
 
 
-def test_of_many_operations_the_peak_is_drawn() -> None:
+def test_peak_is_drawn_among_many_operations() -> None:
     import numpy as np
 
     curve = np.zeros(10_000, dtype=np.int64)

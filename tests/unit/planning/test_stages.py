@@ -1,4 +1,4 @@
-"""Pipeline stages of a record that is written by hand, and what they hold in a schedule."""
+"""Pipeline stages of a hand-written record, and their memory in a schedule."""
 
 import pytest
 
@@ -28,7 +28,7 @@ SAVED, WEIGHTS = 2048, 4096
 
 
 def record():
-    """Four layers of 1,024 floats; forward saves 2,048 bytes in each, which backward frees."""
+    """Return four layers of 1,024 floats; forward saves 2,048 bytes in each until backward."""
     forward = [Operation("mm", 0, 0, "float32", n, "forward", "", (), n) for n in range(4)]
     backward = [Operation("mm", 0, 0, "float32", n, "backward", "", (), n) for n in (3, 2, 1, 0)]
     return StepRecord(
@@ -51,7 +51,7 @@ def record():
     )
 
 
-def test_a_stage_has_its_layers_operations_tensors_and_parameters():
+def test_stage_contains_its_layers_operations_tensors_and_parameters():
     assert stage_layers(record(), 2) == [range(2), range(2, 4)]
     first = part_of(record(), range(2))
     assert [(each.layer, each.phase) for each in first.operations] == [
@@ -74,24 +74,24 @@ def test_a_stage_has_its_layers_operations_tensors_and_parameters():
         ("zero-bubble", 0, 3, 3),
     ],
 )
-def test_micro_batches_in_flight_are_those_of_the_table(name, rank, forward, backward):
+def test_micro_batches_in_flight_match_the_schedule(name, rank, forward, backward):
     found = most_waiting(name, 4, 4, 8, rank, 0)
     assert (found.forward, found.backward) == ((forward,), (backward,))
 
 
-def test_the_first_stage_of_1f1b_holds_a_micro_batch_for_each_rank():
+def test_first_stage_of_1f1b_holds_one_micro_batch_per_rank():
     choice = Choice(row=Placement(), data=1, micro_batch=1, micro_batches=8, pipeline=4)
     plan = predict_pipeline(record(), choice, Hardware(apart=True))
     assert plan.states == {"parameters": WEIGHTS, "gradients": WEIGHTS, "optimizer": 2 * WEIGHTS}
     assert plan.peak == 4 * WEIGHTS + 4 * SAVED
-    # Two stages on each rank: those of the first layer wait for all that comes after.
+    # Two stages on each rank: the micro-batches of the first layer wait for all others.
     several = Choice(
         row=Placement(), data=1, micro_batch=1, micro_batches=8, pipeline=2, schedule="interleaved"
     )
     assert predict_pipeline(record(), several, Hardware(apart=True)).states["parameters"] == 8192
 
 
-def test_meshes_of_a_cluster():
+def test_lists_meshes_of_a_cluster():
     cluster = parse_cluster("4xH100", read_catalogue(user=False))
     found = list(meshes(cluster, [1, 2], 3, 16))
     assert AxisSizes(data=2, tensor=2) in found

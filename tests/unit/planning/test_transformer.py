@@ -1,4 +1,4 @@
-"""Formulas of transformers against the published ones."""
+"""Formulas for transformers against the published ones."""
 
 from dataclasses import replace
 
@@ -19,13 +19,13 @@ from .test_clock import DEVICE, FAR, NEAR
 GPT3 = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
 
 
-def test_parameters_are_those_of_narayanan() -> None:
+def test_parameter_counts_match_narayanan() -> None:
     h, layers = GPT3.hidden, GPT3.layers
     formula = 12 * layers * h**2 * (1 + 13 / (12 * h) + (51200 + 2048) / (12 * layers * h))
     assert GPT3.parameters == pytest.approx(formula, rel=1e-6)
 
 
-def test_flops_are_those_of_korthikanti() -> None:
+def test_flops_match_korthikanti() -> None:
     layers, h, s, batch = GPT3.layers, GPT3.hidden, GPT3.sequence, 64
     formula = 72 * batch * layers * s * h**2 * (1 + s / (6 * h) + 51200 / (12 * h * layers))
     assert GPT3.model_flops(batch) == pytest.approx(formula)
@@ -54,22 +54,20 @@ def test_tensor_parallelism_divides_the_products() -> None:
         ("full", False, 2),
     ],
 )
-def test_activations_are_those_of_korthikanti(
-    recompute: str, sequence: bool, factor: float
-) -> None:
+def test_activation_bytes_match_korthikanti(recompute: str, sequence: bool, factor: float) -> None:
     sbh = 2048 * 12288
     kept = GPT3.activation_bytes(1, 8, recompute, sequence_parallel=sequence)
     assert kept == pytest.approx(factor * sbh)  # 5as/h is 80
 
 
-def test_layers_are_dealt_out() -> None:
+def test_layers_are_divided_among_stages() -> None:
     assert _layers_of(96, 8) == [12] * 8
     assert _layers_of(126, 128) == [0, *[1] * 126, 0]
     assert _layers_of(10, 4) == [2, 3, 3, 2]
     assert _layers_of(11, 4) == [3, 3, 3, 2]
 
 
-def test_recomputation_and_replicas_take_time() -> None:
+def test_recomputation_and_replicas_cost_time() -> None:
     model = Transformer(layers=4, hidden=1024, heads=16, sequence=512, vocabulary=1024)
     device = replace(DEVICE, numbers={**DEVICE.numbers, "bf16_tflops": 1e14})
     cluster = Cluster(1, 4, device, NEAR, FAR)

@@ -1,4 +1,4 @@
-"""Runs of ten days on 128 hosts, and failures of so many a day, for tests of the simulation."""
+"""Runs of ten days on 128 hosts, with a given number of failures per day."""
 
 import math
 from collections.abc import Sequence
@@ -14,20 +14,22 @@ HOSTS = Topology(hosts=128, devices_per_host=8, hosts_per_rack=4, racks_per_pod=
 
 
 def failing(per_day: float, scope: str = "job", **more: float) -> FailureClass:
-    """A class of so many failures a day of all components of HOSTS."""
+    """Return a class with this many failures per day over all components of HOSTS."""
     rate = per_day / DAY / HOSTS.components(scope)
     return FailureClass(name="it", title="it", scope=scope, rate=rate, per=scope, **more)  # type: ignore[arg-type]
 
 
 def model(*failures: FailureClass, **more: float) -> RunModel:
-    """A run of ten days on HOSTS."""
+    """Return a run of ten days on HOSTS."""
     given = {"work": 10 * DAY, "step": 10.0, "interval": 1000.0, "save": 20.0, "restart": 300.0}
     return RunModel(topology=HOSTS, failures=failures, **given | more)  # type: ignore[arg-type]
 
 
 def check_goodput(made: RunModel, trials: int, one_by_one: Sequence[float]) -> None:
-    """The mean goodput of so many trials of `made` is that of runs simulated one by one, within
-    three standard errors of both, which are small."""
+    """Check the mean goodput of some trials of `made` against runs simulated one by one.
+
+    They must agree within three standard errors of both, which must be small.
+    """
     folded = [outcome.goodput for outcome in simulate(made, trials, 0).outcomes]
     error = math.hypot(
         np.std(one_by_one) / math.sqrt(len(one_by_one)), np.std(folded) / math.sqrt(len(folded))

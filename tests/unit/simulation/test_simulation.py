@@ -1,4 +1,4 @@
-"""Simulated runs: against formulas, against every device by itself, and what files may hold."""
+"""Simulated runs against formulas and against each device simulated alone, and bad files."""
 
 import json
 import math
@@ -21,29 +21,29 @@ from tests.unit.simulation.runs import check_goodput, failing, model
 
 
 class TestWithoutFailures:
-    def test_saves_are_all_that_is_lost(self) -> None:
+    def test_only_saves_cost_time_without_failures(self) -> None:
         outcome = Trial(model(), 0).run()
         assert outcome.whole
         assert outcome.useful == pytest.approx(10 * DAY, rel=1e-12)
-        # One after each thousand seconds of work, but none after the last.
+        # One save after each thousand seconds of work, except after the last.
         assert outcome.lost["saves"] == pytest.approx(20 * (10 * DAY / 1000 - 1), abs=20.1)
         assert sum(outcome.lost.values()) + outcome.useful == pytest.approx(outcome.wall)
 
-    def test_the_slowest_device_sets_the_pace(self) -> None:
+    def test_slowest_device_sets_the_pace(self) -> None:
         outcome = Trial(model(save=0.0, jitter=0.02), 0).run()
         assert outcome.goodput == pytest.approx(1 / slowest_of(1024, 0.02))
 
     @pytest.mark.parametrize(("count", "expected"), [(2, 0.56419), (10, 1.53875), (1000, 3.24144)])
-    def test_the_mean_of_the_largest_of_normal_numbers(self, count: int, expected: float) -> None:
+    def test_mean_of_the_largest_normal_number(self, count: int, expected: float) -> None:
         # Expected values of the largest order statistic: Harter (1961), table 1.
         assert slowest_of(count, 1.0) - 1 == pytest.approx(expected, abs=2e-4)
 
 
 class TestBooks:
-    """Whatever happens, the parts add up to the whole."""
+    """The parts of the time add up to the whole."""
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_time_is_spent_once(self, seed: int) -> None:
+    def test_parts_add_up_to_the_wall_time(self, seed: int) -> None:
         kinds = (
             replace(failing(6, "host", detect=60.0, repair=DAY / 4), name="host"),
             replace(failing(2, "rack", detect=600.0, repair=DAY / 8), name="rack"),
@@ -70,46 +70,46 @@ class TestBooks:
 
 
 class TestFailures:
-    def test_as_many_as_the_rate_says(self) -> None:
+    def test_number_of_failures_matches_the_rate(self) -> None:
         made = model(failing(20, "device"), restart=0.0, save=0.0)
         found = simulate(made, 20, 0)
         expected = 20 * found.wall.mean / DAY
         assert found.failures["it"] == pytest.approx(expected, abs=4 * math.sqrt(expected / 20))
 
-    def test_without_spares_a_run_waits_for_its_host(self) -> None:
+    def test_run_without_spares_waits_for_repair(self) -> None:
         waits = Trial(model(failing(1, "host", repair=DAY / 2)), 3).run()
         spared = Trial(model(failing(1, "host", repair=DAY / 2), spares=20), 3).run()
         assert waits.lost["waiting"] > DAY
         assert spared.lost["waiting"] == 0
 
-    def test_with_fewer_hosts_it_goes_on_slower(self) -> None:
+    def test_run_continues_slower_on_fewer_hosts(self) -> None:
         outcome = Trial(model(failing(2, "host", repair=DAY / 2), least=64), 3).run()
         assert outcome.lost["waiting"] == 0
         assert 0 < outcome.lost["fewer"] < 0.05 * outcome.wall
 
-    def test_a_checkpoint_in_the_background_counts_when_it_is_complete(self) -> None:
+    def test_background_checkpoint_counts_once_complete(self) -> None:
         at_once = simulate(model(failing(40)), 10, 0)
         later = simulate(model(failing(40), background=900.0), 10, 0)
         assert later.lost["lost"] > at_once.lost["lost"] + 0.1
 
-    def test_what_is_noticed_sooner_costs_less(self) -> None:
+    def test_earlier_detection_costs_less(self) -> None:
         slow = simulate(model(failing(10, detect=1800.0)), 10, 0)
         fast = simulate(model(failing(10, detect=1800.0), detect=30.0), 10, 0)
         assert slow.lost["detection"] == pytest.approx(60 * fast.lost["detection"], rel=0.2)
 
-    def test_a_planned_stop_loses_no_work(self) -> None:
+    def test_planned_stop_loses_no_work(self) -> None:
         outcome = Trial(model(failing(5, planned=True)), 0).run()
         assert outcome.failures["it"] > 10
         assert outcome.lost["lost"] == 0
 
-    def test_a_run_that_never_ends_is_given_up(self) -> None:
+    def test_run_that_never_ends_is_stopped(self) -> None:
         found = simulate(model(failing(2000), interval=5000.0), 1, 0)
         assert found.unfinished == 1
         assert found.goodput.mean < 0.05
 
 
-def test_rare_failures_agree_with_the_formula() -> None:
-    """Where failures are far apart: half an interval and its save are lost, and the restart."""
+def test_rare_failures_match_the_formula() -> None:
+    """If failures are far apart, each costs half an interval, its save, and the restart."""
     made = model(failing(0.5), interval=2000.0, save=10.0, work=200 * DAY)
     found = simulate(made, 20, 0)
     gap = DAY / 0.5
@@ -117,7 +117,7 @@ def test_rare_failures_agree_with_the_formula() -> None:
     assert found.goodput.mean == pytest.approx(expected, abs=0.002)
 
 
-def test_the_best_interval_is_near_youngs() -> None:
+def test_best_interval_is_near_youngs() -> None:
     made = model(failing(8), save=30.0, work=40 * DAY)
     best, tried = best_interval(made, 10, 0)
     assert young(made.failure_rate, 30.0) / 1.5 < best < young(made.failure_rate, 30.0) * 1.5
@@ -126,8 +126,10 @@ def test_the_best_interval_is_near_youngs() -> None:
 
 
 def device_by_device(made: RunModel, random: np.random.Generator) -> float:
-    """The goodput of one run in which each device has its own clock and its own step times, and a
-    failure stops the run at the end of a second."""
+    """Return the goodput of one run where each device has its own clock and step times.
+
+    A failure stops the run at the end of a second.
+    """
     count = made.topology.devices
     (failure,) = made.failures
     dies = random.exponential(1 / failure.rate, count)
@@ -140,7 +142,7 @@ def device_by_device(made: RunModel, random: np.random.Generator) -> float:
         if (first := dies.min()) < ends + (made.save if saves else 0.0):
             work, unsaved = kept, 0
             now = max(first, now) + failure.detect
-            while True:  # a failure in a start begins it anew
+            while True:  # a failure during a restart starts it over
                 dies = np.where(
                     dies <= now, now + random.exponential(1 / failure.rate, count), dies
                 )
@@ -155,7 +157,7 @@ def device_by_device(made: RunModel, random: np.random.Generator) -> float:
     return work / now
 
 
-def test_folded_devices_are_1024_devices() -> None:
+def test_one_poisson_process_matches_1024_devices() -> None:
     made = model(
         failing(30, "device", detect=60.0), work=0.5 * DAY, jitter=0.03, interval=500.0, save=15.0
     )
@@ -165,7 +167,7 @@ def test_folded_devices_are_1024_devices() -> None:
 
 
 class TestCatalogue:
-    def test_llama_3_fails_as_often_as_it_did(self) -> None:
+    def test_llama3_rates_match_its_paper(self) -> None:
         failures = read_failures("llama3")
         topology = Topology(2048, 8, failures.hosts_per_rack, failures.racks_per_pod)
         per_second = {each.name: each.rate_over(topology) for each in failures.classes}
@@ -181,7 +183,7 @@ class TestCatalogue:
         assert per_run["planned"] == pytest.approx(47 / 512)
         assert sum(per_run.values()) == pytest.approx(466 / 512)
 
-    def test_a_job_class_without_per_fails_as_often_on_any_size(self, tmp_path: Path) -> None:
+    def test_job_failures_do_not_depend_on_size(self, tmp_path: Path) -> None:
         path = tmp_path / "own.toml"
         path.write_text(
             "title='x'\n[sources.log]\ntext='log'\ndate='2026-10'\n[class.a]\ntitle='a'\n"
@@ -192,13 +194,13 @@ class TestCatalogue:
         assert rates == pytest.approx([1, 1])
 
     @pytest.mark.parametrize(("gpus", "hours"), [(16_384, 1.80), (131_072, 0.23)])
-    def test_rsc_1_stops_as_often_as_its_paper_says(self, gpus: int, hours: float) -> None:
+    def test_rsc1_rates_match_their_paper(self, gpus: int, hours: float) -> None:
         made = model(*read_failures("rsc1").classes)
         made = replace(made, topology=Topology(gpus // 8, 8, 1, 1))
         assert 1 / made.failure_rate / 3600 == pytest.approx(hours, abs=0.006)
 
     @pytest.mark.parametrize("name", names())
-    def test_every_file_can_be_read(self, name: str) -> None:
+    def test_reads_every_file_of_the_package(self, name: str) -> None:
         assert all(each.rate > 0 for each in read_failures(name).classes)
 
     @pytest.mark.parametrize(
@@ -206,13 +208,19 @@ class TestCatalogue:
         [
             ("title = 'x'", "it has no [class.NAME]"),
             ("titel = 'x'", "Did you mean title?"),
-            ("title = 'x'\n[class.a]\ntitle='a'\nscope='galaxy'", "scope is one of device, host"),
+            (
+                "title = 'x'\n[class.a]\ntitle='a'\nscope='galaxy'",
+                "scope must be one of device, host",
+            ),
             (
                 "title = 'x'\n[sources.s]\ntext='s'\ndate='1'\n[class.a]\ntitle='a'\n"
                 "scope='host'\nper={value='device', from='s'}",
-                "per is one of device, host, rack, pod, job, and of a class whose scope is job",
+                "per must be one of device, host, rack, pod, job, and needs scope job",
             ),
-            ("title = 'x'\n[class.a]\ntitle='a'\nscope='host'", "needs count or per_1000_days"),
+            (
+                "title = 'x'\n[class.a]\ntitle='a'\nscope='host'",
+                "needs either count or per_1000_days",
+            ),
             (
                 "title = 'x'\n[class.a]\ntitle='a'\nscope='host'\ncount={value=1,from='s'}",
                 "there is no [sources.s]",
@@ -225,25 +233,25 @@ class TestCatalogue:
             (
                 "title = 'x'\n[sources.s]\ntext='t'\ndate='2026'\n"
                 "[class.a]\ntitle='a'\nscope='host'\nper_1000_days={value=-1,from='s'}",
-                "has to be a number above 0",
+                "must be a number above 0",
             ),
-            ("title = ", "is not TOML"),
+            ("title = ", "cannot be read as TOML"),
         ],
     )
-    def test_a_mistake_is_one_sentence(self, tmp_path: Path, text: str, words: str) -> None:
+    def test_error_in_a_file_is_one_sentence(self, tmp_path: Path, text: str, words: str) -> None:
         file = tmp_path / "mine.toml"
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"mine\.toml") as raised:
             read_failures(str(file))
         assert words in str(raised.value)
 
-    def test_an_unknown_name(self) -> None:
+    def test_suggests_the_nearest_name(self) -> None:
         with pytest.raises(ConfigError, match=r"Did you mean llama3\?"):
             read_failures("lama3")
 
 
 class TestCommand:
-    def test_a_run_from_the_command_line(self, tmp_path: Path) -> None:
+    def test_command_writes_page_plot_and_json(self, tmp_path: Path) -> None:
         words = [
             *("--on", "16x8xH100", "--days", "5", "--spares", "1", "--trials", "4"),
             *("--json", str(tmp_path / "found.json"), "--out", str(tmp_path / "out")),
@@ -265,13 +273,13 @@ class TestCommand:
         ]
         done = CliRunner().invoke(command(), words)
         assert done.exit_code == 0, done.output
-        assert "16 islands of 1 host are made equal every 30 steps" in done.output
-        assert done.output.count("shardwise run does less than this yet") == 1
+        assert "16 islands of 1 host synchronise parameters every 30 steps" in done.output
+        assert done.output.count("shardwise run supports less than this so far") == 1
         found = json.loads((tmp_path / "found.json").read_text())
         assert found["boundary_seconds"] == pytest.approx(15 * 8.125, rel=1e-3)
         assert found["goodput"]["mean"] > found["goodput_without_islands"]["mean"]
 
-    def test_what_is_printed_is_what_was_simulated(self, tmp_path: Path) -> None:
+    def test_prints_the_interval_that_it_simulated(self, tmp_path: Path) -> None:
         words = [
             *("--on", "1x8xH100", "--days", "2", "--islands", "2", "--trials", "2", "--step", "10"),
             *("--save-every", "60s", "--json", str(tmp_path / "found.json")),
@@ -286,12 +294,12 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            ("--on 4x8xH100 --min-hosts 5", "the run has 4 hosts only"),
+            ("--on 4x8xH100 --min-hosts 5", "the run has only 4 hosts"),
             ("--on 4x8xH1000", "no device"),
             ("--on 4x8xH100 --save-every soon", "--save-every takes a duration"),
             ("--on 4x8xH100 --days 0", "--days takes a duration above 0"),
-            ("--on 4x8xH100 --failures nil", "there is no such file"),
-            ("--on 4x8xH100 --islands 3", "4 hosts cannot be cut"),
+            ("--on 4x8xH100 --failures nil", "no such file"),
+            ("--on 4x8xH100 --islands 3", "4 hosts cannot be divided"),
             ("--on 4x8xH100 --islands 2 --min-hosts 3", "Leave --min-hosts out"),
             ("--on 4x8xH100 --islands 2 --between 100", "needs --parameters"),
             ("--on 4x8xH100 --between 100 --parameters 1e9", "--between, --parameters without"),
@@ -301,7 +309,7 @@ class TestCommand:
             ),
             ("--on 4x8xH100 --islands 2 --late 3", "--late without --between MBITS"),
             ("--on 4x8xH100 --islands 2 --wire int8 --parameters 1e9", "--parameters, --wire"),
-            ("--on 1x8xH100 --islands 3", "8 devices cannot be cut"),
+            ("--on 1x8xH100 --islands 3", "8 devices cannot be divided"),
             ("--on 1x8xH100 --islands 2 --spares 1", "Leave --spares out"),
             ("--on 4x8xH100 --islands 2 --late 40", "--late 29 or less"),
             ("", "Missing option"),
@@ -318,5 +326,5 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("text", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400), ("4d", 345600), ("7", 7)]
     )
-    def test_durations(self, text: str, seconds: float) -> None:
+    def test_parses_durations(self, text: str, seconds: float) -> None:
         assert duration("s")(text) == seconds

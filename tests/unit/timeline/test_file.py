@@ -84,7 +84,7 @@ def test_an_earlier_run_is_replaced_and_this_one_goes_on(tmp_path: Path) -> None
 def test_no_other_file_is_lost(tmp_path: Path, text: str) -> None:
     path = tmp_path / "train.py"
     path.write_text(text)
-    with pytest.raises(NoTimeline, match="is no timeline of ours"):
+    with pytest.raises(NoTimeline, match="is no timeline of Shardwise"):
         joined(path)
     assert path.read_text() == text
 
@@ -92,7 +92,7 @@ def test_no_other_file_is_lost(tmp_path: Path, text: str) -> None:
 def test_a_device_is_left_alone(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(NoTimeline, match="is no plain file"):
+    with pytest.raises(NoTimeline, match="is no regular file"):
         joined(pipe)
     assert pipe.is_fifo()
 

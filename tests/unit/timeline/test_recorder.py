@@ -279,7 +279,7 @@ def test_times_that_fit_nobodys_are_not_written(
 ) -> None:
     events = recorded_by(Late(0, silent=math.inf), tmp_path / "t.json", monkeypatch)
     assert not [event for event in events if "ts" in event]
-    assert "any more: rank 0 has not answered what its clock shows" in capsys.readouterr().err
+    assert "rank 0 did not answer with its clock" in capsys.readouterr().err
 
 
 def test_a_run_of_one_rank_from_start_to_stop(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_run_of_one_rank_from_start_to_stop(tmp_path: Path) -> None:
             pass
         recording.stop()
     assert [one["name"] for one in reading.read([path]) if one["ph"] == "X"] == ["first", "second"]
-    with pytest.raises(ConfigError, match="is there already and is no timeline of ours"):
+    with pytest.raises(ConfigError, match="exists and is no timeline of Shardwise"):
         recording.start(Path(__file__), StatusServer(0, 1))
     assert recorder.active is None
 
@@ -328,7 +328,7 @@ class TestReading:
     def test_files_of_two_runs_are_refused(self, tmp_path: Path) -> None:
         one = self.written(tmp_path / "1.json", "a", "x")
         two = self.written(tmp_path / "2.json", "b", "x")
-        with pytest.raises(ConfigError, match="are of different runs"):
+        with pytest.raises(ConfigError, match="belong to different runs"):
             reading.read([one, two])
 
     @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ class TestReading:
     def test_what_another_tool_wrote(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "t.json"
         path.write_text(text)
-        with pytest.raises(ConfigError, match=r"t\.json is no timeline of ours"):
+        with pytest.raises(ConfigError, match=r"t\.json is not a timeline of shardwise"):
             reading.read([path])
         assert self.names(self.written(tmp_path / "t", "a", "ours")) == ["ours"]
 

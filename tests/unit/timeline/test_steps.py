@@ -1,4 +1,4 @@
-"""Where time goes, from literal traces (times in microseconds, results in seconds)."""
+"""The time of steps, from literal traces (times in microseconds, results in seconds)."""
 
 from itertools import pairwise
 from typing import Any
@@ -46,7 +46,7 @@ def one_step(
     ]
 
 
-def test_a_step_is_told_apart() -> None:
+def test_divides_a_step_into_kinds() -> None:
     (step,) = steps_of(one_step(rank=3, begin=1000, wait=5, late=7))[3]
     assert (step.rank, step.number, step.nbytes) == (3, 1, 4000)
     assert step.seconds == pytest.approx(0.112)
@@ -66,8 +66,8 @@ def test_a_step_is_told_apart() -> None:
     assert step.waited == pytest.approx(0.005)
 
 
-def test_a_moment_belongs_to_one_kind() -> None:
-    """A wait inside backward is communication, and a collective beside it is not hidden."""
+def test_each_moment_belongs_to_one_kind() -> None:
+    """A wait inside backward is communication, and a concurrent collective is not hidden then."""
     events = [
         event(0, "steps", "step 1", 0, 100, step=1, engine=0),
         event(0, "compute", "backward", 0, 100),
@@ -84,8 +84,8 @@ def test_a_moment_belongs_to_one_kind() -> None:
     assert sum(step.spent.values()) == pytest.approx(step.seconds)
 
 
-def test_a_thread_that_communicates_beside_hides_what_the_rank_does_not_wait_for() -> None:
-    """As in a script of Horovod's style: its thread waits while the rank is in backward."""
+def test_communication_thread_is_hidden_unless_the_rank_waits() -> None:
+    """The thread of a Horovod script waits while the rank is in backward."""
     events = [
         event(0, "steps", "step 1", 0, 100, step=1, engine=0),
         event(0, "compute", "backward", 0, 60),
@@ -103,7 +103,7 @@ def test_a_thread_that_communicates_beside_hides_what_the_rank_does_not_wait_for
     assert step.spent["other"] == pytest.approx(0.010)
 
 
-def test_what_stands_over_two_steps_is_cut_and_other_engines_are_left_out() -> None:
+def test_cuts_spans_at_steps_and_ignores_other_engines() -> None:
     events = [
         event(0, "steps", "step 1", 0, 50, step=1, engine=0),
         event(0, "steps", "step 2", 50, 100, step=2, engine=0),
@@ -115,7 +115,7 @@ def test_what_stands_over_two_steps_is_cut_and_other_engines_are_left_out() -> N
 
 
 class Counted(dict[str, Any]):
-    """An event that counts how often anything of it is read."""
+    """An event that counts how often its values are read."""
 
     reads = 0
 
@@ -124,7 +124,7 @@ class Counted(dict[str, Any]):
         return super().__getitem__(key)
 
 
-def test_a_long_trace_is_read_in_passes_not_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_a_long_trace_in_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "reads", 0)
     events = [Counted(one) for n in range(400) for one in one_step(0, 100 * n, number=n)]
     found = steps_of(events)[0]
@@ -134,7 +134,7 @@ def test_a_long_trace_is_read_in_passes_not_step_by_step(monkeypatch: pytest.Mon
 
 
 def trace(late: dict[int, int], steps: int = 4) -> list[Event]:
-    """Ranks that wait for the latest of them, each `late` by so many ms per step."""
+    """Return ranks that wait for the last of them, each `late` by so many ms per step."""
     events, worst = [], max(late.values())
     for rank, own in late.items():
         for number in range(steps):
@@ -143,35 +143,34 @@ def trace(late: dict[int, int], steps: int = 4) -> list[Event]:
     return events
 
 
-def test_the_slowest_rank_is_named_with_the_reason() -> None:
+def test_names_the_slowest_rank_and_the_reason() -> None:
     found = slowest(counted(steps_of(trace({0: 0, 1: 0, 2: 50, 3: 0}))))
     assert found is not None
     assert (found.rank, found.kind, found.times, found.steps) == (2, "other", 3, 3)
     assert (found.seconds, found.more) == pytest.approx((0.050, 0.050))
     assert str(found) == (
-        "rank 2 is slowest: 50.0 ms per step more than the others, of which 50.0 ms in the "
-        "script's own code, outside of forward, backward and step; the others waited for it in 3 "
-        "of 3 steps"
+        "rank 2 is slowest: 50.0 ms per step more than the others, 50.0 ms of it in the script's "
+        "own code, outside of forward, backward and step; the others waited for it in 3 of 3 steps"
     )
 
 
-def test_nobody_is_blamed_for_little() -> None:
+def test_small_differences_name_no_rank() -> None:
     assert slowest(counted(steps_of(trace({0: 0, 1: 2})))) is None
     assert slowest(counted(steps_of(trace({0: 50})))) is None
 
 
-def test_the_first_step_is_left_out_where_there_are_more() -> None:
+def test_drops_the_first_step_if_there_are_more() -> None:
     steps = steps_of(trace({0: 0}, steps=3))
     assert [step.number for step in counted(steps)[0]] == [1, 2]
     assert len(counted(steps_of(one_step(0, 0)))[0]) == 1
 
 
-def test_what_is_said_and_told_as_json() -> None:
+def test_sentences_and_json() -> None:
     steps = counted(steps_of(trace({0: 0, 1: 50})))
     first, second = tables.words(steps)
     assert first == (
-        "communication: 55.0 ms per step, of which 20.0 ms (36%) hidden beside the work and 35.0 "
-        "ms exposed, 25.0 ms of them asleep"
+        "communication: 55.0 ms per step: 20.0 ms (36%) hidden behind other work, 35.0 ms exposed, "
+        "including 25.0 ms asleep"
     )
     assert second.startswith("rank 1 is slowest")
     told = tables.as_json(steps, steps)

@@ -1,4 +1,4 @@
-"""Presents a save of DeepSpeed as a checkpoint of ours: sets of tensors, and fields."""
+"""Adapter that presents a DeepSpeed save as one of our checkpoints: sets of tensors, and fields."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from shardwise.checkpoint.reader import TensorReader
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
 
 SCHEDULER = "lr_scheduler"
-"""The name under which the state of DeepSpeed's scheduler is tracked."""
+"""Name under which the state of DeepSpeed's scheduler is tracked."""
 
 
 def fields_of(
     save: Save, names: Mapping[str, Sequence[str]], groups: Sequence[Sequence[str]]
 ) -> tuple[dict[str, TensorReader], dict[str, Any]]:
-    """The sets of tensors of `save`, and what checkpoint.json would say of it; the second is empty
-    where no optimizer was saved.
+    """Return the sets of tensors of `save`, and the fields that checkpoint.json would have.
 
-    `names` are those of a model's tensors by the first, `groups` the first names of what its
-    optimizer has, by group. Its seed is None: DeepSpeed has none. Raises CheckpointMismatch where
-    the optimizer is of other groups.
+    The fields are empty if no optimizer was saved. Their seed is None, because DeepSpeed saves
+    none. Raises CheckpointMismatch if the optimizer has other groups.
+
+    Args:
+        names: All names of each of the model's tensors, keyed by the first.
+        groups: First names of the parameters in each of the optimizer's groups.
     """
     sets: dict[str, TensorReader] = {"model": save.model}
     with as_written(save.files.folder):
@@ -40,13 +42,14 @@ def fields_of(
             return sets, {}
         if saved.tensors.specs:
             sets["optimizer"] = saved.tensors
-        optimizers, state = [saved.described()], saved.state()
+        optimizers, state = [saved.to_fields()], saved.state()
     scale, good_steps = save.loss_scale or (1.0, 0)
     return sets, {
         "step": save.steps,
         "seed": None,
         "optimizers": optimizers,
         "state": state,
+        # DeepSpeed updates whole flat groups, so no segment is ever cut.
         "borders": [],
         "scaling": {"scale": scale, "good_steps": good_steps, "unit": None, "wide": False},
         "tracked": {} if save.scheduler is None else {SCHEDULER: save.scheduler},
@@ -55,206 +58,241 @@ def fields_of(
 
 
 def verify(save: Save, rank: int, size: int) -> None:
-    """Read what falls to `rank` of `size` of the files. Raises BrokenCheckpoint for one that is not
-    as it was written."""
+    """Verify the files that are assigned to `rank` of `size`. Raises BrokenCheckpoint if one has
+    changed."""
     for path in save.files.all[rank::size]:
         if (fault := inert.damage(path)) is not None:
-            raise BrokenCheckpoint(f"{fault}. Take another checkpoint, or a fresh copy of this.")
+            raise BrokenCheckpoint(
+                f"{fault}. Use another checkpoint, or a fresh copy of this file."
+            )
 
 
 def opened(path: str | PathLike[str]) -> Save:
-    """The save of DeepSpeed that `path` is, or names. Raises CheckpointError for none."""
+    """Return the DeepSpeed save at `path`. Raises CheckpointError if it is not one."""
     folder = find(Path(path))
     if folder is None:
         raise CheckpointError(
-            f"{path} holds no save of DeepSpeed: no *_model_states.pt, and no {LATEST} that names "
-            "a folder with one."
+            f"{path} is not a DeepSpeed checkpoint: it has no *_model_states.pt, and no {LATEST} "
+            "that names a folder with one. Name the folder of a tag, or its parent."
         )
     return Save(folder)
 
 
 def client_state(path: str | PathLike[str]) -> dict[str, Any]:
-    """What was given to DeepSpeed's save_checkpoint as client_state, in the save that `path` is, or
-    names. Objects of classes are records of their attributes. Raises CheckpointError for none."""
+    """Return the `client_state` that was passed to DeepSpeed's save_checkpoint.
+
+    Args:
+        path: Folder of a tag, or of several tags with a file `latest`.
+
+    Returns:
+        The saved values by key. An object of a class becomes a record of its attributes; its code
+        never runs.
+
+    Raises:
+        CheckpointError: `path` is not a DeepSpeed checkpoint.
+        BrokenCheckpoint: A file is missing or damaged.
+
+    Example::
+
+        state = client_state("ckpt")
+        epoch, lr = state["epoch"], state["args"].lr
+    """
     return opened(path).client_state
 
 
 # -- the optimizer ----------------------------------------------------------------------------
 
 MASTER = "master"
-"""The key of an fp32 master among the optimizer's tensors."""
+"""Key of an fp32 master among the optimizer's tensors."""
 
 _OWN_ADAM = "bias_correction"
-"""An option that only DeepSpeed's own Adams have, which count steps as a plain number."""
+"""An option that only DeepSpeed's own Adams have. They count steps as a plain number."""
 
 _OF_ELEMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg"}
-"""State that has the shape of its parameter, in optimizers of torch."""
+"""State in torch's optimizers that has the shape of its parameter."""
 
 
 @dataclass
 class SavedOptimizer:
-    """`tensors` as NAME.KEY; by group the names of its parameters, and its options; `numbers` by
-    name what is one value each."""
+    """The optimizer of a save.
+
+    Args:
+        tensors: State tensors, named NAME.KEY.
+        groups: Parameter names by group.
+        options: Options by group.
+        numbers: State that is a single value, by parameter and key.
+    """
 
     tensors: FragmentReader = field(default_factory=FragmentReader)
     groups: list[list[str]] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def described(self) -> dict[str, Any]:
-        """It in the form of checkpoint.json; its class is not said."""
+    def to_fields(self) -> dict[str, Any]:
+        """Return its fields in the form of checkpoint.json; the class is unknown."""
         return {
             "class": "",
             "groups": [
-                {"parameters": names, "options": {k: _plain(v) for k, v in options.items()}}
+                {"parameters": names, "options": {k: _encode(v) for k, v in options.items()}}
                 for names, options in zip(self.groups, self.options, strict=True)
             ],
         }
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """What is one value each, in the form of checkpoint.json."""
-        return {n: {k: _plain(v) for k, v in e.items()} for n, e in self.numbers.items()}
+        """Return state that is a single value, in the form of checkpoint.json."""
+        return {n: {k: _encode(v) for k, v in e.items()} for n, e in self.numbers.items()}
 
 
 def _read_optimizer(
     save: Save, names: Mapping[str, Sequence[str]], groups: Sequence[Sequence[str]]
 ) -> SavedOptimizer | None:
-    """The optimizer of `save` for a model with `names` (all of each tensor's, by the first), whose
-    optimizer has `groups` of them. None where none was saved.
+    """Return the optimizer of `save`, or None if none was saved; arguments as in `fields_of`.
 
-    Stage 0 names no parameters: they go by their place in the groups, as with torch's
-    load_state_dict. Raises CheckpointMismatch where these are others.
+    At stage 0 parameters have no names, so they are identified by their position in the groups, as
+    in torch's load_state_dict. Raises CheckpointMismatch if the groups differ.
     """
-    found = SavedOptimizer()
+    optimizer = SavedOptimizer()
     if save.partitions is not None:
-        theirs = {name for shapes in save.partitions.shapes for name in shapes}
-        here = tensor_names.match(names, theirs).found
-        _read_flat(save, found, save.partitions, {name: first for first, name in here.items()})
+        # Only names with optimizer state: buffers and frozen parameters have none.
+        saved_names = {name for shapes in save.partitions.shapes for name in shapes}
+        here = tensor_names.match(names, saved_names).found
+        _read_flat(save, optimizer, save.partitions, {name: first for first, name in here.items()})
     elif save.optimizer is None:
         return None
     elif "fp32_groups_flat" in save.optimizer:
         shapes = [{name: save.shape_of(name, names) for name in group} for group in groups]
         flat = Partitions(save.files.folder, 0, {0: save.optimizer}, list(shapes))
-        _read_flat(save, found, flat, {name: name for each in shapes for name in each})
+        _read_flat(
+            save, optimizer, flat, {name: name for group_shapes in shapes for name in group_shapes}
+        )
     else:
-        _read_by_place(save, found, save.optimizer, names, groups)
-    for options in found.options:
-        # torch's Adam lacks the option that only DeepSpeed's own have.
+        _read_by_place(save, optimizer, save.optimizer, names, groups)
+    for options in optimizer.options:
+        # torch's Adam always corrects bias, so it lacks this option of DeepSpeed's Adams.
         if options.pop(_OWN_ADAM, True) is not True:
             raise CheckpointError(
-                "The checkpoint is of an Adam without bias correction, which torch's has not. Load "
-                "the model alone: engine.load(path, model_only=True)."
+                "The checkpoint has an Adam without bias correction, which torch does not have. "
+                "Load only the model: engine.load(path, model_only=True)."
             )
-    return found
+    return optimizer
 
 
 def _read_flat(
-    save: Save, found: SavedOptimizer, partitions: Partitions, here: Mapping[str, str]
+    save: Save, optimizer: SavedOptimizer, partitions: Partitions, here: Mapping[str, str]
 ) -> None:
-    """Read state over flat groups; `here` has a model's names by those in the files."""
+    """Read state over flat groups; `here` maps names in the files to names of the model."""
     bases = partitions.bases()
     for group in bases[0]["param_groups"]:
         members: list[str] = []
         for number in group["params"]:
             if not isinstance(number, int) or not 0 <= number < len(partitions.shapes):
                 raise BrokenCheckpoint(
-                    f"{save.files.folder} has an optimizer over flat group {number!r:.20}, of "
-                    f"{len(partitions.shapes)}. Take another checkpoint."
+                    f"{save.files.folder} has an optimizer of flat group {number!r:.20}, but only "
+                    f"{len(partitions.shapes)} groups. Use another checkpoint."
                 )
             known = {n: here[n] for n in partitions.shapes[number] if n in here}
+            # Parameters that the model here lacks are skipped; `optimizer_fields.check` reports the
+            # mismatch.
             members += known.values()
-            _read_masters(save, found, partitions, number, known)
+            _read_masters(save, optimizer, partitions, number, known)
             for key, value in bases[0]["state"].get(number, {}).items():
+                # A tensor of the partition's length has one value per element; a 0-dim tensor is a
+                # count.
                 if isinstance(value, Tensor) and value.ndim:
-                    as_state = {n: f"{ours}.{key}" for n, ours in known.items()}
+                    as_state = {n: f"{model_name}.{key}" for n, model_name in known.items()}
                     flats = partitions.state(number, key)
-                    partitions.add(found.tensors, number, flats, as_state)
+                    partitions.add(optimizer.tensors, number, flats, as_state)
                 else:
-                    for ours in known.values():
-                        found.numbers.setdefault(ours, {})[key] = _count(key, value, group)
-        found.groups.append(members)
-        found.options.append(_options(group))
+                    for model_name in known.values():
+                        optimizer.numbers.setdefault(model_name, {})[key] = _step_count(
+                            key, value, group
+                        )
+        optimizer.groups.append(members)
+        optimizer.options.append(_options(group))
 
 
 def _read_masters(
     save: Save,
-    found: SavedOptimizer,
+    optimizer: SavedOptimizer,
     partitions: Partitions,
     number: int,
     known: Mapping[str, str],
 ) -> None:
-    """Read fp32 masters, where the model was trained in another dtype."""
-    if save.stage != STAGE_3:  # where the model itself is made of them
-        narrow = {n: f"{ours}.{MASTER}" for n, ours in known.items() if save.is_narrow(n)}
+    """Read the fp32 masters, if the model was trained in another dtype."""
+    if save.stage != STAGE_3:  # at stage 3 the model's tensors are the masters
+        narrow = {
+            n: f"{model_name}.{MASTER}" for n, model_name in known.items() if save.is_narrow(n)
+        }
         if narrow:
-            partitions.add(found.tensors, number, partitions.flats(number), narrow)
+            partitions.add(optimizer.tensors, number, partitions.flats(number), narrow)
 
 
 def _read_by_place(
     save: Save,
-    found: SavedOptimizer,
+    optimizer: SavedOptimizer,
     saved: Mapping[str, Any],
     names: Mapping[str, Sequence[str]],
     groups: Sequence[Sequence[str]],
 ) -> None:
-    """Read a plain state_dict; that of fp16 has `fp32_groups` beside, the masters."""
+    """Read a plain state_dict. With fp16 it has the masters in `fp32_groups`."""
     plain = saved.get("optimizer_state_dict", saved)
     counts = [len(group["params"]) for group in plain["param_groups"]]
     if counts != [len(group) for group in groups]:
         raise CheckpointMismatch(
-            f"{save.files.folder} has an optimizer of groups of {counts} parameters, and here they "
-            f"are {[len(group) for group in groups]}. Stage 0 names none of them: make the same "
-            "groups, or load the model alone: engine.load(path, model_only=True)."
+            f"{save.files.folder} has optimizer groups of {counts} parameters, but here they have "
+            f"{[len(group) for group in groups]}. Stage 0 stores no names, so the groups must be "
+            "the same. Create the same groups, or load only the model: "
+            "engine.load(path, model_only=True)."
         )
     masters = iter(saved.get("fp32_groups") or [[]] * len(counts))
     for group, members in zip(plain["param_groups"], groups, strict=True):
         for name, number in zip(members, group["params"], strict=True):
             for key, value in plain["state"].get(number, {}).items():
-                _take(save, found, name, key, _count(key, value, group), names)
+                _add_state(save, optimizer, name, key, _step_count(key, value, group), names)
         for name, value in zip(members, next(masters), strict=False):
-            _take(save, found, name, MASTER, value, names)
-        found.groups.append(list(members))
-        found.options.append(_options(group))
+            _add_state(save, optimizer, name, MASTER, value, names)
+        optimizer.groups.append(list(members))
+        optimizer.options.append(_options(group))
 
 
-def _take(
+def _add_state(
     save: Save,
-    found: SavedOptimizer,
+    optimizer: SavedOptimizer,
     name: str,
     key: str,
     value: Any,
     names: Mapping[str, Sequence[str]],
 ) -> None:
     if not isinstance(value, Tensor) or not value.ndim:
-        found.numbers.setdefault(name, {})[key] = value
+        optimizer.numbers.setdefault(name, {})[key] = value
         return
     shape = save.shape_of(name, names)
     if key in (*_OF_ELEMENTS, MASTER) and tuple(value.shape) != shape:
         raise CheckpointMismatch(
-            f"The {key} that {save.files.folder} has in the place of {name} has the shape "
-            f"{list(value.shape)}, and {name} {list(shape)}: stage 0 names no parameters, and here "
-            "they are in another order. Make the groups as they were, or load the model alone: "
-            "engine.load(path, model_only=True)."
+            f"{key} at the position of {name} in {save.files.folder} has the shape "
+            f"{list(value.shape)}, but {name} has {list(shape)}. Stage 0 stores no names, and the "
+            "parameters are in another order here. Create the groups as they were, or load only "
+            "the model: engine.load(path, model_only=True)."
         )
-    found.tensors.add_whole(f"{name}.{key}", value)
+    optimizer.tensors.add_whole(f"{name}.{key}", value)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names", "step")}
 
 
-def _count(key: str, value: Any, group: Mapping[str, Any]) -> Any:
-    """A count of steps as torch's optimizers keep it."""
+def _step_count(key: str, value: Any, group: Mapping[str, Any]) -> Any:
+    """Return a step count in the form of torch's optimizers."""
     if key == "step" and _OWN_ADAM in group and not isinstance(value, Tensor):
         return torch.tensor(float(value))
     return value
 
 
-def _plain(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     try:
         return json_values.encode(value)
     except json_values.NotPlain as error:
         raise CheckpointError(
-            f"The optimizer of this save keeps {error}, which is not read here. Load the model "
-            "alone: engine.load(path, model_only=True)."
+            f"The optimizer of this checkpoint contains {error}, which cannot be loaded. Load only "
+            "the model: engine.load(path, model_only=True)."
         ) from error

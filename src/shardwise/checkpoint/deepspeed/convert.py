@@ -1,4 +1,4 @@
-"""Writes the model of a save of DeepSpeed as one plain file in fp32, in bounded memory."""
+"""Conversion of a DeepSpeed save's model to one plain fp32 file, in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,37 +13,48 @@ from torch import Tensor
 
 from shardwise.checkpoint.deepspeed.partitions import FragmentReader
 from shardwise.checkpoint.deepspeed.save import Save
-from shardwise.checkpoint.export import PICKLED, disk_errors, write_safetensors, written_aside
+from shardwise.checkpoint.export import (
+    PICKLED,
+    disk_errors,
+    replace_when_complete,
+    write_safetensors,
+)
 from shardwise.checkpoint.format import TensorSpec, dtype_of
 from shardwise.errors import CheckpointError
 
 _CHUNK = 2**22
-"""Elements that are in memory at a time."""
+"""Maximum number of elements in memory at a time."""
 
 Advance = Callable[[int], None]
-"""Told how many elements more are written."""
+"""Called with the number of elements written since the last call."""
 
 
 def place_of(out: Path) -> Path:
-    """The file that `out` means: itself, or model.safetensors in it where it is a folder's name.
+    """Return the file to write: `out`, or model.safetensors in it if it names a folder.
 
-    Raises CheckpointError for an ending that is not known.
+    Raises CheckpointError for an unknown suffix.
     """
     if out.is_dir() or not out.suffix:
         return out / "model.safetensors"
     if out.suffix not in (".safetensors", *PICKLED):
         raise CheckpointError(
-            f"{out} ends in {out.suffix}: write a name that ends in .safetensors, "
-            f"{', '.join(PICKLED)}, or a folder's."
+            f"{out} ends in {out.suffix}. Write a file name that ends in .safetensors, "
+            f"{', '.join(PICKLED)}, or the name of a folder."
         )
     return out
 
 
 def write_fp32(save: Save, out: Path, advance: Advance = lambda _: None) -> int:
-    """Write the model of `save` to the file `out`, floating-point tensors in fp32; returns how many
-    tensors. A safetensors file has tied weights once, and their other names in its metadata.
+    """Write the model of `save` to the file `out`, floating-point tensors in fp32.
 
-    Raises CheckpointError where it cannot be written, BrokenCheckpoint for one that is cut.
+    A safetensors file contains tied weights once, and their other names in its metadata.
+
+    Returns:
+        The number of tensors, with tied weights counted under each name.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+        BrokenCheckpoint: The save is incomplete.
     """
     tensors, twins = save.fp32(), save.twins
     specs = [
@@ -51,19 +62,19 @@ def write_fp32(save: Save, out: Path, advance: Advance = lambda _: None) -> int:
         for spec in tensors.specs.values()
     ]
     try:
-        with written_aside(out) as file:
+        with replace_when_complete(out) as file:
             if out.suffix in PICKLED:
                 _write_pickled(tensors, specs, twins, file, out.parent, advance)
             else:
                 write_safetensors(file, out, specs, twins, partial(_parts, tensors, advance))
-    except (OSError, RuntimeError) as error:  # torch's writer raises the latter
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{out} cannot be written: {why}.") from error
     return len(specs) + len(twins)
 
 
 def numel(save: Save) -> int:
-    """How many elements `write_fp32` writes."""
+    """Return the number of elements that `write_fp32` writes."""
     return sum(spec.numel for spec in save.fp32().specs.values())
 
 
@@ -75,11 +86,11 @@ def _write_pickled(
     folder: Path,
     advance: Advance,
 ) -> None:
-    """torch.save wants all tensors at once: they are mapped files in a folder beside."""
+    """Write with torch.save, which needs all tensors at once: map them from temporary files."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".zero-to-fp32-") as aside:
         values: dict[str, Tensor] = {}
         for number, spec in enumerate(specs):
-            flat = _mapped(Path(aside, str(number)), spec)
+            flat = _map_file(Path(aside, str(number)), spec)
             for first, count in _chunks(spec.numel):
                 tensors.read(spec.name, first, flat[first : first + count])
                 advance(count)
@@ -89,7 +100,7 @@ def _write_pickled(
 
 
 def _parts(tensors: FragmentReader, advance: Advance, spec: TensorSpec) -> Iterator[Tensor]:
-    """Yield the elements of a tensor in parts, so that none is in memory whole."""
+    """Yield the elements of a tensor in parts, so that no tensor is in memory whole."""
     for first, count in _chunks(spec.numel):
         value = torch.empty(count, dtype=dtype_of(spec.dtype))
         tensors.read(spec.name, first, value)
@@ -97,14 +108,15 @@ def _parts(tensors: FragmentReader, advance: Advance, spec: TensorSpec) -> Itera
         advance(count)
 
 
-def _mapped(path: Path, spec: TensorSpec) -> Tensor:
+def _map_file(path: Path, spec: TensorSpec) -> Tensor:
     dtype = dtype_of(spec.dtype)
     if not spec.numel:
         return torch.empty(0, dtype=dtype)
+    # Shared: written pages can go to disk, so the whole model need not fit in memory.
     return torch.from_file(str(path), shared=True, size=spec.numel, dtype=dtype)
 
 
 def _chunks(total: int) -> Iterator[tuple[int, int]]:
-    """Where each part of at most _CHUNK elements begins, and how many it has."""
+    """Yield first element and length of each part, which has at most _CHUNK elements."""
     for first in range(0, total, _CHUNK):
         yield first, min(_CHUNK, total - first)

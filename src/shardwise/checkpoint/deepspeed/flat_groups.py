@@ -1,7 +1,7 @@
-"""Computes where each parameter lies in the flat partitions that DeepSpeed saves. Pure.
+"""Positions of parameters in the flat partitions that DeepSpeed saves. Pure.
 
-Stages 1 and 2 lay the parameters of a group end to end and cut the whole vector into one partition
-per rank; stage 3 cuts each parameter by itself, and lays a rank's cuts of a group end to end:
+Stages 1 and 2 concatenate the parameters of a group, and split the result into one partition per
+rank. Stage 3 splits each parameter separately, and concatenates a rank's parts of a group:
 
     stages 1, 2   | first.weight   first.bia|s  second.weight  pad |     rank 0 | rank 1
     stage 3       | first.weight[:half]  first.bias[:half] ... |         each rank
@@ -17,8 +17,8 @@ from math import prod
 
 @dataclass(frozen=True)
 class Cut:
-    """Elements `first` to `first + count` of a parameter: from element `at` on in the partition of
-    `rank`."""
+    """Elements `first` to `first + count` of a parameter. They start at element `at` of the
+    partition of `rank`."""
 
     rank: int
     at: int
@@ -27,14 +27,19 @@ class Cut:
 
 
 Shapes = Mapping[str, Sequence[int]]
-"""The shapes of a group's parameters by name, in the order in which they lie."""
+"""Shapes of a group's parameters by name, in order of concatenation."""
 
 
 def end_to_end(
     shapes: Shapes, partition: int, ranks: int, paddings: Sequence[int] | None = None
 ) -> dict[str, list[Cut]]:
-    """The cuts of a group that `ranks` share in partitions of `partition` elements; `paddings` are
-    the elements that follow each parameter."""
+    """Return the cuts of a group of stages 1 and 2.
+
+    Args:
+        partition: Number of elements per partition.
+        ranks: Number of ranks that share the group.
+        paddings: Number of padding elements after each parameter.
+    """
     cuts: dict[str, list[Cut]] = {}
     start = 0
     for (name, shape), padding in zip(shapes.items(), paddings or repeat(0), strict=False):
@@ -44,21 +49,23 @@ def end_to_end(
             for rank in range(ranks)
             if (low := max(start, rank * partition)) < (high := min(end, (rank + 1) * partition))
         ]
+        # Some optimizers align each parameter; the padding belongs to no cut.
         start = end + padding
     return cuts
 
 
 def each_by_itself(shapes: Shapes, ranks: int) -> dict[str, list[Cut]]:
-    """The cuts of a group of stage 3: equal shares, of which the last are padded."""
+    """Return the cuts of a group of stage 3: equal parts, the last ones padded."""
     cuts: dict[str, list[Cut]] = {}
     at = 0
     for name, shape in shapes.items():
         numel = prod(shape)
-        each = -(-numel // ranks)
+        # Rounded up: ranks have equally long parts, so the last ones may be short or empty.
+        part = -(-numel // ranks)
         cuts[name] = [
-            Cut(rank, at, rank * each, count)
+            Cut(rank, at, rank * part, count)
             for rank in range(ranks)
-            if (count := min(each, numel - rank * each)) > 0
+            if (count := min(part, numel - rank * part)) > 0
         ]
-        at += each
+        at += part
     return cuts

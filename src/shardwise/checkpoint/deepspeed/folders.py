@@ -1,4 +1,4 @@
-"""Finds the files of one save of DeepSpeed, and says which are missing.
+"""Finds the files of one DeepSpeed save, and reports missing ones.
 
 ckpt/latest                                          names the tag
 ckpt/global_step3/mp_rank_00_model_states.pt         stages 0 to 2: the model
@@ -16,25 +16,26 @@ from pathlib import Path
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT
 from shardwise.checkpoint.file_system import read_whole
-from shardwise.checkpoint.schema import plain_name
+from shardwise.checkpoint.schema import is_plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 LATEST = "latest"
 _SCRIPT = "zero_to_fp32.py"
-"""What DeepSpeed leaves beside the tags of a run with ZeRO."""
+"""Script that DeepSpeed copies next to the tags of a ZeRO run."""
 
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]{2,})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]{2,})_?optim_states\.pt")
 _UNIVERSAL = "zero"
-"""The folder in which ds_to_universal.py puts the tensors, beside a model_states.pt."""
+"""Folder into which ds_to_universal.py puts the tensors, next to a model_states.pt."""
 
+# Files of DeepSpeed's pipeline and expert parallelism, whose models are not read.
 _PARTS = re.compile(r"(layer_[0-9]|expp_rank_|layer_[0-9]+_expert_).*_states\.pt")
 
 
 @dataclass(frozen=True)
 class SaveFiles:
-    """The files of a save: by data-parallel rank those with the model, and those with the
-    optimizer's partitions (none at stage 0)."""
+    """Files of a save by data-parallel rank: those with the model, and those with the optimizer's
+    partitions (none at stage 0)."""
 
     folder: Path
     models: dict[int, Path]
@@ -42,15 +43,18 @@ class SaveFiles:
 
     @property
     def all(self) -> list[Path]:
-        """Every file, in one order."""
+        """Every file, in a fixed order."""
         return [*self.models.values(), *self.optimizers.values()]
 
 
 def find(path: Path) -> Path | None:
-    """The folder of one save: `path`, or the one that its `latest` names, or its only one.
+    """Return the folder of one save: `path`, the one that its `latest` names, or its only one.
 
-    None where `path` holds nothing of DeepSpeed's. Raises BrokenCheckpoint where `latest` names
-    what is not there, CheckpointError where it is to be said which of several is meant.
+    Returns None if `path` is not a DeepSpeed checkpoint.
+
+    Raises:
+        BrokenCheckpoint: `latest` names a folder that does not exist.
+        CheckpointError: There are several saves and no `latest`.
     """
     if not path.is_dir() or (path / DOCUMENT).exists():
         return None
@@ -59,20 +63,21 @@ def find(path: Path) -> Path | None:
     tag = None
     if (path / LATEST).is_file():
         tag = read_whole(path / LATEST)[:4096].decode(errors="replace").strip()
-    if tag is not None and plain_name(tag):
+    if tag is not None and is_plain_name(tag):
         if _is_save(path / tag):
             return path / tag
+        # Only with DeepSpeed's script next to it: other libraries have files called `latest` too.
         if not (path / tag).exists() and (path / _SCRIPT).exists():
             raise BrokenCheckpoint(
-                f"{path / LATEST} names {tag}, which is not in {path}. Bring the folder back, or "
-                "name the folder of another tag."
+                f"{path / LATEST} names {tag}, which is not in {path}. Restore the folder, or name "
+                "the folder of another tag."
             )
         return None
-    saves = sorted(each for each in path.iterdir() if each.is_dir() and _is_save(each))
+    saves = sorted(entry for entry in path.iterdir() if entry.is_dir() and _is_save(entry))
     if len(saves) > 1:
         raise CheckpointError(
-            f"{path} holds several saves of DeepSpeed ({', '.join(each.name for each in saves)}) "
-            f"and no file {LATEST} that names one. Name the folder of a tag."
+            f"{path} contains several DeepSpeed saves ({', '.join(entry.name for entry in saves)}) "
+            f"but no file {LATEST} that names one. Name the folder of a tag."
         )
     return saves[0] if saves else None
 
@@ -80,34 +85,36 @@ def find(path: Path) -> Path | None:
 def _is_save(path: Path) -> bool:
     try:
         return any(
-            _MODEL.fullmatch(each.name) or _OPTIMIZER.fullmatch(each.name)
-            for each in path.iterdir()
+            _MODEL.fullmatch(entry.name) or _OPTIMIZER.fullmatch(entry.name)
+            for entry in path.iterdir()
         )
     except OSError:
         return False
 
 
 def files_of(folder: Path) -> SaveFiles:
-    """The files of the save in `folder`, all ranks' there.
+    """Return the files of all ranks in `folder`.
 
-    Raises BrokenCheckpoint where one of several ranks' is missing, CheckpointError for a save of a
-    model that was cut in another way than ZeRO's.
+    Raises:
+        BrokenCheckpoint: The file of some rank is missing.
+        CheckpointError: The model was split by other means than ZeRO.
     """
     models: dict[int, Path] = {}
     optimizers: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
         if _PARTS.fullmatch(path.name):
-            raise _cut_otherwise(folder, path.name)
+            raise _other_parallelism(folder, path.name)
         if path.name == _UNIVERSAL and path.is_dir():
             raise CheckpointError(
-                f"{folder} is a universal checkpoint of DeepSpeed (ds_to_universal.py), which is "
-                "not read here. Load the save that it was made of, or load this in a run of "
-                "DeepSpeed without pipeline, tensor and expert parallelism and save there."
+                f"{folder} is a universal checkpoint of DeepSpeed (ds_to_universal.py), which "
+                "cannot be loaded. Load the save that it was created from. Or load this one in "
+                "DeepSpeed without pipeline, tensor and expert parallelism, and save there."
             )
         for form, found in ((_MODEL, models), (_OPTIMIZER, optimizers)):
             if named := form.fullmatch(path.name):
+                # mp_rank above 0 means that tensor or pipeline parallelism has split the model.
                 if int(named[2]):
-                    raise _cut_otherwise(folder, path.name)
+                    raise _other_parallelism(folder, path.name)
                 found[int(named[1] or 0)] = path
     if 0 not in models:
         raise _missing(folder, "its model_states.pt of rank 0")
@@ -119,31 +126,31 @@ def files_of(folder: Path) -> SaveFiles:
 
 def _missing(folder: Path, what: str) -> BrokenCheckpoint:
     return BrokenCheckpoint(
-        f"{folder} lacks {what}: a save that did not end, or a file that was not copied. Bring it "
-        "back, or take another checkpoint."
+        f"{folder} lacks {what}: the save did not finish, or a file was not copied. Restore the "
+        "file, or use another checkpoint."
     )
 
 
-def _cut_otherwise(folder: Path, name: str) -> CheckpointError:
+def _other_parallelism(folder: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder} is a save of DeepSpeed's pipeline, tensor or expert parallelism ({name}), which "
-        "is not read here. Load it in a run of DeepSpeed without these (ds_to_universal.py makes "
-        "that possible), and load here what that run saves."
+        f"{folder} was saved with DeepSpeed's pipeline, tensor or expert parallelism ({name}), "
+        "which cannot be loaded. Convert it with ds_to_universal.py, load the result in DeepSpeed "
+        "without such parallelism, save there, and load that save."
     )
 
 
 @contextmanager
 def as_written(folder: Path) -> Iterator[None]:
-    """Inside the block what is read of the save in `folder` has the form that DeepSpeed writes.
+    """Context manager that turns errors of unexpected contents into BrokenCheckpoint.
 
-    The files may hold anything, and be whole: BrokenCheckpoint is what comes of a value that is
-    missing, or of another type.
+    An intact file may hold anything. A missing value or one of another type raises TypeError,
+    KeyError and the like in the code that reads it.
     """
     try:
         yield
     except (TypeError, KeyError, IndexError, AttributeError, ValueError, RuntimeError) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise BrokenCheckpoint(
-            f"{folder} has a file that is whole, and not as DeepSpeed writes one ({what}). Take "
-            "another checkpoint, or a fresh copy of this."
+            f"{folder} has an intact file with contents that DeepSpeed does not write ({what}). "
+            "Use another checkpoint, or a fresh copy of this one."
         ) from error

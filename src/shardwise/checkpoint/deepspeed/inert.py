@@ -1,10 +1,9 @@
-"""Loads a file that torch.save wrote, and runs nothing that it names.
+"""Loads a file that torch.save wrote, without running any code that it names.
 
-A pickle asks for functions and classes by name. Of those, BUILDERS are the closed list that is
-called: the ones that make tensors, sizes, ordered maps, sets, bytes and numbers of numpy. Any other
-name becomes a class of its own without behaviour, whose objects hold what the file says of them:
-DeepSpeed's LossScaler, ZeroStageEnum and fragment_address, and whatever users put into their
-client_state.
+A pickle requests functions and classes by name. Only those in BUILDERS are called: a closed list of
+builders for tensors, sizes, ordered maps, sets, bytes and numpy numbers. Any other name becomes a
+class without behaviour, whose objects only hold their attributes: DeepSpeed's LossScaler,
+ZeroStageEnum and fragment_address, and anything that users put into their client_state.
 """
 
 from __future__ import annotations
@@ -24,16 +23,18 @@ from shardwise.errors import BrokenCheckpoint
 
 
 class Inert:
-    """What a file says of an object whose class is not read: its attributes, and `args`, with which
-    it was made. `kind` is the name of the class."""
+    """Record of an object whose class is not loaded: its attributes, and its constructor's `args`.
+
+    `kind` is the name of the class.
+    """
 
     kind = ""
     args: tuple[Any, ...]
 
     def __new__(cls, *args: Any, **_: Any) -> Inert:
-        made = super().__new__(cls)
-        made.__dict__["args"] = args
-        return made
+        record = super().__new__(cls)
+        record.__dict__["args"] = args
+        return record
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -42,25 +43,26 @@ class Inert:
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
             state = {**(state[0] or {}), **state[1]}
         if isinstance(state, dict):
+            # Not `__class__` and the like: the record must stay inert.
             plain = {k: v for k, v in state.items() if isinstance(k, str) and k[:2] != "__"}
             self.__dict__.update(plain)
 
     def __repr__(self) -> str:
-        return f"<{self.kind}, as it stands in the file>"
+        return f"<{self.kind}, as stored in the file>"
 
     def append(self, _: Any) -> None:
-        """Take an element of what was a kind of list."""
+        """Ignore an element of a list-like object."""
 
     def extend(self, _: Any) -> None:
-        """Take elements of what was a kind of list."""
+        """Ignore elements of a list-like object."""
 
     def __setitem__(self, _: Any, __: Any) -> None:
-        """Take an element of what was a kind of map."""
+        """Ignore an element of a map-like object."""
 
 
 class _Builder:
-    """A function that a file may call, and can change nothing of: a pickle can set attributes of
-    whatever it has named."""
+    """Function that a file may call but cannot modify. A pickle can set attributes of any object
+    that it names."""
 
     __slots__ = ("function",)
     function: Callable[..., Any]
@@ -78,13 +80,8 @@ class _Builder:
         return self.function(*args)
 
 
-def _of_type(function: Any, _: Any, args: Any, __: Any) -> Any:
-    """A tensor that carries attributes, which are left out."""
-    return function(*args) if isinstance(function, _Builder) else Inert()
-
-
-def _number(kind: Any, data: bytes = b"") -> Any:
-    """A number of numpy's, from its type and its bytes."""
+def _build_number(kind: Any, data: bytes = b"") -> Any:
+    """Return a numpy number, from its type and bytes."""
     name = kind.args[0] if isinstance(kind, Inert) and kind.args else None
     form = {"f8": "d", "f4": "f", "i8": "q", "i4": "i", "u8": "Q", "b1": "?"}.get(str(name))
     if form is None or not isinstance(data, bytes):
@@ -96,25 +93,28 @@ BUILDERS: dict[tuple[str, str], _Builder] = {
     ("collections", "OrderedDict"): _Builder(lambda *args: OrderedDict(*args)),
     ("torch", "Size"): _Builder(lambda *args: torch.Size(*args)),
     ("torch._utils", "_rebuild_tensor_v2"): _Builder(
-        # Later arguments are hooks and metadata, which are left out.
+        # Later arguments are hooks and metadata, which are ignored.
         lambda *args: torch._utils._rebuild_tensor_v2(*args[:6])  # type: ignore[no-untyped-call]
     ),
     ("torch._utils", "_rebuild_parameter"): _Builder(lambda data, *_: data),
-    ("torch._tensor", "_rebuild_from_type_v2"): _Builder(_of_type),
+    ("torch._tensor", "_rebuild_from_type_v2"): _Builder(
+        # A tensor of a subclass: its type and the attributes that were saved with it are ignored.
+        lambda function, _, args, __: function(*args) if isinstance(function, _Builder) else Inert()
+    ),
     ("builtins", "set"): _Builder(lambda *args: set(*args)),
     ("builtins", "complex"): _Builder(lambda *args: complex(*args)),
-    # Python 2 protocols write bytes as text of this coding.
+    # Python 2 protocols store bytes as text in this encoding.
     ("_codecs", "encode"): _Builder(
         lambda text, coding="latin1": text.encode("latin1" if coding == "latin1" else "utf-8")
     ),
-    ("numpy.core.multiarray", "scalar"): _Builder(_number),
-    ("numpy._core.multiarray", "scalar"): _Builder(_number),
+    ("numpy.core.multiarray", "scalar"): _Builder(_build_number),
+    ("numpy._core.multiarray", "scalar"): _Builder(_build_number),
 }
-"""By module and name what stands for it. All that a file can have called."""
+"""Replacements by module and name. A file can call nothing else."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives BUILDERS, dtypes, and Inert classes for all other names; imports nothing."""
+    """Resolves names to BUILDERS, dtypes, or Inert classes. Imports nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         module = {"__builtin__": "builtins"}.get(module, module)
@@ -123,31 +123,35 @@ class _Unpickler(pickle.Unpickler):
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
+        # A class, because a pickle may instantiate a name or call it as a function.
         return type("Inert", (Inert,), {"kind": f"{module}.{name}"})
 
 
-def _no_stream(*_: Any, **__: Any) -> NoReturn:
-    raise pickle.UnpicklingError("it is not of torch.save's zip format")
-
-
 class _Pickle:
-    """What torch.load takes in the place of the module pickle."""
+    """Replacement for the module pickle in torch.load."""
 
     Unpickler = _Unpickler
-    load = staticmethod(_no_stream)
+
+    @staticmethod
+    def load(*_: Any, **__: Any) -> NoReturn:
+        """Refuse a plain pickle stream: torch.load calls this only for files that are not zips."""
+        raise pickle.UnpicklingError("it is not of torch.save's zip format")
 
 
 def load(path: Path) -> Any:
-    """What the file `path` holds; tensors are mapped, and read from the disk when looked at.
+    """Return the contents of the file `path`. Tensors are memory-mapped.
 
-    Raises BrokenCheckpoint where it is missing, cut, or none of torch.save's.
+    Raises BrokenCheckpoint if it is missing, truncated, or was not written by torch.save.
     """
     try:
         must_be_file(path)
+        # First, because torch.load would read a file that is not a zip as a plain pickle.
         zipfile.ZipFile(path).close()
-        names = _records(path)
+        # If torch.load finds constants.pkl, it runs the file as TorchScript. A crafted file can
+        # show other names to zipfile than to torch, so ask torch's own reader.
+        names = torch._C.PyTorchFileReader(str(path)).get_all_records()
         if "constants.pkl" in names or "data.pkl" not in names:
-            raise BrokenCheckpoint(f"{path} is no file of torch.save. Take another checkpoint.")
+            raise BrokenCheckpoint(f"{path} was not written by torch.save. Use another checkpoint.")
         return torch.load(
             path, map_location="cpu", pickle_module=_Pickle, weights_only=False, mmap=True
         )
@@ -155,38 +159,30 @@ def load(path: Path) -> Any:
         raise
     except FileNotFoundError as error:
         raise BrokenCheckpoint(
-            f"{path} belongs to this checkpoint and is not there. Bring the file back, or take "
+            f"{path} is part of this checkpoint but does not exist. Restore the file, or use "
             "another checkpoint."
         ) from error
     except zipfile.BadZipFile as error:
         raise BrokenCheckpoint(
-            f"{path} is cut short, or no file of torch.save. Take another checkpoint, or a fresh "
-            "copy of this file."
+            f"{path} is truncated, or was not written by torch.save. Use another checkpoint, or a "
+            "fresh copy of this file."
         ) from error
-    except Exception as error:  # whatever torch meets in a file that is not whole
+    except Exception as error:  # torch raises many types for a truncated file
         raise BrokenCheckpoint(f"{path} cannot be read: {error!r:.300}.") from error
 
 
-def _records(path: Path) -> list[str]:
-    """The names of the records as torch.load finds them. Where it finds constants.pkl it runs the
-    file as TorchScript, and a file can be made in which zipfile finds other names than torch."""
-    reader = torch._C.PyTorchFileReader(str(path))
-    found: list[str] = reader.get_all_records()
-    return found
-
-
 _UNSUMMED = "version"
-"""A record of every file, whose sum is 0 where torch was told to write none."""
+"""A record of every file. Its checksum is 0 if torch was told to write no checksums."""
 
 
 def damage(path: Path) -> str | None:
-    """In words, what of the file `path` is not what was written, by the CRC-32 of its records."""
+    """Return a description of damage to the file `path`, by the CRC-32 of its records, or None."""
     try:
         with zipfile.ZipFile(path) as archive:
-            several = archive.infolist()
-            if any(e.filename.endswith(f"/{_UNSUMMED}") and not e.CRC for e in several):
+            records = archive.infolist()
+            if any(e.filename.endswith(f"/{_UNSUMMED}") and not e.CRC for e in records):
                 return None
             name = archive.testzip()
     except (OSError, zipfile.BadZipFile) as error:
         return f"{path} cannot be read ({error})"
-    return None if name is None else f"{name} in {path} is not what was written"
+    return None if name is None else f"{name} in {path} was changed after it was written"

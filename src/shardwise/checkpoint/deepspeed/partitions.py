@@ -1,4 +1,4 @@
-"""Reads tensors that are cut over the flat partitions of several ranks, and the state over them."""
+"""Reader of tensors that are split over the flat partitions of several ranks, and their state."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 @dataclass(frozen=True)
 class Fragment:
-    """The elements of a tensor from `first` on, which are `values` (flat)."""
+    """Elements of a tensor, starting at `first`; `values` is flat."""
 
     first: int
     values: Tensor
 
 
 class FragmentReader(TensorReader):
-    """Tensors by name, each put together from its fragments while it is read."""
+    """Reads tensors by name, assembled from fragments."""
 
     def __init__(self) -> None:
         self._fragments: dict[str, list[Fragment]] = {}
         self.specs: dict[str, TensorSpec] = {}
 
     def add_whole(self, name: str, value: Tensor) -> None:
-        """Have all of tensor `name`."""
+        """Add a whole tensor `name`."""
         spec = TensorSpec(name, dtype_name(value.dtype), tuple(value.shape))
         self.specs[name] = spec
         self._fragments[name] = [Fragment(0, value.detach().contiguous().view(-1))]
@@ -41,9 +41,9 @@ class FragmentReader(TensorReader):
     def add_cuts(
         self, name: str, shape: Sequence[int], cuts: Sequence[Cut], flats: Mapping[int, Tensor]
     ) -> None:
-        """Have tensor `name` of `shape`, whose `cuts` lie in the flat tensors of ranks.
+        """Add tensor `name` of `shape`, whose `cuts` are in the ranks' flat tensors.
 
-        Raises BrokenCheckpoint where these end before, or some elements are in none.
+        Raises BrokenCheckpoint if a flat tensor is too short, or elements are missing.
         """
         found = []
         for cut in cuts:
@@ -52,24 +52,25 @@ class FragmentReader(TensorReader):
             if values.numel() < cut.count:
                 raise BrokenCheckpoint(
                     f"The part of {name} that rank {cut.rank} saved ends after {values.numel()} of "
-                    f"{cut.count} elements: files of several saves are mixed, or states that were "
-                    "on NVMe are not in them. Take another checkpoint."
+                    f"{cut.count} elements. Either files of several saves are mixed, or the states "
+                    "were on NVMe and are not in the files. Use another checkpoint."
                 )
             found.append(Fragment(cut.first, values))
-        if sum(each.values.numel() for each in found) != prod(shape):
+        # The cuts are computed, so a mixture of saves shows here as too few elements.
+        if sum(fragment.values.numel() for fragment in found) != prod(shape):
             raise BrokenCheckpoint(
-                f"The ranks' parts of {name} are not all of its {prod(shape)} elements. Take "
+                f"The ranks' parts of {name} do not add up to its {prod(shape)} elements. Use "
                 "another checkpoint."
             )
         dtype = flats[min(flats)].dtype
         self.specs[name] = TensorSpec(name, dtype_name(dtype), tuple(shape))
         self._fragments[name] = found
 
-    def add_from(self, name: str, other: FragmentReader, theirs: str) -> None:
-        """Have under `name` what is `theirs` in another."""
-        spec = other.specs[theirs]
+    def add_from(self, name: str, other: FragmentReader, other_name: str) -> None:
+        """Add tensor `other_name` of another reader under `name`."""
+        spec = other.specs[other_name]
         self.specs[name] = TensorSpec(name, spec.dtype, spec.shape)
-        self._fragments[name] = other._fragments[theirs]
+        self._fragments[name] = other._fragments[other_name]
 
     def read(self, name: str, first: int, into: Tensor) -> None:
         end = first + into.numel()
@@ -86,13 +87,14 @@ STAGE_3 = 3
 
 @dataclass(frozen=True)
 class Keys:
-    """Under which keys a kind of optimizer saves its fp32 partitions, and torch's state_dict."""
+    """Keys under which a kind of optimizer saves its fp32 partitions and torch's state_dict."""
 
     flats: str
     base: str
 
 
 KEYS_OF_STAGES = {
+    # Without ZeRO, but with DeepSpeed's own fp16 optimizer.
     0: Keys("fp32_groups_flat", "optimizer_state_dict"),
     1: Keys("single_partition_of_fp32_groups", "base_optimizer_state"),
     2: Keys("single_partition_of_fp32_groups", "base_optimizer_state"),
@@ -101,7 +103,7 @@ KEYS_OF_STAGES = {
 
 
 class Partitions:
-    """What the ranks of `folder` saved, by rank, of flat groups whose parameters have `shapes`."""
+    """Flat partitions by rank, as saved in `folder`, of groups whose parameters have `shapes`."""
 
     def __init__(
         self, folder: Path, stage: int, saved: Mapping[int, Mapping[str, Any]], shapes: list[Shapes]
@@ -113,24 +115,26 @@ class Partitions:
         self.shapes = shapes
 
     def flats(self, group: int) -> dict[int, Tensor]:
-        """The fp32 partitions of a flat group, by rank. Raises BrokenCheckpoint without them."""
+        """Return the fp32 partitions of a flat group by rank. Raises BrokenCheckpoint."""
         return self._tensors(
             f"{self._keys.flats} of group {group}",
             lambda saved: saved[self._keys.flats][group],
         )
 
     def bases(self) -> dict[int, Mapping[str, Any]]:
-        """The state_dict of each rank's optimizer over its partitions."""
+        """Return the state_dict of each rank's optimizer over its partitions."""
         found = {rank: saved.get(self._keys.base) for rank, saved in self._saved.items()}
-        if any(not isinstance(each, dict) or "param_groups" not in each for each in found.values()):
+        if any(
+            not isinstance(state, dict) or "param_groups" not in state for state in found.values()
+        ):
             raise CheckpointError(
-                f"{self._folder} has the optimizer's state in a form that is not read here, as of "
-                "elastic_checkpoint. Load the model alone: engine.load(path, model_only=True)."
+                f"{self._folder} has optimizer state in an unsupported form, for example from "
+                "elastic_checkpoint. Load only the model: engine.load(path, model_only=True)."
             )
-        return {rank: each for rank, each in found.items() if each is not None}
+        return {rank: state for rank, state in found.items() if state is not None}
 
     def state(self, number: int, key: str) -> dict[int, Tensor]:
-        """Entry `key` of the optimizer's state of a flat group, by rank."""
+        """Return entry `key` of the optimizer's state of a flat group, by rank."""
         return self._tensors(
             f"{key} of group {number}",
             lambda saved: saved[self._keys.base]["state"][number][key],
@@ -141,12 +145,12 @@ class Partitions:
             found = {rank: of(saved) for rank, saved in self._saved.items()}
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise BrokenCheckpoint(
-                f"{self._folder} has not on every rank {what}. Take another checkpoint."
+                f"{self._folder} lacks {what} on some rank. Use another checkpoint."
             ) from error
-        if not all(isinstance(each, Tensor) for each in found.values()):
+        if not all(isinstance(value, Tensor) for value in found.values()):
             raise BrokenCheckpoint(
-                f"{self._folder} has something else than tensors as {what}. Take another "
-                "checkpoint."
+                f"{self._folder} has a value that is not a tensor as {what}. Use "
+                "another checkpoint."
             )
         return found
 
@@ -157,8 +161,10 @@ class Partitions:
         flats: Mapping[int, Tensor],
         names: Mapping[str, str],
     ) -> None:
-        """Add to a reader what flat tensors laid out like the group hold of its parameters, under
-        `names`; without those that have none."""
+        """Add the parameters in flat tensors, laid out like the group, to a reader.
+
+        `names` maps their names to those in the reader; parameters without a name are skipped.
+        """
         for name, cuts in self._cuts(group).items():
             if name in names:
                 to.add_cuts(names[name], self.shapes[group][name], cuts, flats)
@@ -167,40 +173,50 @@ class Partitions:
         shapes, ranks = self.shapes[group], len(self._saved)
         if self._is_cut_each:
             return each_by_itself(shapes, ranks)
+        # Every partition has the length of rank 0's partition plus its padding.
         first = self._saved[0]
         partition = self.flats(group)[0].numel()
-        if "zero_stage" in first:  # the others save the padding too
-            told = first.get("group_paddings")
-            padding = told[group] if isinstance(told, list) and group < len(told) else 0
+        if "zero_stage" in first:  # only this optimizer saves its partitions without padding
+            all_paddings = first.get("group_paddings")
+            padding = (
+                all_paddings[group]
+                if isinstance(all_paddings, list) and group < len(all_paddings)
+                else 0
+            )
             partition += padding if isinstance(padding, int) else 0
         paddings = first.get("param_alignment_paddings")
         return end_to_end(shapes, partition, ranks, paddings[group] if paddings else None)
 
 
 def stage_of(folder: Path, saved: Mapping[int, Mapping[str, Any]]) -> int:
-    """The stage of ZeRO that `saved` partitions are of; 0 without any. Raises CheckpointError for
-    one that is not known."""
+    """Return the ZeRO stage of `saved` partitions, 0 without any. Raises CheckpointError if
+    it is unknown."""
     if not saved:
         return 0
-    told = saved[0].get("zero_stage", 1)  # bf16 over fp32 gradients does not say one
-    stage = told.args[0] if isinstance(told, inert.Inert) and told.args else told
+    value = saved[0].get("zero_stage", 1)  # bf16 over fp32 gradients stores no stage
+    stage = value.args[0] if isinstance(value, inert.Inert) and value.args else value
     if not isinstance(stage, int) or stage not in (1, 2, STAGE_3):
         raise CheckpointError(
-            f"{folder} is of ZeRO stage {stage!r:.20}, and 0 to 3 are read: it is damaged, or of a "
-            "later DeepSpeed."
+            f"{folder} has ZeRO stage {stage!r:.20}, but only 0 to 3 can be loaded. It is damaged, "
+            "or was saved by a later DeepSpeed. Use another checkpoint."
         )
     return stage
 
 
 def check_count(folder: Path, saved: Mapping[int, Mapping[str, Any]], models: int | None) -> None:
-    """Raise BrokenCheckpoint where there are not as many files as ranks that saved; `models` counts
-    those of stage 3 with the model."""
-    told = saved[0].get("partition_count", len(saved))
-    wanted = max(told) if isinstance(told, Sequence) and told else told
-    there = {"optim_states.pt": len(saved)} | ({"model_states.pt": models} if models else {})
-    for kind, count in there.items():
+    """Raise BrokenCheckpoint if the number of files differs from the number of ranks.
+
+    `models` is the number of model files, at stage 3.
+    """
+    counts = saved[0].get("partition_count", len(saved))
+    # A list has one count per parameter group.
+    wanted = max(counts) if isinstance(counts, Sequence) and counts else counts
+    counts_by_kind = {"optim_states.pt": len(saved)} | (
+        {"model_states.pt": models} if models else {}
+    )
+    for kind, count in counts_by_kind.items():
         if count != wanted:
             raise BrokenCheckpoint(
-                f"{folder} was saved by {wanted} ranks, and {count} files *_{kind} are there. "
-                "Bring the others back; where there are too many, some are of another save."
+                f"{folder} was saved by {wanted} ranks but has {count} files *_{kind}. Restore "
+                "missing files; if there are too many, remove files of other saves."
             )

@@ -1,4 +1,4 @@
-"""One save of DeepSpeed as tensors by name, with what stands beside them."""
+"""One DeepSpeed save: tensors by name, and its other contents."""
 
 from __future__ import annotations
 
@@ -47,15 +47,20 @@ _OF_DEEPSPEED = {
     "autoep_layers",
     "universal_checkpoint_info",
 }
-"""What DeepSpeed writes beside a model; the rest is the user's client_state."""
+"""Keys that DeepSpeed writes next to a model; all others are the user's client_state."""
 
 
 class Save:
-    """What DeepSpeed saved in `folder`, that of a tag. Bytes of tensors are read when asked for.
+    """A DeepSpeed save in `folder`, the folder of a tag. Tensors are read on demand.
 
-    `model` has the model's tensors: of stage 3 in fp32, else in the dtype of the run. `optimizer`
-    is the optimizer's of stage 0, `partitions` that of the others. Raises CheckpointError for what
-    is not read here, BrokenCheckpoint where files are missing or cut.
+    Attributes:
+        model: The model's tensors: fp32 at stage 3, otherwise in the dtype of the run.
+        optimizer: The optimizer's state_dict at stage 0.
+        partitions: The optimizer's state at other stages.
+
+    Raises:
+        CheckpointError: The save is of an unsupported kind.
+        BrokenCheckpoint: Files are missing or truncated.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,81 +69,80 @@ class Save:
             self._read(folder)
 
     def _read(self, folder: Path) -> None:
-        self._models = {rank: _map_in(path) for rank, path in self.files.models.items()}
-        self._beside = self._models[0]
+        self._models = {rank: _load_map(path) for rank, path in self.files.models.items()}
+        self._rank_0 = self._models[0]
         saved: dict[int, dict[str, Any]] = {}
         for rank, path in self.files.optimizers.items():
-            told = _map_in(path).get("optimizer_state_dict")
-            if not isinstance(told, dict):
+            optimizer = _load_map(path).get("optimizer_state_dict")
+            if not isinstance(optimizer, dict):
                 raise BrokenCheckpoint(
-                    f"{path} holds no optimizer_state_dict. Take another checkpoint."
+                    f"{path} has no optimizer_state_dict. Use another checkpoint."
                 )
-            saved[rank] = told
+            saved[rank] = optimizer
         self.stage = stage_of(folder, saved)
         self.partitions: Partitions | None = None
         if saved:
             check_count(folder, saved, len(self._models) if self.stage == STAGE_3 else None)
             self.partitions = Partitions(folder, self.stage, saved, self._shapes())
-        elif self._beside.get("param_shapes") is not None:
+        elif self._rank_0.get("param_shapes") is not None:
             raise BrokenCheckpoint(
-                f"{folder} was saved with ZeRO, and none of its *_optim_states.pt is there. Bring "
-                "them back, or take another checkpoint."
+                f"{folder} was saved with ZeRO, but all its *_optim_states.pt are missing. Restore "
+                "them, or use another checkpoint."
             )
         self.ranks = len(saved) or self._count("dp_world_size", 1)
-        self.optimizer: dict[str, Any] | None = self._beside.get("optimizer")
+        self.optimizer: dict[str, Any] | None = self._rank_0.get("optimizer")
         self.loss_scale = _loss_scale(saved[0] if saved else self.optimizer or {})
         self.model = self._read_model()
 
-    def _count(self, key: str, otherwise: int = 0) -> int:
-        told = self._beside.get(key, otherwise)
-        return told if isinstance(told, int) and told >= 0 else otherwise
+    def _count(self, key: str, default: int = 0) -> int:
+        count = self._rank_0.get(key, default)
+        return count if isinstance(count, int) and count >= 0 else default
 
     def _shapes(self) -> list[Shapes]:
-        told = self._beside.get("param_shapes")
-        if not isinstance(told, list) or not all(isinstance(each, dict) for each in told):
+        shapes = self._rank_0.get("param_shapes")
+        if not isinstance(shapes, list) or not all(isinstance(group, dict) for group in shapes):
             raise BrokenCheckpoint(
-                f"{self.files.models[0]} does not say which parameters the optimizer's partitions "
-                "hold (param_shapes). Take another checkpoint."
+                f"{self.files.models[0]} does not list the parameters in the optimizer's "
+                "partitions (param_shapes). Use another checkpoint."
             )
-        return [{str(name): tuple(shape) for name, shape in each.items()} for each in told]
+        return [{str(name): tuple(shape) for name, shape in group.items()} for group in shapes]
 
-    # -- what stands beside the tensors ---------------------------------------------------
+    # -- contents other than tensors ------------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """How many steps were made, those included that an overflow skipped."""
+        """Number of steps, including those that an overflow skipped."""
         return self._count("global_steps")
 
     @property
     def counts(self) -> dict[str, int]:
-        """What DeepSpeed counts: steps, those of them that were skipped, samples."""
+        """DeepSpeed's counters: steps, skipped steps, samples."""
         names = ("global_steps", "skipped_steps", "global_samples")
         return {name: self._count(name) for name in names}
 
     @property
     def version(self) -> str:
-        """The version of DeepSpeed that wrote it."""
-        return str(self._beside.get("ds_version", "unknown"))
+        """Version of DeepSpeed that wrote the save."""
+        return str(self._rank_0.get("ds_version", "unknown"))
 
     @property
     def scheduler(self) -> Any:
-        """The state of the learning-rate scheduler; None without one."""
-        return self._beside.get("lr_scheduler")
+        """State of the learning-rate scheduler, or None."""
+        return self._rank_0.get("lr_scheduler")
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """What the user had saved beside. Objects of classes are Inert: records of their
-        attributes."""
-        return {k: value for k, value in self._beside.items() if k not in _OF_DEEPSPEED}
+        """The user's client_state. Objects of classes are Inert: records of their attributes."""
+        return {k: value for k, value in self._rank_0.items() if k not in _OF_DEEPSPEED}
 
     # -- the model ------------------------------------------------------------------------
 
     def _read_model(self) -> FragmentReader:
-        module = self._beside.get("module")
+        module = self._rank_0.get("module")
         if not isinstance(module, dict):
             raise CheckpointError(
-                f"{self.files.models[0]} holds no module: it is of a pipeline, or of another "
-                "program. Save one of a run without a pipeline."
+                f"{self.files.models[0]} has no module: it was saved by a pipeline, or by another "
+                "program. Save it in a run without a pipeline."
             )
         found = FragmentReader()
         if self.stage == STAGE_3:
@@ -150,13 +154,14 @@ class Save:
         return found
 
     def _read_pieces(self, found: FragmentReader, module: dict[str, Any]) -> None:
-        """Of stage 3: whole buffers, and what each rank has of frozen and trained parameters."""
-        for name in self._beside.get("buffer_names") or ():
+        """Read a stage 3 save: whole buffers, and each rank's part of frozen and trained
+        parameters."""
+        for name in self._rank_0.get("buffer_names") or ():
             found.add_whole(name, module[name])
-        for name, shape in (self._beside.get("frozen_param_shapes") or {}).items():
+        for name, shape in (self._rank_0.get("frozen_param_shapes") or {}).items():
             pieces = {
-                rank: beside["frozen_param_fragments"][name]
-                for rank, beside in self._models.items()
+                rank: content["frozen_param_fragments"][name]
+                for rank, content in self._models.items()
             }
             cuts = each_by_itself({name: tuple(shape)}, len(pieces))[name]
             found.add_cuts(name, tuple(shape), cuts, pieces)
@@ -164,43 +169,52 @@ class Save:
         for group, shapes in enumerate(self.partitions.shapes):
             same = {name: name for name in shapes}
             self.partitions.add(found, group, self.partitions.flats(group), same)
-        for name, twin in (self._beside.get("shared_params") or {}).items():
+        for name, twin in (self._rank_0.get("shared_params") or {}).items():
             found.add_from(name, found, twin)
 
     def is_narrow(self, name: str) -> bool:
-        """Whether parameter `name` was trained in another dtype than that of its master."""
+        """Return whether parameter `name` was trained in another dtype than its master."""
         spec = self.model.specs.get(name)
         return spec is not None and spec.dtype != "F32"
 
     def shape_of(self, name: str, names: Mapping[str, Sequence[str]]) -> tuple[int, ...]:
-        """The shape of parameter `name` of a model, whose `names` are all of each tensor's by the
-        first. Raises CheckpointMismatch where there is none."""
-        theirs = tensor_names.match({name: names.get(name, [name])}, self.model.specs).found
-        if name not in theirs:
+        """Return the shape of a model's parameter. Raises CheckpointMismatch if it is missing.
+
+        Args:
+            names: All names of each of the model's tensors, keyed by the first.
+        """
+        saved_names = tensor_names.match({name: names.get(name, [name])}, self.model.specs).found
+        if name not in saved_names:
             raise CheckpointMismatch(
                 f"{self.files.folder} has no {name}, which an optimizer has here. Build the model "
                 "that was saved."
             )
-        return self.model.specs[theirs[name]].shape
+        return self.model.specs[saved_names[name]].shape
 
     @property
     def twins(self) -> dict[str, str]:
-        """Of tied weights all names but one, with that one."""
-        shared = self._beside.get("shared_params")
+        """Maps each alias of a tied weight to its canonical name."""
+        shared = self._rank_0.get("shared_params")
+        # At stage 3 an empty map means that no weights are tied. At other stages weights may be
+        # tied although it is empty.
         if isinstance(shared, dict) and (shared or self.stage == STAGE_3):
             return dict(shared)
         first: dict[Any, str] = {}
         found = {}
-        for name, value in self._beside["module"].items():
+        for name, value in self._rank_0["module"].items():
             if isinstance(value, Tensor) and value.numel():
                 place = value.data_ptr(), tuple(value.shape), value.stride()
+                # Tied weights share memory in the file too, because torch.save keeps storages.
                 if first.setdefault(place, name) != name:
                     found[name] = first[place]
         return found
 
     def fp32(self) -> FragmentReader:
-        """The model's tensors with fp32 masters in the place of what was trained in 16 bit, once
-        of tied weights. Stage 0 does not say which master is whose: there are none of them."""
+        """Return the model's tensors, with fp32 masters in place of 16-bit parameters.
+
+        Tied weights appear once. A stage 0 save does not say which master belongs to which
+        parameter, so its masters are not used.
+        """
         found = FragmentReader()
         masters = FragmentReader()
         if self.partitions is not None and self.stage != STAGE_3:
@@ -212,22 +226,24 @@ class Save:
         return found
 
 
-def _map_in(path: Path) -> dict[str, Any]:
-    told = inert.load(path)
-    if not isinstance(told, dict):
-        raise BrokenCheckpoint(f"{path} holds no map, as DeepSpeed writes one.")
-    return told
+def _load_map(path: Path) -> dict[str, Any]:
+    content = inert.load(path)
+    if not isinstance(content, dict):
+        raise BrokenCheckpoint(f"{path} does not contain a dict. Use another checkpoint.")
+    return content
 
 
 def _loss_scale(saved: dict[str, Any]) -> tuple[float, int] | None:
-    """The loss scale of fp16 and the steps since it has changed; None where there is none."""
+    """Return the fp16 loss scale and the steps since it changed; None if there is no scale."""
     scaler = saved.get("loss_scaler")
-    told = vars(scaler) if isinstance(scaler, inert.Inert) else saved
-    scale = told.get("cur_scale")
+    state = vars(scaler) if isinstance(scaler, inert.Inert) else saved
+    scale = state.get("cur_scale")
     if not isinstance(scale, int | float) or isinstance(scale, bool) or scale <= 0:
         return None
-    window = told.get("scale_window")
+    window = state.get("scale_window")
     if not isinstance(window, int) or window < 1:
         return float(scale), 0
-    since = int(told.get("cur_iter", 0)) - int(told.get("last_overflow_iter", -1)) - 1
+    # DeepSpeed counts from the last overflow, and doubles the scale after a whole window without
+    # one.
+    since = int(state.get("cur_iter", 0)) - int(state.get("last_overflow_iter", -1)) - 1
     return float(scale), max(since - 1, 0) % window

@@ -1,10 +1,10 @@
-"""Reads DeepSpeed's JSON as a source of settings. Pure, but for the file itself.
+"""Reads a DeepSpeed JSON as a source of settings. Pure, except for reading the file.
 
-- keys.py: each key of the JSON: what it becomes, or why not
-- document.py: the JSON of a file or a dict, its keys checked
-- batches.py: the three batch sizes, of which two give the third
-- job.py: what the JSON asks for, as settings and as what a training loop does
-- describe.py: what came of a JSON, in lines
+- keys.py: the table of keys: mapped to a setting, ignored, or refused
+- document.py: reads the JSON from a file or a dict, and checks its keys
+- batches.py: solves for the three batch sizes
+- job.py: turns the JSON into settings and options of a training loop
+- describe.py: describes the result in lines for the user
 """
 
 from shardwise.config.deepspeed.batches import Batches, solve

@@ -1,4 +1,4 @@
-"""The three batch sizes of DeepSpeed's JSON: total = micro-batch x accumulation x workers."""
+"""The three batch sizes of a DeepSpeed JSON: total = micro-batch x accumulation x workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ STEPS = "gradient_accumulation_steps"
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Samples of a step over all workers, of one backward of one worker, and backwards a step."""
+    """Batch sizes in samples: `total` per step over all workers, `micro` per backward of a worker.
+
+    `steps` is the number of backwards per optimizer step.
+    """
 
     total: int
     micro: int
@@ -23,15 +26,18 @@ class Batches:
 def solve(
     total: int | None, micro: int | None, steps: int | None, workers: int, name: str
 ) -> Batches:
-    """The three sizes for a run of `workers` data-parallel workers, where None is not given, as
-    DeepSpeed finds them. Raises ConfigError where they do not multiply out; `name` is the JSON's.
+    """Complete the three sizes for `workers` data-parallel workers, by the rules of DeepSpeed.
+
+    A size that the JSON does not give is None. `name` is the JSON's name for messages.
+    Raises ConfigError if total = micro x steps x workers cannot hold.
     """
     if total is None and micro is None:
-        raise ConfigError(f"{name}: give {TOTAL} or {MICRO}: nothing says how large a batch is.")
+        raise ConfigError(f"{name}: the batch size is missing. Give {TOTAL} or {MICRO}.")
     sizes = ((TOTAL, total), (MICRO, micro), (STEPS, steps))
     for key, value in sizes:
         if value is not None and value < 1:
             raise ConfigError(f"{name}: {key} takes a whole number of 1 or more, not {value}.")
+    # Divisions may leave a remainder, as in DeepSpeed. The check at the end finds it.
     given = " and ".join(f"{key} {value}" for key, value in sizes if value is not None)
     if total is None:
         assert micro is not None

@@ -1,4 +1,4 @@
-"""Says in lines what came of a DeepSpeed JSON, and makes the table of its keys."""
+"""Describes the settings that a DeepSpeed JSON becomes, and renders the table of its keys."""
 
 from __future__ import annotations
 
@@ -19,26 +19,31 @@ OF_THE_LOOP = (
     ("fp16.loss_scale", "sw.Engine(scaler=...)"),
     ("gradient_allreduce_op", "engine.backward(reduction=...)"),
 )
-"""What a loop of sw.Engine says itself, and where."""
+"""Keys that a script with sw.Engine sets itself, with the call that sets them."""
 
 
 def lines(job: DeepSpeedJob, workers: int | None) -> list[str]:
-    """What `shardwise run --dry-run --deepspeed` shows: each setting with the key that it comes of,
-    the batch sizes, what is left to the script, and what is ignored."""
+    """Return the lines that `shardwise run --dry-run --deepspeed` prints.
+
+    They show each setting with its key in the JSON, the batch sizes, and `short_lines`.
+    """
     shown = {
         name: ("on" if value else "off") if isinstance(value, bool) else f"{value}"
         for name, value in job.settings.items()
     }
     return [
-        *(f"{flag(n)} {shown[n]}  ({job.by[n]})" for n in job.settings),
+        *(f"{flag(n)} {shown[n]}  ({job.source_keys[n]})" for n in job.settings),
         *_batch_lines(job, workers),
         *short_lines(job),
     ]
 
 
 def short_lines(job: DeepSpeedJob, *, of_loop: bool = True) -> list[str]:
-    """What every run with `--deepspeed` says: "auto", what a script of sw.Engine says itself (where
-    it is `of_loop`), what is ignored."""
+    """Return the lines that every run with `--deepspeed` prints.
+
+    They show the values of "auto", the keys that a script with sw.Engine sets itself (if
+    `of_loop`), and the ignored keys.
+    """
     document = job.document
     found = []
     if document.resolved:
@@ -46,9 +51,9 @@ def short_lines(job: DeepSpeedJob, *, of_loop: bool = True) -> list[str]:
         found.append(f'"auto" is: {", ".join(words)}')
     own = [f"{key} ({where})" for key, where in OF_THE_LOOP if key in document.values]
     if own and of_loop:
-        found.append(f"a script of sw.Engine says itself: {', '.join(own)}")
+        found.append(f"left to a script with sw.Engine: {', '.join(own)}")
     if document.ignored:
-        found.append(f"ignored as tuning: {', '.join(document.ignored)}")
+        found.append(f"ignored, because they only tune DeepSpeed: {', '.join(document.ignored)}")
     return found
 
 
@@ -64,20 +69,20 @@ def _batch_lines(job: DeepSpeedJob, workers: int | None) -> Iterator[str]:
         )
     sizes = job.batches(replicas)
     yield (
-        f"a step: {sizes.total} samples = {sizes.micro} x {sizes.steps} backward(s) x "
+        f"samples per step: {sizes.total} = {sizes.micro} x {sizes.steps} backward(s) x "
         f"{replicas} worker(s)"
     )
 
 
 _TITLES = {
-    MAPPED: ("becomes", "Keys that mean something here"),
-    TUNING: ("why", "Tuning, ignored with one line"),
-    REFUSED: ("instead", "Refused by name, unless they are off"),
+    MAPPED: ("becomes", "Keys with a meaning here"),
+    TUNING: ("why", "Tuning keys, ignored with one line"),
+    REFUSED: ("instead", "Keys that raise an error, unless they are off"),
 }
 
 
 def table() -> str:
-    """The tables of all keys, as Markdown: what docs/from_deepspeed.md has."""
+    """Return the tables of all keys as Markdown, for docs/reference/deepspeed_keys.md."""
     parts = []
     for kind, (column, title) in _TITLES.items():
         rows = [f"| `{k.name}` | {k.text} |" for k in KEYS.values() if k.kind == kind]

@@ -19,12 +19,14 @@ from shardwise.errors import ConfigError
 AUTO = "auto"
 
 MOST_DIGITS = 300
-"""Digits of an integer: floats end soon after."""
+"""Limit of the digits of an integer: the largest float has 309."""
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The JSON of `source`, a file or the object itself, and its name for messages. Raises
-    ConfigError for a file that cannot be read or is no JSON object."""
+    """Return the JSON object of `source`, a file or a dict, and its name for messages.
+
+    Raises ConfigError if the file cannot be read or does not hold a JSON object.
+    """
     if isinstance(source, Mapping):
         return dict(source), "the DeepSpeed configuration"
     if not isinstance(source, str | os.PathLike):
@@ -33,7 +35,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, 
         )
     path = Path(source)
     try:
-        found = _parsed(path.read_text(encoding="utf-8"))
+        found = _parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"The DeepSpeed file {path} cannot be read: {why}.") from None
@@ -46,57 +48,60 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, 
     return found, str(path)
 
 
-def _parsed(text: str) -> Any:
-    """What `text` says as JSON; where it is none, as Hjson, which DeepSpeed takes too, if that
-    package is installed. Raises ValueError for neither."""
+def _parse(text: str) -> Any:
+    """Parse `text` as JSON, or else as Hjson if that package is installed. Raises ValueError."""
+
+    def parse_int(digits: str) -> int:
+        # Python takes quadratic time to convert the digits of a long integer.
+        if len(digits) > MOST_DIGITS:
+            raise ValueError(f"it has an integer of {len(digits)} digits")
+        return int(digits)
+
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_int=_whole)
+        return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_int=parse_int)
     except json.JSONDecodeError:
+        # DeepSpeed itself reads Hjson: JSON with comments and optional commas.
         if find_spec("hjson") is None:
             raise
-    return import_module("hjson").loads(text, object_pairs_hook=_once)
+    return import_module("hjson").loads(text, object_pairs_hook=_refuse_duplicates)
 
 
-def _whole(digits: str) -> int:
-    # Python takes quadratic time to convert the digits of a long integer.
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"it has an integer of {len(digits)} digits")
-    return int(digits)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is there twice")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {duplicate!r} appears twice")
     return found
 
 
 @dataclass
 class Document:
-    """The values of a JSON by dotted name: those that mean something here, and what is left out."""
+    """The values of a JSON that have a meaning here, by dotted name, and the ignored keys."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
-    """Keys that are tuning, and change nothing here."""
+    """Keys that only tune DeepSpeed."""
     resolved: dict[str, Any] = field(default_factory=dict)
-    """What "auto" became."""
+    """The values that replaced "auto"; None if the key was left out."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of `name`, `default` where it is not given."""
+        """Return the value of `name`, or `default` if it is missing or null."""
         value = self.values.get(name)
         return default if value is None else value
 
     def error(self, key: str, words: str) -> ConfigError:
-        """The error for a `key` whose value cannot be had."""
+        """Return the error for a `key` whose value is not supported."""
         return ConfigError(f"{self.name}: {key} {words}")
 
 
-def checked(tree: Mapping[str, Any], name: str, auto: Mapping[str, Any]) -> Document:
-    """The values in `tree`, each key known and each value of its kind. "auto" becomes the value
-    that `auto` has for that key, and is absent without one. Raises ConfigError."""
+def check(tree: Mapping[str, Any], name: str, auto: Mapping[str, Any]) -> Document:
+    """Check every key and the type of every value in `tree`, and resolve "auto".
+
+    A value "auto" is replaced by the value for that key in `auto`, or dropped without one.
+    Raises ConfigError.
+    """
     found = Document(name)
     for key, value in _walk(tree, name):
         about = KEYS[key]
@@ -104,9 +109,10 @@ def checked(tree: Mapping[str, Any], name: str, auto: Mapping[str, Any]) -> Docu
             value = found.resolved[key] = auto.get(key)
         if about.takes == "open" and isinstance(value, Mapping):
             value = _resolved(value, key, auto, found.resolved)
+        # A section for an unsupported feature that is off, as in many generated JSONs, is fine.
         if about.kind == REFUSED:
             if _is_on(value, key):
-                raise found.error(key, f"is not there: {about.text}.")
+                raise found.error(key, f"is not supported: {about.text}.")
         elif about.kind == TUNING:
             found.ignored.append(key)
         elif value is not None:
@@ -115,11 +121,11 @@ def checked(tree: Mapping[str, Any], name: str, auto: Mapping[str, Any]) -> Docu
 
 
 def _walk(tree: Mapping[str, Any], name: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each key of the table that `tree` has, with its value. Raises ConfigError for one that
-    DeepSpeed does not have."""
+    """Yield each known key in `tree` with its value. Raises ConfigError for an unknown key."""
     for word, value in tree.items():
         key = prefix + str(word)
         key = ALIASES.get(key, key)
+        # Old JSONs write "zero_optimization": true for stage 1.
         if key == "zero_optimization" and isinstance(value, bool):
             key, value = "zero_optimization.stage", int(value)
         if key in KEYS:
@@ -134,22 +140,24 @@ def _walk(tree: Mapping[str, Any], name: str, prefix: str = "") -> Iterator[tupl
 
 
 def _unknown(key: str, name: str) -> ConfigError:
-    """The error for `key`, with the nearest one of its section, or of all."""
+    """Return the error for an unknown `key`, suggesting the nearest known one."""
     section = key.rpartition(".")[0]
     known = [*KEYS, *SECTIONS]
-    beside = [each for each in known if each.rpartition(".")[0] == section]
+    same_section = [each for each in known if each.rpartition(".")[0] == section]
     last = key.rpartition(".")[2]
+    # Likely mistakes, in this order: the right name in the wrong section, a typing error in the
+    # right section, anything else.
     near = [each for each in known if each.rpartition(".")[2] == last]
-    near = near or difflib.get_close_matches(key, beside, n=1, cutoff=0.5)
+    near = near or difflib.get_close_matches(key, same_section, n=1, cutoff=0.5)
     near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]}?" if near else "Known are: " + ", ".join(sorted(beside)) + "."
+    hint = f"Did you mean {near[0]}?" if near else f"Known keys: {', '.join(sorted(same_section))}."
     return ConfigError(f"{name}: DeepSpeed has no key {key!r}. {hint}")
 
 
 def _resolved(
     params: Mapping[str, Any], key: str, auto: Mapping[str, Any], resolved: dict[str, Any]
 ) -> dict[str, Any]:
-    """`params` without "auto": the caller's value, or the library's default."""
+    """Return `params` with each "auto" replaced by its value in `auto`, or dropped."""
     found = {}
     for name, value in params.items():
         if value == AUTO:
@@ -161,7 +169,7 @@ def _resolved(
 
 
 def _is_on(value: Any, key: str) -> bool:
-    """Whether a feature that is not there is asked for."""
+    """Return whether `value` turns on an unsupported feature."""
     if isinstance(value, Mapping) and "enabled" in value:
         value = value["enabled"]
     if key.endswith(".ratio"):
@@ -182,7 +190,7 @@ _EXAMPLES = {
 
 
 def _of_kind(value: Any, key: str, takes: str, document: Document) -> Any:
-    """`value` as what its key takes. Raises ConfigError."""
+    """Return `value` in the type that its key takes. Raises ConfigError."""
     if takes == "any":
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON asks for: settings of a run, and what a training loop does."""
+"""Turns a DeepSpeed JSON into settings of a run and options of a training loop."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.config.deepspeed.batches import MICRO, STEPS, TOTAL, Batches, solve
-from shardwise.config.deepspeed.document import Document, checked, read
+from shardwise.config.deepspeed.document import Document, check, read
 from shardwise.errors import ConfigError
 
 SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Muon")
-"""Those that DeepSpeed takes in any case of their letters; torch's own are taken by name."""
+"""Optimizers whose names DeepSpeed takes in upper or lower case. Others are torch's, by name."""
 _ELSEWHERE = ("onebitadam", "zerooneadam", "onebitlamb", "lamb", "lion", "muadam", "muadamw")
 _MISSING = (*_ELSEWHERE, "musgd")
 
 
 @dataclass(frozen=True)
 class LossScaling:
-    """How fp16 scales losses: by `static`, or from 2**`power`, doubling after `window` steps."""
+    """Loss scaling of fp16: the `static` factor, or if that is 0, dynamic scaling.
+
+    Dynamic scaling starts at 2**`power` and doubles after `window` steps without overflow.
+    """
 
     static: float = 0.0
     power: int = 16
@@ -29,7 +32,7 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class Monitor:
-    """Where the values of a training are written: `folder`/`job`."""
+    """A log of training values, written to the folder `folder`/`job`."""
 
     folder: str = ""
     job: str = "DeepSpeedJobName"
@@ -45,19 +48,19 @@ class Named:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedJob:
-    """What a JSON asks for; `document` has its keys as they were given."""
+    """The content of a DeepSpeed JSON. `document` holds its raw keys."""
 
     document: Document
     settings: Mapping[str, Any]
-    """Settings of Shardwise that come of it, without what the JSON leaves open."""
-    by: Mapping[str, str]
-    """Which key of the JSON each of them comes of."""
+    """Settings of Shardwise, only those that the JSON sets."""
+    source_keys: Mapping[str, str]
+    """By setting, the key of the JSON that sets it."""
     stage: int
     precision: str
     clipping: float
-    """Norm to clip to, 0 for none."""
+    """Largest gradient norm; 0 turns clipping off."""
     averages: bool
-    """Whether gradients are averaged over the workers, not added up."""
+    """Whether gradients are averaged over the workers, rather than summed."""
     manages_accumulation: bool
     optimizer: Named | None
     schedule: Named | None
@@ -67,10 +70,10 @@ class DeepSpeedJob:
     tensorboard: Monitor | None
     csv: Monitor | None
     tag_validation: str
-    """What save_checkpoint does about tags that differ: warn, ignore or fail."""
+    """What save_checkpoint does if tags differ between ranks: warn, ignore or fail."""
 
     def batches(self, workers: int) -> Batches:
-        """The batch sizes in a run of `workers`. Raises ConfigError."""
+        """Return the batch sizes for `workers` data-parallel workers. Raises ConfigError."""
         total, micro, steps = (self.document.get(key) for key in (TOTAL, MICRO, STEPS))
         return solve(total, micro, steps, workers, self.document.name)
 
@@ -78,19 +81,20 @@ class DeepSpeedJob:
 def parse(
     source: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None = None
 ) -> DeepSpeedJob:
-    """What the JSON `source` asks for; `auto` has values for keys that are "auto", by dotted name.
+    """Parse the JSON `source`. `auto` has the values for keys that are "auto", by dotted name.
 
-    Raises ConfigError for what is no JSON, for keys that DeepSpeed does not have or that Shardwise
-    does not do, and for keys that contradict each other.
+    Raises ConfigError for invalid JSON, for keys that DeepSpeed does not have or that Shardwise
+    does not support, and for keys that contradict each other.
     """
     tree, name = read(source)
-    document = checked(tree, name, auto or {})
+    document = check(tree, name, auto or {})
     _refuse_contradictions(document)
-    settings, by = _settings(document)
+    rows = [*_placement_rows(document), *_precision_rows(document), *_transport_rows(document)]
+    settings = {name: value for name, value, _ in rows}
     return DeepSpeedJob(
         document=document,
         settings=settings,
-        by=by,
+        source_keys={name: key for name, _, key in rows},
         stage=document.get("zero_optimization.stage", 0),
         precision=settings.get("precision", "fp32"),
         clipping=float(document.get("gradient_clipping", 1.0)),
@@ -111,23 +115,23 @@ def parse(
     )
 
 
-# -- what cannot be had ---------------------------------------------------------------------------
+# -- unsupported values and contradictions --------------------------------------------------------
 
 
 def _refuse_contradictions(document: Document) -> None:
     stage = document.get("zero_optimization.stage", 0)
     if stage not in (0, 1, 2, 3):
-        raise document.error("zero_optimization.stage", f"is 0, 1, 2 or 3, not {stage}.")
+        raise document.error("zero_optimization.stage", f"takes 0, 1, 2 or 3, not {stage}.")
     _refuse_precisions(document)
     operation = document.get("gradient_allreduce_op", "mean").lower()
     if operation not in ("mean", "sum"):
-        raise document.error("gradient_allreduce_op", f"is mean or sum, not {operation!r}.")
+        raise document.error("gradient_allreduce_op", f"takes mean or sum, not {operation!r}.")
     if operation == "sum" and stage == 3:
         raise _both(document, "gradient_allreduce_op sum", "zero_optimization.stage 3")
     if document.get("gradient_clipping", 1.0) < 0:
-        raise document.error("gradient_clipping", "takes a number of 0 or more; 0 is off.")
+        raise document.error("gradient_clipping", "takes a number of 0 or more; 0 turns it off.")
     if document.get("sequence_parallel_size", 1) > 1:
-        raise document.error("sequence_parallel_size", "is not there: leave it out.")
+        raise document.error("sequence_parallel_size", "is not supported: leave it out.")
     device = document.get("zero_optimization.offload_param.device", "none")
     if stage != 3 and (device != "none" or document.get("zero_optimization.cpu_offload_param")):
         raise _both(document, "zero_optimization.offload_param", f"zero_optimization.stage {stage}")
@@ -142,25 +146,26 @@ def _refuse_precisions(document: Document) -> None:
         raise _both(document, on[0], on[1])
     dtype = document.get("torch_autocast.dtype", "bfloat16")
     if dtype not in _AUTOCAST:
-        raise document.error("torch_autocast.dtype", f"is bfloat16 or float16, not {dtype!r}.")
+        raise document.error("torch_autocast.dtype", f"takes bfloat16 or float16, not {dtype!r}.")
     power, window = (
         document.get(f"fp16.{n}", 1) for n in ("initial_scale_power", "loss_scale_window")
     )
     if document.get("fp16.loss_scale", 0) < 0 or power < 0 or window < 1:
         raise document.error(
-            "fp16", "takes a loss_scale and an initial_scale_power of 0 or more, a window above 0."
+            "fp16",
+            "takes a loss_scale and an initial_scale_power of 0 or more, and a window above 0.",
         )
 
 
 def _refuse_old_and_new(document: Document, state: str) -> None:
-    """Raise ConfigError where the old name of an offload and its new one differ."""
+    """Raise ConfigError if the old key for an offload contradicts the new one."""
     old = "zero_optimization.cpu_offload" + ("_param" if state == "param" else "")
     section = f"zero_optimization.offload_{state}"
     new = f"{section}.device"
     if document.get(old) and document.get(new, "cpu") != "cpu":
         raise _both(document, old, f"{new} {document.get(new)}")
     if document.get(new, "none") not in ("none", "cpu", "nvme"):
-        raise document.error(new, f"is none, cpu or nvme, not {document.get(new)!r}.")
+        raise document.error(new, f"takes none, cpu or nvme, not {document.get(new)!r}.")
     if document.get(new) == "nvme" and not document.get(
         f"zero_optimization.offload_{state}.nvme_path"
     ):
@@ -170,10 +175,12 @@ def _refuse_old_and_new(document: Document, state: str) -> None:
 
 
 def _both(document: Document, one: str, other: str) -> ConfigError:
-    return ConfigError(f"{document.name}: {one} and {other} cannot be had together: leave one out.")
+    return ConfigError(
+        f"{document.name}: {one} cannot be combined with {other}: leave one of them out."
+    )
 
 
-# -- what comes of it -----------------------------------------------------------------------------
+# -- settings and options -------------------------------------------------------------------------
 
 _AUTOCAST = {
     "bfloat16": "bf16-mixed",
@@ -186,18 +193,8 @@ _AUTOCAST = {
 }
 
 
-def _settings(document: Document) -> tuple[dict[str, Any], dict[str, str]]:
-    """Settings of Shardwise that come of the JSON, and the key that each comes of."""
-    rows = [
-        *_placement_rows(document),
-        *_precision_rows(document),
-        *_transport_rows(document),
-    ]
-    return {name: value for name, value, _ in rows}, {name: key for name, _, key in rows}
-
-
 Row = tuple[str, Any, str]
-"""A setting, its value, and the key of the JSON that it comes of."""
+"""A setting, its value, and the key of the JSON that sets it."""
 
 
 def _placement_rows(document: Document) -> Iterator[Row]:
@@ -208,6 +205,8 @@ def _placement_rows(document: Document) -> Iterator[Row]:
         key, tier = _tier(document, state)
         if tier is not None:
             yield name, tier, key
+    # ZeRO++ (hpZ) partitions a second copy of the weights within each host, so that gathers stay
+    # there.
     if document.get(key := "zero_optimization.zero_hpz_partition_size", 1) > 1:
         yield "shard_within", "host", key
     if document.get(key := "activation_checkpointing.cpu_checkpointing"):
@@ -221,6 +220,7 @@ def _placement_rows(document: Document) -> Iterator[Row]:
 def _precision_rows(document: Document) -> Iterator[Row]:
     if document.get(key := "bf16.enabled"):
         yield "precision", "bf16", key
+        # DeepSpeed skips a step with non-finite gradients by default; we stop the run.
         if document.get(checks := "bf16.check_grad_overflow", True):
             yield "nonfinite", "skip", checks if checks in document.values else key
     elif document.get(key := "fp16.enabled"):
@@ -230,6 +230,7 @@ def _precision_rows(document: Document) -> Iterator[Row]:
 
 
 def _transport_rows(document: Document) -> Iterator[Row]:
+    # DeepSpeed counts elements of the parameters' dtype, --bucket-mb counts megabytes.
     if elements := document.get(key := "zero_optimization.reduce_bucket_size"):
         yield "bucket_mb", elements * (2 if document.get("bf16.enabled") else 4) / 1e6, key
     if document.get(key := "zero_optimization.overlap_comm") is False:
@@ -237,7 +238,7 @@ def _transport_rows(document: Document) -> Iterator[Row]:
 
 
 def _tier(document: Document, state: str) -> tuple[str, str | None]:
-    """Where the JSON lets a state rest, as `--offload-*` says it, and the key that says so."""
+    """Return the key of the JSON that sets the tier of `state`, and the tier for `--offload-*`."""
     section = f"zero_optimization.offload_{state}"
     device = document.get(f"{section}.device", "none")
     old = "zero_optimization.cpu_offload" + ("_param" if state == "param" else "")
@@ -265,11 +266,13 @@ def _optimizer(document: Document) -> Named | None:
     if found.name.lower() in _MISSING:
         raise document.error(
             "optimizer.type",
-            f"{found.name} is not there: take one of {', '.join(OPTIMIZERS)}, or give an "
-            "optimizer of your own to initialize.",
+            f"{found.name} is not supported: take one of {', '.join(OPTIMIZERS)}, or pass your own "
+            "optimizer to initialize.",
         )
     if "max_grad_norm" in found.params:
-        raise document.error("optimizer.params.max_grad_norm", "is said as gradient_clipping.")
+        raise document.error(
+            "optimizer.params.max_grad_norm", "is not supported: write gradient_clipping instead."
+        )
     return Named(known.get(found.name.lower(), found.name), found.params)
 
 
@@ -277,7 +280,7 @@ def _tag_validation(document: Document) -> str:
     key = "checkpoint.tag_validation"
     given = document.get(key, "warn")
     if given.lower() not in ("warn", "ignore", "fail"):
-        raise document.error(key, f"is Warn, Ignore or Fail, not {given!r}.")
+        raise document.error(key, f"takes Warn, Ignore or Fail, not {given!r}.")
     return str(given.lower())
 
 

@@ -1,6 +1,7 @@
-"""Lists each key of DeepSpeed's JSON: what it becomes here, is ignored as, or is refused for. Pure.
+"""The keys of DeepSpeed's JSON: mapped to a setting, ignored, or refused. Pure.
 
-The names are those of DeepSpeed 0.19.8; docs/from_deepspeed.md has this table.
+The table covers DeepSpeed 0.19.8. docs/reference/deepspeed_keys.md shows this table: after a
+change run `python scripts/deepspeed_keys.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ MAPPED, TUNING, REFUSED = "mapped", "ignored", "refused"
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the JSON by its dotted `name`. `text` says what it becomes, why it changes nothing
-    here, or what to do instead. `takes` is the kind of its value; an "open" section has any keys.
+    """A key of the JSON, with its dotted `name`.
+
+    `text` names its counterpart here, the reason why it is ignored, or the line to write instead.
+    `takes` is the type of its value; a section that is "open" may hold any keys.
     """
 
     name: str
@@ -27,26 +30,26 @@ def _keys(kind: str, section: str, *rows: tuple[str, str] | tuple[str, str, str]
     return [Key(prefix + name, kind, *rest) for name, *rest in rows]
 
 
-_MEMORY = "how fast memory is filled and freed, which buckets and units decide here"
-_WIRE = "how collectives are cut; see --bucket-mb"
-_DISK = "how the disk is read and written, which --offload-* decides by itself"
+_MEMORY = "tunes memory use, which buckets and units determine here"
+_WIRE = "splits collectives; see --bucket-mb"
+_DISK = "tunes disk access, which --offload-* does automatically"
 _WATCH = "see --timeline"
-_SCRIPT = "the model or optimizer of the script decides"
-_NOT_HERE = "leave it out: Shardwise has nothing like it"
+_SCRIPT = "the script's own model or optimizer determines it"
+_NOT_HERE = "leave it out: Shardwise has no such feature"
 
 _TRAINING = _keys(
     MAPPED,
     "",
     ("train_batch_size", "the total batch of a step: micro x accumulation x workers", "whole"),
     ("train_micro_batch_size_per_gpu", "the batch of `training_data`; --micro-batch-size", "whole"),
-    ("gradient_accumulation_steps", "losses are divided by it; a step each so often", "whole"),
+    ("gradient_accumulation_steps", "backwards per step; losses are divided by it", "whole"),
     ("managed_gradient_accumulation", "false: every `step()` updates", "switch"),
-    ("gradient_clipping", "`engine.step(max_norm=)`; 1.0 where it is left out, 0 is off", "number"),
-    ("gradient_allreduce_op", "mean; sum adds up the workers' losses (stages 0 to 2)", "word"),
-    ("steps_per_print", "a line each so many steps", "whole"),
-    ("dataloader_drop_last", "the last short batch of `training_data` is left out", "switch"),
-    ("sequence_parallel_size", "1 alone", "whole"),
-    ("data_parallel_size", "checked against the run", "whole"),
+    ("gradient_clipping", "`engine.step(max_norm=)`; default 1.0, 0 turns it off", "number"),
+    ("gradient_allreduce_op", "mean; sum adds the workers' losses (stages 0 to 2)", "word"),
+    ("steps_per_print", "steps between two lines of progress", "whole"),
+    ("dataloader_drop_last", "drop the last short batch of `training_data`", "switch"),
+    ("sequence_parallel_size", "only 1", "whole"),
+    ("data_parallel_size", "compared with the number of workers", "whole"),
 )
 _OPTIMIZER = [
     *_keys(
@@ -68,14 +71,18 @@ _PRECISION = [
         MAPPED,
         "bf16",
         ("enabled", "--precision bf16 (fp32 masters)", "switch"),
-        ("check_grad_overflow", "--nonfinite skip, or stop where it is false", "switch"),
+        ("check_grad_overflow", "--nonfinite skip, or stop if it is false", "switch"),
     ),
-    *_keys(TUNING, "bf16", ("immediate_grad_update", "gradients are added in fp32 at once")),
+    *_keys(
+        TUNING,
+        "bf16",
+        ("immediate_grad_update", "gradients are always added in fp32 immediately"),
+    ),
     *_keys(
         REFUSED,
         "bf16",
-        ("bf16_master_weights_and_grads", "masters are fp32 here: leave it out"),
-        ("bf16_optimizer_states", "optimizer state is fp32 here: leave it out"),
+        ("bf16_master_weights_and_grads", "leave it out: master weights are fp32 here"),
+        ("bf16_optimizer_states", "leave it out: optimizer state is fp32 here"),
     ),
     *_keys(
         MAPPED,
@@ -89,12 +96,14 @@ _PRECISION = [
         TUNING,
         "fp16",
         ("auto_cast", "autocast takes inputs of any dtype"),
-        ("hysteresis", "the scale is halved at once"),
-        ("consecutive_hysteresis", "the scale is halved at once"),
+        ("hysteresis", "the scale is halved immediately"),
+        ("consecutive_hysteresis", "the scale is halved immediately"),
         ("min_loss_scale", "the scale has no lower bound"),
     ),
     *_keys(
-        REFUSED, "fp16", ("fp16_master_weights_and_grads", "masters are fp32 here: leave it out")
+        REFUSED,
+        "fp16",
+        ("fp16_master_weights_and_grads", "leave it out: master weights are fp32 here"),
     ),
     *_keys(
         MAPPED,
@@ -111,13 +120,13 @@ _PRECISION = [
         TUNING,
         "data_types",
         ("grad_accum_dtype", "gradients are added in fp32", "word"),
-        ("keep_in_fp32_modules", "masters are fp32 here"),
+        ("keep_in_fp32_modules", "master weights are fp32 here"),
     ),
     *_keys(
         REFUSED,
         "data_types",
-        ("param_dtype", "say it as bf16.enabled: leave it out"),
-        ("buffer_dtype", "buffers go with the precision: leave it out"),
+        ("param_dtype", "write bf16.enabled instead"),
+        ("buffer_dtype", "leave it out: buffers follow the precision"),
     ),
 ]
 _ZERO = [
@@ -139,13 +148,13 @@ _ZERO = [
         TUNING,
         "zero_optimization",
         ("contiguous_gradients", "gradients are in flat buckets in any case"),
-        ("reduce_scatter", "the placement decides: reduce-scatter where state is sharded"),
+        ("reduce_scatter", "the placement decides: reduce-scatter if state is sharded"),
         ("use_multi_rank_bucket_allreduce", _WIRE),
         ("allgather_partitions", _WIRE),
         ("allgather_bucket_size", _WIRE),
         ("allgather_size", _WIRE),
-        ("compute_grad_norm", "the norm travels with what is sent anyway"),
-        ("load_from_fp32_weights", "a checkpoint has the fp32 masters"),
+        ("compute_grad_norm", "the norm is part of a message that every step sends"),
+        ("load_from_fp32_weights", "a checkpoint holds the fp32 master weights"),
         ("elastic_checkpoint", "any number of workers loads any checkpoint"),
         ("sub_group_size", _MEMORY),
         ("cpu_offload_use_pin_memory", _MEMORY),
@@ -165,9 +174,9 @@ _ZERO = [
         ("parameter_alignment", _MEMORY),
         ("memory_efficient_linear", _MEMORY),
         ("pipeline_loading_checkpoint", "any placement loads any checkpoint"),
-        ("override_module_apply", "apply() sees whole parameters in full_parameters alone"),
+        ("override_module_apply", "apply() sees whole parameters only in full_parameters"),
         ("log_trace_cache_warnings", "there is no such cache"),
-        ("enable_sanity_checks", "ranks are compared in any case"),
+        ("enable_sanity_checks", "ranks are always compared"),
         ("save_muon_momentum_buffer_in_memory", _MEMORY),
         ("offload_optimizer.buffer_count", _DISK),
         ("offload_optimizer.buffer_size", _DISK),
@@ -181,20 +190,20 @@ _ZERO = [
         ("offload_param.buffer_size", _DISK),
         ("offload_param.max_in_cpu", _DISK),
         ("offload_param.pin_memory", _MEMORY),
-        ("leaf_module", "a mixture-of-experts block is one unit by itself; see --units", "open"),
+        ("leaf_module", "a mixture-of-experts block is always one unit; see --units", "open"),
     ),
     *_keys(
         REFUSED,
         "zero_optimization",
-        ("offload_optimizer.ratio", "state rests in one place: write 1.0, or leave it out"),
+        ("offload_optimizer.ratio", "write 1.0, or leave it out: a state is on one tier"),
         ("offload_optimizer.super_offload", _NOT_HERE),
         ("zenflow", _NOT_HERE, "open"),
-        ("zero_quantized_weights", "weights travel as they are: leave it out"),
-        ("zero_quantized_nontrainable_weights", "weights travel as they are: leave it out"),
-        ("zero_quantized_gradients", "gradients travel as they are: leave it out"),
-        ("zeropp_loco_param", "gradients travel as they are: leave it out", "open"),
-        ("mics_shard_size", "shard within hosts by --shard-within host"),
-        ("mics_hierarchical_params_gather", "shard within hosts by --shard-within host"),
+        ("zero_quantized_weights", "leave it out: weights are sent unquantized"),
+        ("zero_quantized_nontrainable_weights", "leave it out: weights are sent unquantized"),
+        ("zero_quantized_gradients", "leave it out: gradients are sent unquantized"),
+        ("zeropp_loco_param", "leave it out: gradients are sent unquantized", "open"),
+        ("mics_shard_size", "write --shard-within host to shard within hosts"),
+        ("mics_hierarchical_params_gather", "write --shard-within host to shard within hosts"),
     ),
 ]
 _ACTIVATIONS = [
@@ -206,9 +215,9 @@ _ACTIVATIONS = [
     *_keys(
         TUNING,
         "activation_checkpointing",
-        ("partition_activations", "it is about deepspeed.checkpointing; see --activations"),
+        ("partition_activations", "for deepspeed.checkpointing; see --activations"),
         ("contiguous_memory_optimization", _MEMORY),
-        ("number_checkpoints", "it is about deepspeed.checkpointing"),
+        ("number_checkpoints", "for deepspeed.checkpointing"),
         ("synchronize_checkpoint_boundary", _WATCH),
         ("profile", _WATCH),
     ),
@@ -220,37 +229,37 @@ _PARALLEL = [
         "tensor_parallel",
         ("dtype", "the precision decides"),
         ("tp_overlap_comm", _WIRE),
-        ("tensor_parallel", "autotp_size says it", "open"),
-        ("tp", "autotp_size says it", "open"),
+        ("tensor_parallel", "autotp_size sets it", "open"),
+        ("tp", "autotp_size sets it", "open"),
         ("keep_module_on_host", _MEMORY),
-        ("vocab_parallel_lm_head", "known shapes are found"),
+        ("vocab_parallel_lm_head", "layers to split are detected"),
         ("vocab_parallel_ce_backend", "see sw.cross_entropy"),
-        ("preset_model", "known shapes are found"),
+        ("preset_model", "layers to split are detected"),
     ),
     *_keys(
         REFUSED,
         "tensor_parallel",
-        ("partition_config", "say it as sw.Engine(tensor_plan=)", "open"),
-        ("injection_policy_tuple", "say it as sw.Engine(tensor_plan=)"),
-        ("tp_grain_size", "layers are split evenly: leave it out"),
-        ("replace_with_kernel_inject", "the model's own kernels train it: leave it out"),
+        ("partition_config", "write sw.Engine(tensor_plan=) instead", "open"),
+        ("injection_policy_tuple", "write sw.Engine(tensor_plan=) instead"),
+        ("tp_grain_size", "leave it out: layers are split evenly"),
+        ("replace_with_kernel_inject", "leave it out: training uses the model's own kernels"),
     ),
     *_keys(
         MAPPED,
         "pipeline",
         (
             "activation_checkpoint_interval",
-            "layers of a PipelineModule that are run again in backward, so many in a row",
+            "recompute a PipelineModule's activations in groups of this many layers",
             "whole",
         ),
     ),
     *_keys(
         TUNING,
         "pipeline",
-        ("stages", "PipelineModule(num_stages=) and --pipeline say it"),
-        ("partition", "PipelineModule(partition_method=) says it"),
-        ("seed_layers", "PipelineModule(seed_layers=) says it"),
-        ("use_reentrant", "what is run again never needs inputs with gradients"),
+        ("stages", "PipelineModule(num_stages=) and --pipeline set it"),
+        ("partition", "PipelineModule(partition_method=) sets it"),
+        ("seed_layers", "PipelineModule(seed_layers=) sets it"),
+        ("use_reentrant", "recomputed layers never need inputs with gradients"),
         ("pipe_partitioned", _WIRE),
         ("grad_partitioned", _WIRE),
     ),
@@ -268,18 +277,18 @@ _WATCHED = [
         "tensorboard",
         (
             "enabled",
-            "Train/Samples/lr, train_loss, loss_scale: TensorBoard's events",
+            "TensorBoard events Train/Samples/lr, train_loss and loss_scale",
             "switch",
         ),
-        ("output_path", "their folder", "path"),
-        ("job_name", "a folder in it", "word"),
+        ("output_path", "folder of the events", "path"),
+        ("job_name", "subfolder of it", "word"),
     ),
     *_keys(
         MAPPED,
         "csv_monitor",
-        ("enabled", "the same values as files of comma-separated values", "switch"),
-        ("output_path", "their folder", "path"),
-        ("job_name", "a folder in it", "word"),
+        ("enabled", "the same values as CSV files", "switch"),
+        ("output_path", "folder of the files", "path"),
+        ("job_name", "subfolder of it", "word"),
     ),
     *_keys(
         TUNING,
@@ -287,49 +296,53 @@ _WATCHED = [
         ("wall_clock_breakdown", _WATCH),
         ("memory_breakdown", _WATCH),
         ("dump_state", "sw.Engine.describe() prints the states"),
-        ("log_level", "lines at the start are left out by --quiet"),
+        ("log_level", "--quiet leaves out the start lines"),
         ("flops_profiler", _WATCH, "open"),
         ("comms_logger", _WATCH, "open"),
         ("timers", _WATCH, "open"),
-        ("disable_python_gc", "Python's collector is the script's own"),
-        ("vocabulary_size", "it only warns"),
+        ("disable_python_gc", "the script controls Python's garbage collector"),
+        ("vocabulary_size", "DeepSpeed only warns about it"),
     ),
     *_keys(
         REFUSED,
         "",
-        ("wandb", "log from the script: tensorboard and csv_monitor are written", "open"),
-        ("comet", "log from the script: tensorboard and csv_monitor are written", "open"),
+        ("wandb", "log from the script, or write tensorboard or csv_monitor", "open"),
+        ("comet", "log from the script, or write tensorboard or csv_monitor", "open"),
     ),
 ]
 _OTHERS = [
     *_keys(
         MAPPED,
         "checkpoint",
-        ("tag_validation", "tags that differ: Warn, Ignore (rank 0's is everyone's), Fail", "word"),
+        (
+            "tag_validation",
+            "if tags differ between workers: Warn, Ignore (take rank 0's), or Fail",
+            "word",
+        ),
     ),
     *_keys(
         TUNING,
         "",
         ("communication_data_type", "16-bit gradients are added in fp32; see --reduce-dtype"),
         ("seq_parallel_communication_data_type", "16-bit gradients are added in fp32"),
-        ("prescale_gradients", "gradients are added in fp32, and scaled before"),
-        ("gradient_predivide_factor", "gradients are added in fp32, and scaled before"),
+        ("prescale_gradients", "gradients are scaled first, then added in fp32"),
+        ("gradient_predivide_factor", "gradients are scaled first, then added in fp32"),
         ("disable_allgather", _WIRE),
-        ("zero_allow_untested_optimizer", "optimizers are tried on small tensors"),
-        ("zero_force_ds_cpu_optimizer", "any optimizer updates where its state rests"),
+        ("zero_allow_untested_optimizer", "optimizers are tested on small tensors"),
+        ("zero_force_ds_cpu_optimizer", "any optimizer runs on the device of its state"),
         ("aio", _DISK, "open"),
         ("checkpoint.use_node_local_storage", "a checkpoint is one folder that all hosts see"),
         ("checkpoint.load_universal", "any number of workers loads any checkpoint"),
-        ("checkpoint.parallel_write", "all workers write their parts in any case", "open"),
-        ("checkpoint.writer", "all workers write their parts in any case", "open"),
+        ("checkpoint.parallel_write", "all workers always write in parallel", "open"),
+        ("checkpoint.writer", "all workers always write in parallel", "open"),
         ("checkpoint.checkpoint_serialization", "a checkpoint is safetensors and JSON"),
         ("fp32_allreduce", "16-bit gradients are added in fp32"),
     ),
     *_keys(
         REFUSED,
         "",
-        ("amp", "say it as torch_autocast, fp16 or bf16", "open"),
-        ("sparse_gradients", "gradients are added dense: leave it out"),
+        ("amp", "write torch_autocast, fp16 or bf16 instead", "open"),
+        ("sparse_gradients", "leave it out: gradients are reduced as dense tensors"),
         ("sparse_attention", _NOT_HERE, "open"),
         ("compression_training", _NOT_HERE, "open"),
         ("quantize_training", _NOT_HERE, "open"),
@@ -338,12 +351,12 @@ _OTHERS = [
         ("progressive_layer_drop", _NOT_HERE, "open"),
         ("curriculum_learning", "order the data in the script", "open"),
         ("data_efficiency", "order the data in the script", "open"),
-        ("elasticity", "any number of workers resumes any checkpoint: leave it out", "open"),
-        ("autotuning", "leave it out; shardwise scale measures a script", "open"),
-        ("compile", "units are compiled by --compile", "open"),
+        ("elasticity", "leave it out: any number of workers resumes any checkpoint", "open"),
+        ("autotuning", "leave it out: shardwise scale measures a script", "open"),
+        ("compile", "write --compile, which compiles units", "open"),
         ("graph_harvesting", _NOT_HERE),
-        ("datastates_ckpt", "sw.Engine.save(background=True) saves beside training", "open"),
-        ("nebula", "sw.Engine.save(background=True) saves beside training", "open"),
+        ("datastates_ckpt", "write engine.save(background=True) instead", "open"),
+        ("nebula", "write engine.save(background=True) instead", "open"),
     ),
 ]
 
@@ -361,7 +374,7 @@ KEYS = {
     )
     for key in part
 }
-"""All of them, by dotted name."""
+"""All keys, by dotted name."""
 
 ALIASES = {
     "bfloat16": "bf16",
@@ -372,7 +385,7 @@ ALIASES = {
     "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
     "zero_optimization.max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
 }
-"""Other spellings that DeepSpeed takes."""
+"""Other spellings that DeepSpeed accepts, with the usual ones."""
 
 SECTIONS = {name.rpartition(".")[0] for name in KEYS if "." in name}
-"""Keys whose value is an object of keys of its own."""
+"""Keys whose value is an object with further keys."""

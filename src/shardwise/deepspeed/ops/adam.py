@@ -12,18 +12,25 @@ from shardwise.errors import ConfigError
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
-class _Stands(type):
-    """Makes isinstance accept torch's optimizers for the class that made them."""
+class _TorchAdamCheck(type):
+    """Makes `isinstance(optimizer, FusedAdam)` True for the torch optimizers that it returns."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return type(instance) in (optim.Adam, optim.AdamW)
 
 
-class FusedAdam(metaclass=_Stands):
-    """Makes torch's AdamW, or Adam if `adam_w_mode` is off, without weight decay by default.
+class FusedAdam(metaclass=_TorchAdamCheck):
+    """torch's AdamW, or Adam if `adam_w_mode` is off, without weight decay by default.
 
-    The engine updates by torch's fused kernels if they exist. Raises ConfigError for options that
-    they lack.
+    The engine uses torch's fused kernels if the device has them.
+
+    Raises:
+        ConfigError: For options that torch's optimizers lack.
+
+    Example:
+        ```python
+        optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
+        ```
     """
 
     def __new__(  # type: ignore[misc]
@@ -43,9 +50,14 @@ class FusedAdam(metaclass=_Stands):
         return _adam(params, lr, betas, eps, weight_decay, amsgrad, bias_correction, adam_w_mode)
 
 
-class DeepSpeedCPUAdam(metaclass=_Stands):
-    """Makes torch's AdamW, or Adam if `adamw_mode` is off. `--offload-optimizer` decides where its
-    state is. Raises ConfigError for options that torch's lack."""
+class DeepSpeedCPUAdam(metaclass=_TorchAdamCheck):
+    """torch's AdamW, or Adam if `adamw_mode` is off, without weight decay by default.
+
+    `--offload-optimizer` decides on which tier its state is.
+
+    Raises:
+        ConfigError: For options that torch's optimizers lack.
+    """
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -61,7 +73,10 @@ class DeepSpeedCPUAdam(metaclass=_Stands):
     ) -> optim.Optimizer:
         """Return the optimizer over `model_params`."""
         if not fp32_optimizer_states:
-            raise ConfigError("fp32_optimizer_states=false: optimizer state is fp32; leave it out.")
+            raise ConfigError(
+                "fp32_optimizer_states=false is not supported, because optimizer state is fp32: "
+                "leave it out."
+            )
         return _adam(
             model_params, lr, betas, eps, weight_decay, amsgrad, bias_correction, adamw_mode
         )
@@ -78,7 +93,10 @@ def _adam(
     decoupled: bool,
 ) -> optim.Optimizer:
     if not bias_correction:
-        raise ConfigError("bias_correction=false is not there: torch's Adam always corrects.")
+        raise ConfigError(
+            "bias_correction=false is not supported, because torch's Adam always corrects: leave "
+            "it out."
+        )
     kind = optim.AdamW if decoupled else optim.Adam
     first, second = betas
     return kind(

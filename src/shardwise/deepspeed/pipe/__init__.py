@@ -1,6 +1,6 @@
-"""deepspeed.pipe: models as rows of layers, trained over the stages of a pipeline.
+"""deepspeed.pipe: sequences of layers, trained over the stages of a pipeline.
 
-layers.py         LayerSpec, TiedLayerSpec: layers that are built later; the stages that run them
+layers.py         LayerSpec, TiedLayerSpec: layers to build later; the stages that run them
 partition.py      the layers of each stage; pure
 module.py         PipelineModule: the model, its stages, its loss
 topology.py       the places of ranks along the axes

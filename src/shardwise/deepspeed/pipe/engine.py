@@ -1,4 +1,4 @@
-"""PipelineEngine: trains a PipelineModule, a whole update at a time."""
+"""PipelineEngine, which trains a PipelineModule, one whole update per call."""
 
 from __future__ import annotations
 
@@ -22,10 +22,17 @@ Batches = Iterator[Any]
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """The engine of a PipelineModule.
+    """The engine of a PipelineModule. `deepspeed.initialize` makes it.
 
-    `train_batch` reads `gradient_accumulation_steps` batches, pairs of inputs and labels, and makes
-    the update. All ranks of a pipeline read the same batches, also ranks in the middle.
+    `train_batch` reads `gradient_accumulation_steps` batches, which are pairs of inputs and labels,
+    and updates once. All ranks of a pipeline read the same batches, even those of middle stages.
+
+    Example:
+        ```python
+        engine, *_ = deepspeed.initialize(model=pipeline_module, config="ds.json")
+        for _ in range(steps):
+            loss = engine.train_batch(batches)
+        ```
     """
 
     module: PipelineModule
@@ -34,9 +41,9 @@ class PipelineEngine(DeepSpeedEngine):
         super().__init__(*arguments, **keywords)
         if self.world.settings.microbatches not in (None, self.gradient_accumulation_steps()):
             raise UsageError(
-                f"--microbatches {self.world.settings.microbatches} with a PipelineModule: "
-                f"gradient_accumulation_steps says it, {self.gradient_accumulation_steps()}. Leave "
-                "the flag out."
+                f"--microbatches {self.world.settings.microbatches} contradicts "
+                f"gradient_accumulation_steps {self.gradient_accumulation_steps()}, which sets the "
+                "micro-batches of a PipelineModule. Leave the flag out."
             )
         interval = self._job.document.get("pipeline.activation_checkpoint_interval", 0)
         if interval:
@@ -45,6 +52,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.num_stages, self.stage_id = self.module.num_stages, self.module.stage_id
         self.agg_train_loss: Tensor | None = None
         self._data: Batches | None = None
+        # Only the first batches are compared: a wrong sampler shows there, and a collective in
+        # every update would cost time.
         self._compared = self.world.mesh.replica == 1
         self._batch_fn: Callable[[Any], Any] | None = None
 
@@ -52,12 +61,17 @@ class PipelineEngine(DeepSpeedEngine):
 
     @property
     def micro_batches(self) -> int:
-        """The number of batches of an update."""
+        """The number of batches per update."""
         return self.gradient_accumulation_steps()
 
     def read(self, dataset: Any) -> Any:
-        """Make a loader for calls of `train_batch` without an iterator; return it. It reads
-        `dataset` in its own order, without end."""
+        """Make and return a loader for calls of `train_batch` without an iterator.
+
+        It reads the dataset in its own order, again and again.
+
+        Args:
+            dataset: A map-style dataset of pairs of inputs and labels.
+        """
         sampler: Any = DistributedSampler(
             dataset, self.world.data_size, self.world.data_rank, shuffle=False
         )
@@ -78,33 +92,42 @@ class PipelineEngine(DeepSpeedEngine):
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Do nothing: shapes may change from batch to batch."""
+        """Do nothing, because shapes may change from batch to batch."""
 
     def _batch(self, source: Batches | None, call: str) -> tuple[Any, Any]:
         """Return the next pair of inputs and labels, on this rank's device."""
         if source is None:
             raise UsageError(
-                f"engine.{call} has no batches on worker {self.world.rank}: give every worker of a "
-                "pipeline the iterator, or initialize the training_data."
+                f"engine.{call} has no batches on worker {self.world.rank}. Pass the iterator on "
+                "every worker of a pipeline, or pass training_data to deepspeed.initialize."
             )
         batch = next(source)
         if self._batch_fn is not None:
             batch = self._batch_fn(batch)
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             raise UsageError(
-                f"engine.{call} takes batches that are pairs of inputs and labels, not a "
-                f"{type(batch).__name__}: set_batch_fn makes pairs of others."
+                f"engine.{call} needs batches that are pairs of inputs and labels, not a "
+                f"{type(batch).__name__}. Convert them with engine.set_batch_fn."
             )
         inputs, labels = pytree.tree_map_only(Tensor, lambda x: x.to(self.device), batch)
-        # Loaders turn tuples into lists; layers take several inputs as a tuple.
+        # Loaders convert tuples to lists, but layers expect several inputs as a tuple.
         return tuple(inputs) if isinstance(inputs, list) else inputs, labels
 
     # -- training and evaluation ------------------------------------------------------------
 
     def train_batch(self, data_iter: Batches | None = None) -> Tensor:
-        """Train on the next batches of `data_iter`, and update. Returns the mean loss over all
-        ranks, fp32, 0-dim. Collective. Raises UsageError if the first batches of a pipeline's ranks
-        differ."""
+        """Train on the next batches, and update. Collective.
+
+        Args:
+            data_iter: An iterator over pairs of inputs and labels, the same on all ranks of a
+                pipeline (default: the loader of `training_data`).
+
+        Returns:
+            The mean loss over all ranks: a scalar tensor in fp32.
+
+        Raises:
+            UsageError: If ranks of a pipeline have different batches, which the first call checks.
+        """
         engine = self._engine("train_batch")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -119,6 +142,8 @@ class PipelineEngine(DeepSpeedEngine):
         def loss(inputs: Any, labels: Any) -> Any:
             return self.module.loss_of(inputs, labels) / count
 
+        # `cut=False`: the batches are micro-batches already. The loss is divided by their number
+        # because the engine sums the gradients of micro-batches.
         engine.forward_backward(loss, *batches, reduction=reduction, cut=False)
         stats = engine.step(self._job.clipping or None)
         self._grad_norm, self.losses = stats.grad_norm, stats.loss
@@ -139,12 +164,22 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Return the mean loss of the next batches of `data_iter` over all ranks, in evaluation
-        mode.
+        """Return the mean loss of the next batches, in evaluation mode. Collective.
 
-        Without `compute_loss` it is the mean of the outputs. With `reduce_output=None` it is a list
-        with the value of each batch. With `return_logits` the outputs of the last batch are
-        returned too. All ranks get the result. Collective.
+        Args:
+            data_iter: An iterator over pairs of inputs and labels, the same on all ranks of a
+                pipeline.
+            return_logits: Whether to return the outputs of the last batch, too.
+            compute_loss: Whether to compute losses. If not, the outputs are averaged instead.
+            reduce_output: "avg", or None for a list with the value of each batch.
+            bcast_loss: Ignored: all ranks get the result.
+            num_micro_batches: Number of batches (default: `gradient_accumulation_steps`).
+
+        Returns:
+            The mean over all batches and ranks; with `return_logits`, a pair with the outputs.
+
+        Raises:
+            UsageError: For another `reduce_output`.
         """
         del bcast_loss
         self.module.eval()
@@ -165,7 +200,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _mean(self, values: list[Any], reduce_output: str) -> Any:
         if reduce_output.lower() != "avg":
-            raise UsageError(f"reduce_output is avg or None, not {reduce_output!r}.")
+            raise UsageError(f"reduce_output must be avg or None, not {reduce_output!r}.")
         leaves = [pytree.tree_leaves(value) for value in values]
         shape = pytree.tree_structure(values[0])
         mean = [torch.stack(each).mean(0) for each in zip(*leaves, strict=True)]
@@ -197,8 +232,9 @@ class PipelineEngine(DeepSpeedEngine):
 
 def _of_batches(call: str) -> UsageError:
     return UsageError(
-        f"engine.{call}() of a PipelineModule, whose stages are in different micro-batches: write "
-        "engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
+        f"engine.{call}() does not work with a PipelineModule, because its stages run different "
+        "micro-batches at a time. Write engine.train_batch(data_iter) or "
+        "engine.eval_batch(data_iter)."
     )
 
 
@@ -210,16 +246,16 @@ def _check_same(world: sw.World, batches: Sequence[Any]) -> None:
         first = rank - rank % world.mesh.replica
         if tensors != found[first]:
             raise UsageError(
-                f"engine.train_batch has other batches on worker {rank} than on worker {first}, "
-                f"which is of the same pipeline: the {world.mesh.replica} workers of each take the "
-                "same ones. Give a sampler num_replicas=engine.world.data_size and "
-                "rank=engine.world.data_rank, and let no worker draw its own augmentation; or let "
-                "deepspeed.initialize read the training_data."
+                f"engine.train_batch has other batches on worker {rank} than on worker {first} of "
+                f"the same pipeline. All {world.mesh.replica} workers of a pipeline need the same "
+                "batches. Make the sampler with num_replicas=engine.world.data_size and "
+                "rank=engine.world.data_rank, and draw no augmentation that differs between "
+                "workers; or pass training_data to deepspeed.initialize."
             )
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:
-    """Return a description of `leaf` to compare: for tensors a fingerprint of their bits."""
+    """Return a description of `leaf` for comparison. Tensors are compared by a fingerprint."""
     if not isinstance(leaf, Tensor):
         return (type(leaf).__name__,)
     form = (str(leaf.dtype), tuple(leaf.shape))

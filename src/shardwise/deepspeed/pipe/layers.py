@@ -1,4 +1,4 @@
-"""Layers that are built later (LayerSpec, TiedLayerSpec), and the stages that run them."""
+"""Layers to build later (LayerSpec, TiedLayerSpec), and the stages that run them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,21 @@ from shardwise.errors import UsageError
 
 
 class LayerSpec:
-    """A layer that is built later: `typename`, a class of modules, and its arguments."""
+    """A layer to build later.
+
+    Args:
+        typename: A class of modules.
+        *module_args, **module_kwargs: Its arguments.
+
+    Example:
+        ```python
+        layers = [LayerSpec(nn.Linear, 8, 8), nn.functional.relu, LayerSpec(nn.Linear, 8, 1)]
+        ```
+    """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise UsageError(f"LayerSpec takes a class of torch.nn.Module, not {typename!r}.")
+            raise UsageError(f"LayerSpec needs a class of torch.nn.Module, not {typename!r}.")
         self.typename = typename
         self.module_args = module_args
         self.module_kwargs = module_kwargs
@@ -34,10 +44,25 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose module is shared by all places with the same `key`.
+    """A layer whose module is shared with all layers of the same key.
 
-    It is called as it is, or as `forward_fn(module, input)`. All of its parameters are shared, not
-    only the ones that `tied_weight_attr` names.
+    Args:
+        key: Layers with the same key share one module, with all of its parameters.
+        typename: A class of modules.
+        *module_args, **module_kwargs: Its arguments.
+        forward_fn: Called as `forward_fn(module, input)` (default: the module's forward).
+        tied_weight_attr: Ignored, because all parameters are shared.
+
+    Example:
+        ```python
+        layers = [
+            TiedLayerSpec("embedding", nn.Embedding, 100, 8),
+            LayerSpec(nn.Linear, 8, 8),
+            TiedLayerSpec(
+                "embedding", nn.Embedding, 100, 8, forward_fn=lambda m, x: x @ m.weight.T
+            ),
+        ]
+        ```
     """
 
     def __init__(
@@ -58,23 +83,26 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass(frozen=True, eq=False)
 class PlacedLayer:
-    """A layer with its number. `call` runs it; `module` has its parameters, None for a function."""
+    """A layer with its number.
+
+    `call` runs it. `module` has its parameters, and is None for a function.
+    """
 
     number: int
     call: Callable[[Any], Any]
     module: nn.Module | None
     name: str
-    """Its type."""
+    """The name of its type."""
 
 
 @dataclass
 class Recomputing:
-    """The number of layers in a row that backward runs again together; 0 for none."""
+    """Activation checkpointing: backward runs `interval` consecutive layers again, 0 for none."""
 
     interval: int
     function: Callable[..., Any]
     types: Sequence[str] | None
-    """Types of layers that may be run again; None for all rows with parameters."""
+    """Types of layers that may run again. None: all consecutive layers that have parameters."""
 
     def applies_to(self, row: Sequence[PlacedLayer]) -> bool:
         """Return whether backward runs the layers of `row` again."""
@@ -87,7 +115,7 @@ class Recomputing:
 
 
 class Stage(nn.Module):
-    """Runs `places` one after the other. Registers a module of several places once."""
+    """Runs layers one after another. A module of several layers is registered once."""
 
     def __init__(self, places: Sequence[PlacedLayer], recomputing: Recomputing) -> None:
         super().__init__()
@@ -114,7 +142,7 @@ class Stage(nn.Module):
 
 
 def _chained(row: Sequence[PlacedLayer]) -> Callable[..., Any]:
-    """Return a function that runs `row`. It passes several inputs on as a tuple."""
+    """Return a function that runs the layers of `row`. Several inputs are passed on as a tuple."""
 
     def run(*inputs: Any) -> Any:
         x = inputs[0] if len(inputs) == 1 else inputs

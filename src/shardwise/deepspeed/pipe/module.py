@@ -1,4 +1,4 @@
-"""PipelineModule: a model that is a row of layers, over the stages of our pipeline."""
+"""PipelineModule: a model that is a sequence of layers, over the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shardwise.world import randomness
 
 
 class PipelineModule(nn.Module):
-    """Runs `layers` one after the other, divided into stages. Collective: it joins the run.
+    """A sequence of layers, divided into stages. To make one is collective: it joins the run.
 
     Every rank builds all layers with the same random numbers, and keeps the layers of its stage
     when its engine is made. Names in the state_dict are DeepSpeed's: the layer's number, or
@@ -41,19 +41,39 @@ class PipelineModule(nn.Module):
     s % num_stages of its pipeline. The last stage has the parameters of `loss_fn`.
 
     Args:
-        layers: modules, LayerSpecs, TiedLayerSpecs or functions
-        num_stages: the number of stages (default: the axis "pipe" of `topology`); `--pipeline` wins
-        loss_fn: returns the loss from outputs and labels (default: the last layer's output)
-        partition_method: "parameters", "uniform" or "type:REGEX"
-        activation_checkpoint_interval: number of layers in a row that backward runs again
+        layers: Modules, LayerSpecs, TiedLayerSpecs or functions.
+        num_stages: The number of stages (default: the axis "pipe" of `topology`). The flag
+            `--pipeline` overrides it.
+        topology: The axes of the run, in place of `num_stages`.
+        loss_fn: Returns the loss from outputs and labels (default: the last layer's output).
+        seed_layers: Seed the generators before each layer is built, with `base_seed` + its number.
+        seed_fn: A function that seeds them (default: seeds random, numpy and torch).
+        base_seed: The first of these seeds.
+        partition_method: "parameters", "uniform" or "type:REGEX".
+        activation_checkpoint_interval: Number of consecutive layers that backward runs again, 0
+            for none.
+        activation_checkpoint_func: The function that does it.
+        checkpointable_layers: Names of the layer types that may run again (default: all).
+        dynamic_shape: Ignored, because shapes may change from batch to batch.
 
     Attributes:
-        forward_funcs: the function of each layer
-        parts: the first layer of each stage, and the number of layers
-        stage_id: the stage of this rank
+        forward_funcs: The function of each layer.
+        parts: The first layer of each stage, and the number of layers.
+        stage_id: The stage of this rank.
 
     Raises:
-        UsageError: for other layers, and for stages that do not fit
+        UsageError: For other layers, and for stages that do not fit.
+
+    Example:
+        ```python
+        module = PipelineModule(
+            layers=[LayerSpec(nn.Linear, 8, 8), nn.ReLU(), LayerSpec(nn.Linear, 8, 1)],
+            num_stages=2,
+            loss_fn=nn.MSELoss(),
+        )
+        engine, *_ = deepspeed.initialize(model=module, config="ds.json")
+        loss = engine.train_batch(iter(loader))
+        ```
     """
 
     def __init__(
@@ -92,18 +112,21 @@ class PipelineModule(nn.Module):
         self._stages: list[nn.Module]
         self.modules_of_stages(1)
         if not any(parameter.is_meta for parameter in self.parameters()):
-            self.to(self._world.device)  # else its engine gives memory to the layers of a stage
+            # Meta tensors get memory later, when the engine has chosen this rank's layers.
+            self.to(self._world.device)
 
     # -- layers -----------------------------------------------------------------------------
 
     def _place(
         self, number: int, layer: Any, seed: Callable[[int], Any] | None, base: int
     ) -> PlacedLayer:
-        """Return layer `number`; register its module under DeepSpeed's name."""
+        """Return layer `number`, after registering its module under DeepSpeed's name."""
         if seed is not None:
             seed(base + number)
         if isinstance(layer, PipelineModule):
-            raise UsageError(f"Layer {number} is a PipelineModule: give its layers themselves.")
+            raise UsageError(
+                f"Layer {number} is a PipelineModule: pass its layers instead of the module."
+            )
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self.tied_modules:
                 self.tied_modules[layer.key] = layer.build()
@@ -116,8 +139,8 @@ class PipelineModule(nn.Module):
             return PlacedLayer(number, module, module, type(module).__name__)
         if not callable(layer):
             raise UsageError(
-                f"Layer {number} of a PipelineModule is a module, a LayerSpec or a function, not "
-                f"{layer!r}."
+                f"Layer {number} of a PipelineModule must be a module, a LayerSpec or a function, "
+                f"not {layer!r}."
             )
         return PlacedLayer(number, layer, None, getattr(layer, "__name__", type(layer).__name__))
 
@@ -129,11 +152,10 @@ class PipelineModule(nn.Module):
         return starts_of(self._method, names, sizes, adds_parameters(layers), stages)
 
     def modules_of_stages(self, stages: int) -> list[tuple[str, nn.Module]]:
-        """Return the layers of each of `stages` stages as one module, with a name. The pipeline
-        runs them."""
+        """Return a name and a module for each of `stages` stages, which the pipeline runs."""
         edges = [*self._starts(stages), len(self._places)]
         cut = [self._places[a:b] for a, b in pairwise(edges)]
-        # Not as children of the module, because children have DeepSpeed's names.
+        # Not registered as children of this module: the names in the state_dict are DeepSpeed's.
         made: list[nn.Module] = [Stage(places, self._recomputing) for places in cut]
         vars(self)["_stages"] = made
         names = [f"layers {places[0].number} to {places[-1].number}" for places in cut]
@@ -146,7 +168,7 @@ class PipelineModule(nn.Module):
             forward_input = stage(forward_input)
         return forward_input
 
-    # -- what scripts ask -------------------------------------------------------------------
+    # -- queries of scripts -----------------------------------------------------------------
 
     def loss_of(self, inputs: Any, labels: Any) -> Any:
         """Return the loss of a micro-batch."""
@@ -158,21 +180,21 @@ class PipelineModule(nn.Module):
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the worker along the pipeline that has layer `layer_idx`."""
+        """Return the rank on the pipeline axis that has layer `layer_idx`."""
         stage = sum(layer_idx >= start for start in self.parts[:-1]) - 1
         return stage % self.num_stages
 
     def num_pipeline_stages(self) -> int:
-        """Return how many stages there are."""
+        """Return the number of stages."""
         return self.num_stages
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Set how many layers in a row backward runs again; 0 for none."""
+        """Set the number of consecutive layers that backward runs again, 0 for none."""
         self._recomputing.interval = interval
 
     @property
     def activation_checkpoint_interval(self) -> int:
-        """The number of layers in a row that backward runs again, 0 for none."""
+        """The number of consecutive layers that backward runs again, 0 for none."""
         return self._recomputing.interval
 
     def topology(self) -> ProcessTopology:
@@ -183,26 +205,26 @@ class PipelineModule(nn.Module):
         )
 
     def mpu(self) -> PipelineParallelGrid:
-        """Return this rank's place."""
+        """Return this rank's place in the grid."""
         return PipelineParallelGrid(self._world)
 
 
 def _axes(num_stages: int | None, topology: ProcessTopology | None, workers: int) -> dict[str, int]:
-    """Return the axes that a script asks for. Raises UsageError without one, or for a wrong
-    size."""
+    """Return the axes that a script requests. Raises UsageError if it requests none, or a size
+    that does not fit."""
     if topology is not None:
         if unknown := [axis for axis in topology.get_axis_names() if axis not in AXES]:
             raise UsageError(
-                f"PipelineModule(topology=...) has the axis {unknown[0]!r}: workers stand along "
-                "pipe, data and model. Write ProcessTopology with these names, or num_stages=."
+                f"PipelineModule(topology=...) has the axis {unknown[0]!r}, but the axes of a run "
+                "are pipe, data and model. Write ProcessTopology with these names, or num_stages=."
             )
         if topology.world_size() != workers:
             raise UsageError(
-                f"PipelineModule(topology=...) is one of {topology.world_size()} workers, and "
-                f"there are {workers}."
+                f"PipelineModule(topology=...) has {topology.world_size()} workers, but this run "
+                f"has {workers}: start as many, or change the topology."
             )
         axes = {"pipeline": topology.get_dim("pipe"), "tensor": topology.get_dim("model")}
         return {name: size for name, size in axes.items() if size}
     if num_stages is None:
-        raise UsageError("PipelineModule takes num_stages or a topology.")
+        raise UsageError("PipelineModule needs num_stages or a topology: pass one of them.")
     return {"pipeline": num_stages}

@@ -1,4 +1,4 @@
-"""Which layers each stage of a PipelineModule has, by its partition_method. Pure arithmetic."""
+"""The layers of each stage of a PipelineModule, by its partition_method. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def starts_of(
     """Return the first layer of each of `stages` stages. A stage has at least one layer.
 
     Args:
-        method: "uniform" (the same number of layers), "parameters" or "type:REGEX" (the smallest
-            largest stage, by trained elements or by layers of matching types)
-        names: the layers' types
-        sizes: the layers' numbers of trained elements
-        adds: whether a layer trains something that no earlier layer has
+        method: "uniform" cuts into equal numbers of layers. "parameters" and "type:REGEX" minimise
+            the largest stage, counted in trained elements or in layers of matching types.
+        names: The types of the layers.
+        sizes: The numbers of trained elements of the layers.
+        adds: For each layer, whether it trains a parameter that no earlier layer has.
 
     Raises:
-        UsageError: for another method, a pattern without a match, more stages than layers
+        UsageError: For another method, a pattern without a match, or more stages than layers.
     """
     if len(names) < stages:
         raise UsageError(
-            f"A PipelineModule of {len(names)} layer(s) for {stages} stages: give it more layers, "
-            "or fewer stages."
+            f"A PipelineModule of {len(names)} layer(s) cannot have {stages} stages: pass more "
+            "layers, or fewer stages."
         )
     word = method.lower()
     if word == "uniform":
@@ -38,7 +38,8 @@ def starts_of(
     if word.startswith("type:"):
         return balanced_starts(_matches(method.partition(":")[2], names), stages)
     raise UsageError(
-        f'partition_method={method!r} is not there: write "parameters", "uniform" or "type:REGEX".'
+        f'partition_method={method!r} does not exist: write "parameters", "uniform" or '
+        '"type:REGEX".'
     )
 
 
@@ -47,10 +48,12 @@ def _matches(pattern: str, names: Sequence[str]) -> list[float]:
     try:
         found = [float(bool(re.search(pattern, name, re.IGNORECASE))) for name in names]
     except re.error as error:
-        raise UsageError(f"partition_method='type:{pattern}' is no pattern: {error}.") from None
+        raise UsageError(
+            f"partition_method='type:{pattern}' is not a valid regular expression: {error}."
+        ) from None
     if not any(found):
         raise UsageError(
-            f"partition_method='type:{pattern}' matches no layer: there are "
+            f"partition_method='type:{pattern}' matches no layer. The types of layers are "
             f"{', '.join(sorted(set(names)))}."
         )
     return found

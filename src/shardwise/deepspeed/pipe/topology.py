@@ -1,8 +1,8 @@
 """Places of ranks along the axes pipe, data and model, under DeepSpeed's names.
 
-Ranks are numbered as in Shardwise: rank = (data x stages + stage) x model + part, for any order of
-these axes. DeepSpeed puts the data axis inside; scripts that use the methods here see no
-difference.
+Ranks are numbered as in Shardwise, for any order of these axes:
+rank = (data x stages + stage) x model + part. DeepSpeed numbers them differently, with the data
+axis inside. Scripts that use the methods of these classes see no difference.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import shardwise as sw
 from shardwise.errors import UsageError
 
 AXES = ("data", "pipe", "model")
-"""The axes of a run, outermost first: ranks along the last are consecutive."""
+"""The axes of a run, outermost first: ranks on the last axis are consecutive."""
 
 
 class ProcessTopology:
-    """Ranks in a grid: `axes` are names, and `dims` their lengths.
+    """Ranks in a grid with the names `axes` and the lengths `dims`.
 
-    If all axes are in AXES, ranks are numbered in that order, else in the given one.
+    If all axes are in AXES, ranks are numbered in the order of AXES, else in the order of `axes`.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -38,15 +38,15 @@ class ProcessTopology:
     def get_rank(self, **coordinates: int) -> int:
         """Return the rank at `coordinates`, one for each axis."""
         if set(coordinates) != set(self.axes):
-            raise UsageError(f"get_rank takes one number for each of {', '.join(self.axes)}.")
+            raise UsageError(f"get_rank needs one number for each of {', '.join(self.axes)}.")
         return self.mapping[self.ProcessCoord(**coordinates)]
 
     def get_axis_names(self) -> list[str]:
-        """Return the axes in the given order."""
+        """Return the names of the axes, in the order of the constructor."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """Return the length of `axis`, 0 for a missing one."""
+        """Return the length of `axis`, 0 if there is no such axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
@@ -73,7 +73,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 class PipelineParallelGrid:
-    """This rank's place under the names of Megatron's `mpu`."""
+    """This rank's place in the grid, under the names of Megatron's `mpu`."""
 
     def __init__(self, world: sw.World) -> None:
         self._world = world
@@ -108,7 +108,7 @@ class PipelineParallelGrid:
         return self._world.tensor_rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Return over how many ranks each layer is split."""
+        """Return the number of ranks over which each layer is split."""
         return self.model_parallel_size
 
     get_pipe_parallel_rank = get_stage_id

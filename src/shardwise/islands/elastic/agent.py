@@ -1,12 +1,12 @@
 """The agent of a host with elastic islands.
 
 launcher                    agent
-    serve ->                starts the broker of this host, and a server for the others
-    listen ->               opens the socket where an island meets
+    serve ->                starts the broker of this host, and a server for the other hosts
+    listen ->               opens the socket for an island's meeting
     <- listening
-    start_island ->         starts the ranks of the island that are on this host
-    <- came, back, who      what they bring and ask      (broker.py)
-    keep, fetch ->          files that ranks of other hosts have brought
+    start_island ->         starts the ranks of the island on this host
+    <- contribution, back, who  messages of its ranks        (broker.py)
+    keep, fetch ->          files of ranks of other hosts
     <- fetched, unfetched
     settle, shut ->         messages and files for ranks, and files to drop
 """
@@ -32,7 +32,7 @@ from shardwise.launch.ssh.agent import Agent, main
 from shardwise.net import network
 
 LITTLE = 1 << 15
-"""Files of at most so many bytes pass through the launcher, which saves a round trip."""
+"""Files up to this size (bytes) pass through the launcher, which saves a round trip."""
 
 TO_ISLANDS: protocol.Kinds = {
     "serve": {"secret": str, "ranks": int, "islands": int},
@@ -54,7 +54,7 @@ FROM_ISLANDS: protocol.Kinds = {
     "serving": {},
     "listening": {"island": int, "port": int, "master_port": int},
     "unstarted": {"island": int, "why": str},
-    "came": {
+    "contribution": {
         "rank": int,
         "number": int,
         "size": int,
@@ -68,26 +68,27 @@ FROM_ISLANDS: protocol.Kinds = {
     "fetched": {"rank": int, "number": int},
     "unfetched": {"rank": int, "number": int, "why": str},
 }
-OF_A_RANK = ("came", "back", "who")
-"""Those of them that are about a rank of the host."""
+OF_A_RANK = ("contribution", "back", "who")
+"""Messages about a single rank of the host."""
 
 
 class IslandAgent(Agent):
-    """Also runs the broker of this host, its server, and the sockets at which islands meet."""
+    """An agent that also runs the broker of this host, its server, and the islands' meetings."""
 
     kinds: protocol.Kinds = {**protocol.TO_AGENT, **TO_ISLANDS}  # noqa: RUF012
 
     def __init__(self, signals: Signals, stack: ExitStack) -> None:
         super().__init__(signals, stack)
         self._meetings: dict[int, list[socket.socket]] = {}
-        """By island whose first rank is here: what listens for it, and a port that is kept."""
+        """By island whose first rank is here: its listening socket, and a reserved port."""
 
     # -- the start ------------------------------------------------------------------------
 
     def on_serve(self, secret: str, ranks: int, islands: int) -> None:
         """Serve other hosts. This host has `ranks` ranks, of a run of `islands` islands."""
         if self._listener is None:
-            raise protocol.ProtocolError("nothing is served before a check")
+            raise protocol.ProtocolError("serve before check")
+        # The agent also keeps the files of ranks of other hosts.
         allow_files(ranks, islands, kept=islands)
         known = secret.encode()
         self._broker = HostBroker(self._selector, self)
@@ -96,12 +97,12 @@ class IslandAgent(Agent):
         for each in (self._broker, self._fetches, server):
             self._stack.callback(each.close)
         for island in range(islands):
-            self._stack.callback(self._forget, island)
+            self._stack.callback(self._close_meeting, island)
         self._send("serving")
 
     def on_listen(self, island: int, address: str) -> None:
-        """Open the socket at which the ranks of `island` meet."""
-        self._forget(island)
+        """Open the socket for the meeting of the ranks of `island`."""
+        self._close_meeting(island)
         meeting, spare = network.listen(address, 0), network.reserve_port(address)
         self._meetings[island] = [meeting, spare]
         ports = {"port": meeting.getsockname()[1], "master_port": spare.getsockname()[1]}
@@ -110,54 +111,54 @@ class IslandAgent(Agent):
     def on_start_island(
         self, meeting: dict[str, Any], streams: dict[str, Any], **about: Any
     ) -> None:
-        """Start the ranks of `island` that are on this host."""
+        """Start the ranks of `island` on this host."""
         island = about["island"]
-        made: list[IslandWorkers] = []
+        started: list[IslandWorkers] = []
 
-        def make(*given: Any) -> IslandWorkers:
-            *first, left, saves = given
+        def make(*arguments: Any) -> IslandWorkers:
+            *first, on_exit, saves = arguments
 
             def ended(rank_exit: RankExit) -> None:
-                # Its messages must not arrive after its end: the island may have started again.
+                # Messages must not arrive after its end, because the island may have restarted.
                 self._broker.shut([rank_exit.end.rank])
-                left(rank_exit)
+                on_exit(rank_exit)
 
             sinks = [ended, saves]
-            made.append(IslandWorkers(*first, *sinks, link=self._broker.open, **about))
-            return made[0]
+            started.append(IslandWorkers(*first, *sinks, link=self._broker.open, **about))
+            return started[0]
 
         listener = self._meetings.get(island, [None])[0]
         try:
             self._run_part(island, meeting, streams, make, listener)
         except (LaunchError, OSError) as error:
-            for workers in made:  # ranks that run would wait for those that do not
+            for workers in started:  # started ranks would wait for the others
                 workers.give_up()
             self._send("unstarted", island=island, why=str(error))
         finally:
             if listener is not None:
                 listener.close()
 
-    def _forget(self, island: int) -> None:
+    def _close_meeting(self, island: int) -> None:
         for opened in self._meetings.pop(island, ()):
             opened.close()
 
     # -- messages of ranks of this host ---------------------------------------------------
 
-    def came(self, what: Contribution) -> None:
-        """A rank has come to an exchange, and waits."""
-        # An admission always passes through the launcher: all ranks of the islands that it admits
-        # get it, and their hosts may just have started.
+    def contribute(self, what: Contribution) -> None:
+        """Pass on that a rank has contributed to an exchange."""
+        # An admission always passes through the launcher: all ranks of the admitted islands get it,
+        # and their hosts may have just started.
         data = None
         if what.size <= LITTLE or what.label.startswith(ADMITS):
             data = base64.b64encode(self._broker.read(what.key)).decode()
-        self._send("came", **asdict(what), data=data)
+        self._send("contribution", **asdict(what), data=data)
 
-    def asks_back(self, rank: int) -> None:
-        """`rank`, of an island that is gone, asks to be let in."""
+    def request_return(self, rank: int) -> None:
+        """Pass on that `rank` asks to be admitted."""
         self._send("back", rank=rank)
 
-    def asks_who(self, rank: int) -> None:
-        """`rank` asks for whom it waits."""
+    def report_missing(self, rank: int) -> None:
+        """Pass on that `rank` asks which ranks are missing."""
         self._send("who", rank=rank)
 
     # -- files of ranks of other hosts ----------------------------------------------------
@@ -167,19 +168,20 @@ class IslandAgent(Agent):
         self._broker.write((rank, number), base64.b64decode(data))
 
     def on_fetch(self, rank: int, number: int, address: str, port: int) -> None:
-        """Fetch the file of a rank of another host from the server at an address."""
+        """Fetch the file of a rank of another host from its server."""
         self._fetches.begin((rank, number), (address, port))
 
     def on_settle(self, deliveries: list[dict[str, Any]], dropped: list[list[int]]) -> None:
         """Deliver messages and files to ranks, and drop files."""
-        found = [protocol.build(Delivery, each) for each in deliveries]
+        messages = [protocol.build(Delivery, each) for each in deliveries]
+        # Cancel their fetches first, or they would arrive after they were dropped.
         keys = [(rank, number) for rank, number in dropped]
         for key in keys:
             self._fetches.cancel(key)
-        self._broker.settle(
-            [replace(each, keys=[(rank, number) for rank, number in each.keys]) for each in found],
-            keys,
-        )
+        deliveries_here = [
+            replace(each, keys=[(rank, number) for rank, number in each.keys]) for each in messages
+        ]
+        self._broker.settle(deliveries_here, keys)
 
     def on_shut(self, ranks: list[int]) -> None:
         """Close the links of these ranks."""

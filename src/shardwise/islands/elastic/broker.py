@@ -1,13 +1,13 @@
-"""Brokers exchanges for the ranks of one host: takes what they bring, gives them what they get.
+"""Brokers exchanges for the ranks of one host: receives contributions, and delivers answers.
 
-    rank  ─▶ {"come": label, ...} + a file in memory                  what it brings
-    rank  ─▶ {"back": true}                                           it asks to be let in
-    rank  ─▶ {"who": true}                                            for whom does it wait?
-    rank ◀─  {"islands": [...], "members": [...], ...} + files        what the others have brought
+    rank  ─▶ {"label": label, ...} + a file in memory              its contribution
+    rank  ─▶ {"back": true}                                       it asks to be admitted
+    rank  ─▶ {"who": true}                                        it asks which ranks are missing
+    rank ◀─  {"islands": [...], "members": [...], ...} + files    the others' contributions
 
-The bytes are in anonymous files in memory, of which only descriptors are passed on. So the others
-have what a rank brought even if it has ended since. The sockets have no name, and only the ranks
-have their other ends.
+The bytes are in anonymous files in memory, and only descriptors are passed on. So the others get a
+rank's contribution even if the rank has ended. The sockets have no name, and only the ranks have
+their other ends.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from typing import Any, Protocol
 from shardwise.errors import LaunchError
 
 LONGEST = 1 << 16
-"""Bytes of a message."""
+"""Maximum number of bytes of a message."""
 
 TOO_MANY = (
-    "there are too many open files for so many islands, or as many as `ulimit -n` allows. Raise "
-    "that, or take fewer islands."
+    "too many open files for this number of islands, or the limit `ulimit -n` is reached. Raise "
+    "the limit, or use fewer islands."
 )
-"""The reason to give if the descriptor of a file does not arrive."""
+"""The reason for an error when the descriptor of a file does not arrive."""
 
 Key = tuple[int, int]
-"""The rank that brought a file, and the number of the file at the broker of its host."""
+"""The rank that contributed a file, and the number of the file at the broker of its host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """A file that a rank brings to an exchange.
+    """A file that a rank contributes to an exchange.
 
     Attributes:
         size: Bytes of the file.
         label: The exchange.
-        alone: Whether the exchange is between the ranks of equal place in the islands.
-        resumes: Whether the rank continues from a checkpoint if it is started again.
+        alone: Whether only the rank's peers exchange, not all ranks.
+        resumes: Whether the rank resumes from a checkpoint if it is started again.
     """
 
     rank: int
@@ -59,60 +59,63 @@ class Contribution:
 
     @property
     def key(self) -> Key:
-        """The key of the file on all hosts."""
+        """The key of the file, unique over all hosts."""
         return self.rank, self.number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """The message `words` for a rank, with the files `keys`."""
+    """A message `words` for a rank, with the files `keys`."""
 
     rank: int
     words: dict[str, Any]
     keys: Sequence[Key] = ()
 
 
-class Customers(Protocol):
-    """Receives what ranks bring and ask: the exchanges, or an agent that passes it on."""
+class BrokerEvents(Protocol):
+    """Receives the messages of ranks: the exchanges, or an agent that passes them on."""
 
-    def came(self, what: Contribution) -> None:
-        """A rank has come to an exchange, and waits."""
+    def contribute(self, what: Contribution) -> None:
+        """Record that a rank has contributed to an exchange, and waits."""
 
-    def asks_back(self, rank: int) -> None:
-        """`rank`, of an island that is gone, asks to be admitted."""
+    def request_return(self, rank: int) -> None:
+        """Record that `rank`, of an island that was removed, asks to be admitted."""
 
-    def asks_who(self, rank: int) -> None:
-        """`rank` asks for whom it waits."""
+    def report_missing(self, rank: int) -> None:
+        """Tell `rank` which ranks are missing in its exchange."""
 
 
 class HostBroker:
-    """The links to the ranks of this host, and the files of ranks of all hosts that they need.
+    """The links to the ranks of this host, and the files that they need, of ranks of all hosts.
 
-    It runs in the event loop of `selector`, and reports to `told`.
+    It runs in the event loop of `selector`, and reports to `events`.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, told: Customers) -> None:
+    def __init__(self, selector: selectors.BaseSelector, events: BrokerEvents) -> None:
         self._selector = selector
-        self._told = told
+        self._events = events
         self._links: dict[int, socket.socket] = {}
         self._files: dict[Key, int] = {}
         self._lock = Lock()
-        """Guards the files: another thread sends them to other hosts."""
+        """Guards the files, because another thread sends them to other hosts."""
         self._numbers = count(1 + secrets.randbits(40))
-        """Random, so that they differ from those of an earlier broker of this host, whose messages
-        may still be in transit."""
+        """Starts at random, so that numbers differ from an earlier broker's on this host, whose
+        messages may still be in transit."""
 
     def open(self, rank: int) -> socket.socket:
-        """Open a link to `rank`, and return the end that the rank inherits."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
+        """Open a link to `rank`. Return the end that the rank inherits."""
+        # SEQPACKET keeps message boundaries, and can pass descriptors.
+        broker_end, rank_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        broker_end.setblocking(False)
         self.shut([rank])
-        self._links[rank] = ours
-        self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, rank, ours))
-        return theirs
+        self._links[rank] = broker_end
+        self._selector.register(
+            broker_end, selectors.EVENT_READ, partial(self._hear, rank, broker_end)
+        )
+        return rank_end
 
     def shut(self, ranks: Sequence[int]) -> None:
-        """Close the links to those of `ranks` that have one."""
+        """Close the links to `ranks`, if they exist."""
         for rank in ranks:
             if (link := self._links.pop(rank, None)) is not None:
                 self._selector.unregister(link)
@@ -136,19 +139,23 @@ class HostBroker:
     def write(self, key: Key, data: bytes) -> None:
         """Keep `data` in a file as `key`."""
         fd = os.memfd_create("shardwise-island", os.MFD_CLOEXEC)
+        # A duplicate, because closing the file object closes its descriptor.
         with os.fdopen(os.dup(fd), "wb") as file:
             file.write(data)
         self.keep(key, fd)
 
     def copy(self, key: Key) -> int | None:
-        """Return a descriptor of the file `key` that the caller closes, None if it is not here.
-        Any thread may call it."""
+        """Return a new descriptor of the file `key`, or None if it is not on this host.
+
+        The caller closes it. Safe to call from any thread.
+        """
         with self._lock:
             fd = self._files.get(key)
             return None if fd is None else os.dup(fd)
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
-        """Deliver messages and files to ranks, and then drop the files `dropped`."""
+        """Deliver messages and files to ranks, then drop the files `dropped`."""
+        # Deliver first, because a delivery may contain a file that is dropped now.
         for delivery in deliveries:
             self._send(delivery)
         with self._lock:
@@ -157,8 +164,8 @@ class HostBroker:
                     os.close(fd)
 
     def _hear(self, rank: int, link: socket.socket) -> None:
-        """Take one message of `rank`."""
-        # An event earlier in this turn of the loop may have closed the link.
+        """Handle one message of `rank`."""
+        # An earlier event in this turn of the loop may have closed the link.
         if self._links.get(rank) is not link:
             return
         try:
@@ -168,30 +175,30 @@ class HostBroker:
         except ConnectionError:
             data, fds, flags = b"", [], 0
         if flags & socket.MSG_CTRUNC:
-            raise LaunchError(f"What rank {rank} brings cannot be opened: {TOO_MANY}")
-        if not data:  # the rank has ended, or is about to; its files stay valid
+            raise LaunchError(f"The file of rank {rank} cannot be received: {TOO_MANY}")
+        if not data:  # the rank has ended or is ending; its files stay valid
             self.shut([rank])
             return
         message = json.loads(data)
         if "back" in message:
-            self._told.asks_back(rank)
+            self._events.request_return(rank)
         elif "who" in message:
-            self._told.asks_who(rank)
+            self._events.report_missing(rank)
         else:
             self._take(rank, message, fds[0])
 
     def _take(self, rank: int, message: dict[str, Any], fd: int) -> None:
         """Keep the file of a rank, and report it."""
-        what = Contribution(
+        contribution = Contribution(
             rank=rank,
             number=next(self._numbers),
             size=os.fstat(fd).st_size,
-            label=message["come"],
+            label=message["label"],
             alone=message["alone"],
             resumes=message["resumes"],
         )
-        self.keep(what.key, fd)
-        self._told.came(what)
+        self.keep(contribution.key, fd)
+        self._events.contribute(contribution)
 
     def _send(self, delivery: Delivery) -> None:
         link = self._links.get(delivery.rank)
@@ -200,10 +207,10 @@ class HostBroker:
         fds = [self._files[key] for key in delivery.keys]
         try:
             socket.send_fds(link, [json.dumps(delivery.words).encode()], fds)
-        except ConnectionError:  # it has just ended
+        except ConnectionError:  # the rank has just ended
             return
         except OSError as error:
             raise LaunchError(
-                f"What islands bring cannot be passed on to rank {delivery.rank} "
+                f"Files of other islands cannot be sent to rank {delivery.rank} "
                 f"({error.strerror}): {TOO_MANY}"
             ) from None

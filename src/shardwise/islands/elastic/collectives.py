@@ -1,10 +1,10 @@
-"""Collectives over the elastic islands that take part, whose number may change.
+"""Collectives over the elastic islands that take part. Their number may change.
 
-    ElasticRun     all ranks:  inside the island over its own transport, between over IslandLink
-    ElasticPeers   the ranks of equal place in the islands, over IslandLink alone
+    ElasticRun     all ranks: over its own transport in the island, over IslandLink between islands
+    ElasticPeers   the ranks with the same position in the islands, over IslandLink only
 
-Each call is one exchange (membership.py), so an island that ends is in the result of all the others
-or of none. `rank` and `size` count the islands that take part now.
+Each call is one exchange (membership.py). If an island fails, either all others have its
+contribution, or none. `rank` and `size` count only the islands that take part now.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from shardwise.net.identity import Identity
 T = TypeVar("T")
 
 _PICKLES = "an object of elastic islands"
-"""The purpose for which pickles are sealed. They can run code, and pass between hosts."""
+"""The purpose for sealing pickles. They can run code, and are sent between hosts."""
 
 
-class _OverLink(Collectives):
-    """The common part of both: `island` is the group of this island, `link` connects the others."""
+class _LinkCollectives(Collectives):
+    """The common base: `island` is the group of this island, `link` connects to the others."""
 
-    comes_and_goes = True
+    has_changing_ranks = True
 
     def __init__(self, island: Collectives, link: IslandLink) -> None:
         self.island = island
@@ -48,7 +48,7 @@ class _OverLink(Collectives):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the others train without this island."""
+        """Whether the others train without this island now."""
         return self.link.outside
 
     @property
@@ -56,21 +56,21 @@ class _OverLink(Collectives):
         return self.island.small_device
 
     def _swap(self, label: str, tensor: Tensor, *, alone: bool = False) -> list[Tensor]:
-        """Return `tensor`, of one shape and dtype everywhere, of each island that takes part."""
+        """Return the `tensor` of each island that takes part, all of the same shape and dtype."""
         flat = tensor.detach().cpu().contiguous().view(-1)
         mine = _bytes(flat)
         _, rows = self.link.exchange(label, mine, alone=alone)
-        # A transport inside an island fails for different shapes. The launcher only passes bytes.
+        # Transports raise for different shapes, but the launcher passes on any bytes.
         if any(len(row) != len(mine) for row in rows):
             raise UsageError(
-                f"Islands brought {', '.join(str(len(row)) for row in rows)} bytes to {label}: all "
-                "must bring as much. Let them call it with what is of one shape."
+                f"Islands contributed {', '.join(str(len(row)) for row in rows)} bytes to {label}. "
+                "All must pass tensors of the same shape and dtype."
             )
         return [_tensor(row, tensor) for row in rows]
 
     def _gather_sealed(self, label: str, value: Any) -> list[Any]:
         """Return the picklable `value` of each island that takes part."""
-        # Pickles run code when they are loaded, and these pass through other processes and hosts.
+        # Loading a pickle can run code, and these pass through other processes and hosts.
         secret = self.status_server.secret
         mine = authentication.sealed(secret, _PICKLES, pickle.dumps(value))
         _, rows = self.link.exchange(label, mine)
@@ -80,18 +80,16 @@ class _OverLink(Collectives):
             ]
         except authentication.Forged as error:
             raise CollectiveError(
-                f"What came to {label} is not of this run ({error}) See docs/security.md."
+                f"A message in {label} was not sent by this run ({error}) See docs/security.md."
             ) from None
 
     def _from_first(self, buffer: Tensor, what: str, *, alone: bool) -> Handle:
-        """Copy `buffer` of the first island to all ranks of equal place."""
+        """Copy `buffer` of the first island to all its peers."""
         flat = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
         mine = _bytes(flat) if self.link.index == 0 else b""
         _, rows = self.link.exchange(what, mine, alone=alone)
         if len(rows[0]) != flat.numel():
-            raise CollectiveError(
-                f"The island that {what} begins at has ended: start the run again."
-            )
+            raise CollectiveError(f"The island that starts {what} has failed. Start the run again.")
         if self.link.index:
             buffer.copy_(_tensor(rows[0], buffer).view(buffer.shape))
         return Handle()
@@ -103,7 +101,7 @@ class _OverLink(Collectives):
             try:
                 with self.link.steady():
                     return work()
-            except IslandsChanged:
+            except IslandsChanged:  # on all ranks that take part, so all repeat the work
                 continue
 
     def reduce_scatter(
@@ -112,17 +110,17 @@ class _OverLink(Collectives):
         self._refuse("a reduce-scatter")
 
     def second_group(self) -> Collectives:
-        self._refuse("a group of its own for another thread")
+        self._refuse("a second group for another thread")
 
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(
-            f"{what.capitalize()} over all islands cannot be had with --elastic-islands, which may "
-            "end meanwhile. Leave the flag out."
+            f"{what.capitalize()} over all islands is not supported with --elastic-islands, "
+            "because islands may fail meanwhile. Remove the flag."
         )
 
 
-class ElasticPeers(_OverLink):
-    """The ranks of equal place in all islands that take part."""
+class ElasticPeers(_LinkCollectives):
+    """The ranks with this position in all islands that take part."""
 
     name = "elastic islands"
 
@@ -139,8 +137,10 @@ class ElasticPeers(_OverLink):
         return self.link.members
 
     def gather_at_once(self, step: int, mine: Tensor) -> list[Tensor]:
-        """Return the flat bytes `mine` of each island that takes part in the boundary after `step`,
-        in their order. Collective over all ranks of all islands."""
+        """Return `mine` (flat uint8) of each island that takes part after `step`, in order.
+
+        Collective over all ranks of all islands.
+        """
         return self._swap(f"{BOUNDARY} after step {step}", mine)
 
     def gather_rows(self, row: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class ElasticPeers(_OverLink):
         self._refuse("an all-reduce")
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
-        assert source == 0, "islands begin at the first one's values"
+        assert source == 0, "only the first island broadcasts"
         return self._from_first(buffer, "a broadcast between islands", alone=True)
 
     def barrier(self) -> None:
@@ -172,15 +172,15 @@ class ElasticPeers(_OverLink):
         return
 
 
-class ElasticRun(_OverLink):
+class ElasticRun(_LinkCollectives):
     """All ranks of all islands that take part."""
 
     def __init__(self, island: Collectives, link: IslandLink) -> None:
         super().__init__(island, link)
         self.name = f"{island.name}, elastic between islands"
-        self._is_given = False
-        """Whether a split has returned the island's own group. Further ones are new groups, since
-        their collectives may have another order."""
+        self._has_returned_island = False
+        """Whether a split has returned the island's own group. Later splits create new groups,
+        because their collectives may run in another order."""
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -192,14 +192,14 @@ class ElasticRun(_OverLink):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for the run."""
+        """Whether this rank prints for the run."""
         return not self.is_outside and self.rank == 0
 
     def watch_members(self, changed: Callable[[], None]) -> None:
         self.link.changed = changed
 
     def begin(self) -> None:
-        """Note that all islands start to train, from equal weights: from now on one may end."""
+        """Record that all islands start to train with equal weights. From then on, one may fail."""
         self.link.exchange(f"{BEGINS} of training", b"")
 
     def allocate(
@@ -218,6 +218,7 @@ class ElasticRun(_OverLink):
         return [each for row in rows for each in row]
 
     def gather_plain(self, value: Any) -> list[Any]:
+        # As JSON, which cannot run code and so needs no seal.
         inside = json.dumps(self.island.gather_plain(value)).encode()
         rows = self.link.exchange("an exchange of all ranks", inside)[1]
         return [each for row in rows for each in json.loads(bytes(row))]
@@ -226,9 +227,10 @@ class ElasticRun(_OverLink):
         if how is not PLAIN:
             self._refuse("a sum in one order")
         self.island.all_reduce(buffer).wait()
+        # The island's sum is in the buffer of each of its ranks. Add those of the other islands.
         parts = self._swap("a sum over all ranks", buffer)
-        # Not in place: the first part may be the memory of `buffer`. In the order of the islands,
-        # so that all have the same bits.
+        # Not in place, because the first part may share its memory with `buffer`. In the order of
+        # the islands, so that all have the same bits.
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -242,32 +244,34 @@ class ElasticRun(_OverLink):
         if source:
             self._refuse(f"a broadcast from rank {source}")
 
-        def given() -> Handle:
+        # If islands change meanwhile, another island may be the first one, and all repeat.
+        def broadcast_first() -> Handle:
             if self.link.index == 0:
                 self.island.broadcast(buffer).wait()
             return self._from_first(buffer, "a broadcast", alone=False)
 
-        return self.steadily(given)
+        return self.steadily(broadcast_first)
 
     def barrier(self) -> None:
         self.island.barrier()
         self.link.exchange("a barrier", b"")
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        """Split into groups inside islands, or into the ranks of equal place in all islands."""
+        """Split into groups inside islands, or into the peers of all islands."""
         place = self.link.place
         check_groups(groups, place.count * place.size)
         mine = range(place.first, place.first + place.size)
         peers = [
             list(range(each, place.count * place.size, place.size)) for each in range(place.size)
         ]
+        # A group that crosses islands is supported only if it consists of all peers.
         if sorted(map(sorted, groups)) == peers:
             return ElasticPeers(self.island, self.link)
         inside = [
             [rank - place.first for rank in group] for group in groups if set(group) <= set(mine)
         ]
-        if inside == [list(range(place.size))] and not self._is_given:
-            self._is_given = True
+        if inside == [list(range(place.size))] and not self._has_returned_island:
+            self._has_returned_island = True
             return self.island
         if any(set(group) & set(mine) and not set(group) <= set(mine) for group in groups):
             self._refuse("a group of some ranks")
@@ -279,16 +283,17 @@ class ElasticRun(_OverLink):
 
 
 def _bytes(flat: Tensor) -> memoryview:
-    """Return the memory of a flat tensor on the CPU."""
+    """Return the memory of a flat CPU tensor."""
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _tensor(data: Bytes, like: Tensor) -> Tensor:
-    """Return a tensor of the dtype of `like` over `data`."""
+    """Return a tensor over `data` with the dtype of `like`."""
     if not len(data):
         return torch.empty(0, dtype=like.dtype)
-    whole = data if isinstance(data, bytearray) else bytearray(data)
-    return torch.frombuffer(whole, dtype=torch.uint8).view(like.dtype)
+    # torch.frombuffer warns for read-only memory.
+    writable = data if isinstance(data, bytearray) else bytearray(data)
+    return torch.frombuffer(writable, dtype=torch.uint8).view(like.dtype)
 
 
 def join(
@@ -297,21 +302,22 @@ def join(
     settings: Settings,
     on_meeting: OnMeeting | None,
 ) -> Collectives:
-    """Join the other ranks of this rank's island, and over the launcher all islands.
+    """Join the other ranks of this rank's island, and all islands through the launcher.
 
-    `shardwise.init` calls it in the place of `comm.connect`, since workers.py names it in the
-    environment. Raises ConfigError if the script has another number of islands than the launcher.
+    `shardwise.init` calls it instead of `comm.connect`, because workers.py names it in the
+    environment. Raises ConfigError if the script sets another number of islands than the launcher.
     """
     place = membership.read(os.environ)
-    assert place is not None, "the launcher gives the place with the name of this function"
+    assert place is not None, "the launcher sets the place together with the join function"
     if place.count != settings.islands:
         raise ConfigError(
-            f"shardwise run --elastic-islands was told of {place.count} islands, and here they are "
-            f"{settings.islands}: give --islands there, and nothing else that overrides it."
+            f"shardwise run --elastic-islands was started with {place.count} islands, but the "
+            f"script sets {settings.islands}. Set --islands only on the command line."
         )
     island = range(place.first, place.first + place.size)
     here = ranks_here(island, identity.rank - identity.local_rank, identity.local_size)
-    alone = replace(
+    # In its island, a rank is numbered as in a run of this size.
+    island_identity = replace(
         identity,
         rank=island.index(identity.rank),
         size=place.size,
@@ -319,7 +325,7 @@ def join(
         local_size=len(here),
     )
     group = connect(
-        alone,
+        island_identity,
         device,
         settings.timeout,
         settings.transport,

@@ -1,11 +1,11 @@
-"""Completes the exchanges between elastic islands: who takes part, and which hosts need which file.
+"""Completes exchanges between elastic islands: who takes part, and which hosts need which file.
 
-    a host's broker ─▶ a rank came with this ─▶ its readers' brokers have it ─▶ it is here
-                    ◀─ all are here: give these ranks that                  (membership.py)
+    a host's broker ─▶ a rank has contributed ─▶ its readers' brokers get the file ─▶ it is present
+                    ◀─ all are present: deliver these files to these ranks          (membership.py)
 
-A rank counts as present once all hosts that need its file have it. So when an exchange is complete,
-its answers can be given everywhere, whichever host ends meanwhile. No exchange succeeds on one rank
-and fails on another.
+A rank counts as present when all hosts that need its file have it. So when an exchange is complete,
+its answers can be delivered everywhere, even if a host fails meanwhile. No exchange succeeds on one
+rank and fails on another.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shardwise.islands.elastic.membership import Answer, Arrival, Membership
 
 
 class Broker(Protocol):
-    """The links of one host: an HostBroker here, or one on another host."""
+    """The links of one host: a HostBroker in this process, or one on another host."""
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
-        """Deliver messages and files to ranks, and then drop the files `dropped`."""
+        """Deliver messages and files to ranks, then drop the files `dropped`."""
 
     def shut(self, ranks: Sequence[int]) -> None:
         """Close the links to `ranks`."""
@@ -33,32 +33,35 @@ class FileTransfers(Protocol):
     """Copies files between hosts."""
 
     def bring(self, what: Contribution, data: str | None, source: Broker, target: Broker) -> bool:
-        """Copy a contribution from the broker `source` to `target`; `data` is all of it if it is
-        little. Return whether `target` has it at once; else `Exchanges.fetched` is called later."""
+        """Copy a contribution from the broker `source` to `target`.
+
+        `data` is its content if it is small. Returns whether `target` has it immediately. If not,
+        `Exchanges.mark_fetched` is called later.
+        """
 
 
 @dataclass
-class _Held:
-    """The file of a rank, the brokers that have it, and those that want it.
+class _HeldFile:
+    """A rank's file, the brokers that have it, and the brokers that still need it.
 
-    `counts` says whether the rank counts as present.
+    `is_counted` says whether the rank counts as present.
     """
 
     what: Contribution
-    there: set[Broker]
-    wanted: set[Broker]
-    counts: bool = False
+    holders: set[Broker]
+    missing: set[Broker]
+    is_counted: bool = False
 
 
 class Exchanges:
     """The exchanges of `membership` over the brokers of all hosts.
 
     Args:
-        answered: Called after an exchange with the islands that took part.
+        answered: Called after each exchange with the islands that took part.
 
     Attributes:
-        transfers: Copies files from broker to broker; None if there is one broker.
-        resuming: Islands that continue from a checkpoint if they are started again.
+        transfers: Copies files from broker to broker; None if there is only one broker.
+        resuming: Islands that resume from a checkpoint if they are started again.
     """
 
     def __init__(self, membership: Membership, answered: Callable[[Sequence[int]], None]) -> None:
@@ -66,82 +69,85 @@ class Exchanges:
         self.transfers: FileTransfers | None = None
         self._answered = answered
         self._brokers: dict[int, Broker] = {}
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldFile] = {}
         self.resuming: set[int] = set()
         self._linked: set[int] = set()
-        """The ranks whose messages count."""
+        """Ranks whose messages are accepted."""
 
     # -- brokers and ranks ------------------------------------------------------------------
 
     def attach(self, broker: Broker, ranks: Iterable[int]) -> None:
-        """Let `broker` serve `ranks`."""
+        """Send the answers of `ranks` to `broker`."""
         self._brokers |= dict.fromkeys(ranks, broker)
 
     def detach(self, broker: Broker) -> None:
-        """Forget `broker`, whose host is lost: files are not needed there any more."""
+        """Remove `broker`, whose host is lost. Files are not needed there any more."""
         self._brokers = {rank: each for rank, each in self._brokers.items() if each is not broker}
         for held in list(self._held.values()):
-            held.there.discard(broker)
-            held.wanted.discard(broker)
+            held.holders.discard(broker)
+            held.missing.discard(broker)
             self._count(held)
 
     def link(self, ranks: Iterable[int]) -> None:
-        """Accept messages of these ranks, which are about to start."""
+        """Accept messages of these ranks, which will start next."""
         self._linked.update(ranks)
 
     def lose(self, island: int) -> None:
-        """Remove `island`: nobody waits for it, and its messages do not count."""
+        """Remove `island`: no rank waits for it, and its messages are ignored."""
         ranks = self.membership.ranks(island)
         self._linked.difference_update(ranks)
         for rank in ranks:
             if (broker := self._brokers.get(rank)) is not None:
                 broker.shut([rank])
-        # Its files first: the answers that follow must not include them.
+        # Drop its files first, because the answers that follow must not include them.
         self._settle((), ranks)
         self._answer(self.membership.lose(island))
-        # Files that only its ranks wanted are wanted no longer, so their owners may count now.
+        # Files that only its ranks needed are not needed now, so their owners may count as present.
         for held in list(self._held.values()):
-            unread = held.wanted - self._readers(held.what)
+            unread = held.missing - self._readers(held.what)
             for broker in unread:
                 broker.settle((), [held.what.key])
-            held.wanted -= unread
+            held.missing -= unread
             self._count(held)
 
     # -- what ranks bring and ask ---------------------------------------------------------
 
-    def came(self, what: Contribution, data: str | None = None) -> None:
-        """Note that a rank has come to an exchange with a file; `data` is the content of a small
-        one that other hosts need."""
+    def contribute(self, what: Contribution, data: str | None = None) -> None:
+        """Record that a rank has contributed a file to an exchange.
+
+        `data` is the content of a small file that other hosts need.
+        """
         broker = self._brokers[what.rank]
         if what.rank not in self._linked:  # its island was lost meanwhile
             broker.settle((), [what.key])
             return
         if what.resumes:
-            # Noted with every exchange, since a launcher cannot ask a rank that has ended.
+            # Recorded with every exchange, because the launcher cannot ask a rank that has ended.
             self.resuming.add(what.rank // self.membership.size)
+        # Drop the file of the rank's previous exchange.
         self._settle((), [what.rank])
-        held = _Held(what, {broker}, self._readers(what) - {broker})
+        held = _HeldFile(what, {broker}, self._readers(what) - {broker})
         self._held[what.rank] = held
-        for other in list(held.wanted):
-            assert self.transfers is not None, "ranks are at several brokers"
+        for other in list(held.missing):
+            assert self.transfers is not None, "ranks use several brokers"
             if self.transfers.bring(what, data, broker, other):
                 self._has(held, other)
         self._count(held)
 
-    def fetched(self, broker: Broker, key: Key) -> None:
-        """Note that `broker` has the file `key` now."""
+    def mark_fetched(self, broker: Broker, key: Key) -> None:
+        """Record that `broker` has the file `key` now."""
         held = self._held.get(key[0])
-        if held is not None and held.what.key == key and broker in held.wanted:
+        if held is not None and held.what.key == key and broker in held.missing:
             self._has(held, broker)
             self._count(held)
 
-    def asks_back(self, rank: int) -> None:
-        """Note that `rank`, of an island that is gone, asks to be admitted."""
+    def request_return(self, rank: int) -> None:
+        """Record that `rank`, of an island that was removed, asks to be admitted."""
         if rank in self._linked:
-            self.membership.ask_back(rank)
+            self.membership.request_return(rank)
 
-    def asks_who(self, rank: int) -> None:
-        """Tell `rank` for whom it waits: for nobody if its answer is in transit."""
+    def report_missing(self, rank: int) -> None:
+        """Tell `rank` which ranks are missing; none if its answer is in transit."""
         if rank in self._linked:
             missing = self._missing(rank)
             fresh = {each for each in missing if self.membership.is_fresh(each)}
@@ -152,31 +158,32 @@ class Exchanges:
         held = self._held.get(rank)
         if held is None:
             return []
-        if held.counts:
+        if held.is_counted:
             return self.membership.missing(rank)
         readers = self.membership.readers(rank, held.what.label)
-        return [each for each in readers if self._brokers.get(each) in held.wanted]
+        # All ranks may have contributed, but a reader's host does not have the file yet.
+        return [each for each in readers if self._brokers.get(each) in held.missing]
 
     def _readers(self, what: Contribution) -> set[Broker]:
-        """Return the brokers of the ranks that get `what`."""
+        """Return the brokers of the ranks that read `what`."""
         readers = self.membership.readers(what.rank, what.label)
         return {self._brokers[rank] for rank in readers if rank in self._brokers}
 
-    def _has(self, held: _Held, broker: Broker) -> None:
-        held.wanted.discard(broker)
-        held.there.add(broker)
+    def _has(self, held: _HeldFile, broker: Broker) -> None:
+        held.missing.discard(broker)
+        held.holders.add(broker)
 
-    def _count(self, held: _Held) -> None:
-        """Count the rank as present once all brokers that want its file have it."""
-        if not held.wanted and not held.counts:
-            held.counts = True
+    def _count(self, held: _HeldFile) -> None:
+        """Count the rank as present if all brokers that need its file have it."""
+        if not held.missing and not held.is_counted:
+            held.is_counted = True
             arrival = Arrival(label=held.what.label, alone=held.what.alone)
             self._answer(self.membership.arrive(held.what.rank, arrival))
 
     # -- answers --------------------------------------------------------------------------
 
     def _answer(self, answers: Sequence[Answer]) -> None:
-        """Deliver all answers, with the files."""
+        """Deliver all answers with their files."""
         self._settle(answers, [answer.rank for answer in answers])
         for islands in {tuple(answer.words.get("islands", ())) for answer in answers}:
             if islands:
@@ -184,16 +191,16 @@ class Exchanges:
 
     def _settle(self, answers: Sequence[Answer], ranks: Iterable[int]) -> None:
         """Deliver `answers`, and drop the files of `ranks` on all hosts."""
-        given: dict[Broker, list[Delivery]] = defaultdict(list)
+        deliveries: dict[Broker, list[Delivery]] = defaultdict(list)
         dropped: dict[Broker, list[Key]] = defaultdict(list)
         for answer in answers:
             keys = [self._held[source].what.key for source in answer.sources]
             delivery = Delivery(rank=answer.rank, words=answer.words, keys=keys)
             if (broker := self._brokers.get(answer.rank)) is not None:
-                given[broker].append(delivery)
+                deliveries[broker].append(delivery)
         for rank in ranks:
             if (held := self._held.pop(rank, None)) is not None:
-                for broker in held.there | held.wanted:
+                for broker in held.holders | held.missing:
                     dropped[broker].append(held.what.key)
-        for broker in dict.fromkeys([*given, *dropped]):
-            broker.settle(given[broker], dropped[broker])
+        for broker in dict.fromkeys([*deliveries, *dropped]):
+            broker.settle(deliveries[broker], dropped[broker])

@@ -1,10 +1,10 @@
-"""Runs elastic islands on several hosts: each island starts and meets by itself.
+"""Runs elastic islands on several hosts. Each island starts and meets separately.
 
     all hosts ready ─▶ each serves the others ─▶ each can reach each ─▶ islands start
-    a host is lost  ─▶ its islands are left out ─▶ it is asked again and again ─▶ they come back
+    a host is lost  ─▶ its islands are removed ─▶ it is asked repeatedly ─▶ they return
 
-Everything runs in the event loop of the supervisor. An operation that takes several messages is a
-generator, which is resumed whenever a message has arrived.
+Everything runs in the event loop of the supervisor. An operation of several messages is a
+generator, which is resumed after each message that arrives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.islands.elastic.remote import (
     IslandRemoteHost,
     RemoteBroker,
     RemoteIsland,
-    here,
+    ranks_on_host,
 )
 from shardwise.islands.elastic.supervisor import IslandSupervisor
 from shardwise.launch import failure_report
@@ -41,15 +41,15 @@ AGENT = "shardwise.islands.elastic.agent"
 """The module that runs on each host."""
 
 STALLED = 3.0
-"""Multiple of `--host-timeout` for which a host may fail to fetch from another one."""
+"""Multiple of `--host-timeout` during which a host may fail to fetch from another one."""
 
 
 PATIENT = 3.0
-"""Seconds for which hosts may fail to reach each other before the start of a run is given up."""
+"""Seconds for hosts to reach each other before the start of a run fails."""
 
 
 def once(job: RunSpec, console: Console, signals: Signals, restarts: Restarts) -> Ending:
-    """Reach all hosts, start all islands, and watch them to the end of the run. Starts of single
+    """Reach all hosts, start all islands, and watch them until the run ends. Restarts of single
     islands count in `restarts`."""
     supervisor = IslandSupervisor(
         console,
@@ -63,8 +63,11 @@ def once(job: RunSpec, console: Console, signals: Signals, restarts: Restarts) -
         restarts=restarts,
     )
     job = replace(job, agent=AGENT)
-    with closing(supervisor), Agents(job, supervisor, console.lines, IslandRemoteHost) as started:
-        hosts = IslandHosts(job, console, supervisor, started)
+    with (
+        closing(supervisor),
+        Agents(job, supervisor, console.lines, IslandRemoteHost) as running_agents,
+    ):
+        hosts = IslandHosts(job, console, supervisor, running_agents)
         hosts.open()
         if supervisor.is_asked:
             return supervisor.watch(())
@@ -72,7 +75,7 @@ def once(job: RunSpec, console: Console, signals: Signals, restarts: Restarts) -
 
 
 class IslandHosts:
-    """The hosts of a run of elastic islands."""
+    """Starts, loses and replaces the hosts of a run of elastic islands."""
 
     def __init__(
         self,
@@ -87,13 +90,15 @@ class IslandHosts:
         self._exchanges.transfers = self
         self._hosts: list[IslandHost] = []
         self._islands: dict[int, RemoteIsland] = {}
-        supervisor.every_turn.append(self.go_on)
+        supervisor.every_turn.append(self.resume)
 
     # -- the beginning --------------------------------------------------------------------
 
     def open(self) -> None:
-        """Wait until all hosts serve each other, or someone asks the run to end. Raises LaunchError
-        with all that is wrong."""
+        """Wait until all hosts serve each other, or the run is asked to end.
+
+        Raises LaunchError with all problems.
+        """
         job, supervisor = self._job, self._supervisor
         remotes = self._agents.start(job.shares)
         agents.prepare(job, remotes, supervisor, listening=job.shares)
@@ -107,9 +112,15 @@ class IslandHosts:
             supervisor,
             lambda remote: remote.broker is not None and remote.broker.serving,
         )
-        # Before any island starts, so that a firewall between two hosts costs no work.
-        pairs = [(one, other) for one in self._hosts for other in self._hosts if one is not other]
+        # Before any island starts, so that a firewall between two hosts wastes no work.
+        pairs = [
+            (client, server)
+            for client in self._hosts
+            for server in self._hosts
+            if client is not server
+        ]
         until = time.monotonic() + START_LIMIT
+        # Both directions of each pair, because a firewall may block only one of them.
         for _ in self._reaching(pairs, until):
             if supervisor.is_asked:
                 return
@@ -131,14 +142,16 @@ class IslandHosts:
     def _reaching(self, pairs: Pairs, until: float) -> Iterator[None]:
         """Wait until the first host of each pair can fetch from the second. Raises LaunchError if
         one cannot."""
-        # Not at the first failure: a host that serves many at once rejects some, who ask again.
+        # Not at the first failure: a host that serves many at once rejects some, which try again.
         patient = time.monotonic() + PATIENT
-        for one, other in pairs:
-            one.broker.forget_reached(other.share.first)
-            one.broker.fetch((other.share.first, transfers.NOTHING), other.broker)
+        for client, server in pairs:
+            client.broker.forget_reached(server.share.first)
+            client.broker.fetch((server.share.first, transfers.NOTHING), server.broker)
         try:
             while waiting := [
-                (one, other) for one, other in pairs if other.share.first not in one.broker.reached
+                (client, server)
+                for client, server in pairs
+                if server.share.first not in client.broker.reached
             ]:
                 for host in {host for pair in pairs for host in pair}:
                     _see_no_fault(host, until)
@@ -147,29 +160,30 @@ class IslandHosts:
                     raise LaunchError(command.refusals(faults))
                 yield
         finally:
-            # Also after a failure: an agent repeats a fetch until it is dropped.
-            for one, other in pairs:
-                one.broker.settle((), [(other.share.first, transfers.NOTHING)])
+            # After a failure too, because an agent repeats a fetch until it is dropped.
+            for client, server in pairs:
+                client.broker.settle((), [(server.share.first, transfers.NOTHING)])
 
     # -- islands --------------------------------------------------------------------------
 
     def start(self, island: int, returns: bool) -> RemoteIsland:
         """Start an island as soon as all of its hosts are up."""
         ranks = self._exchanges.membership.ranks(island)
-        hosts = [host for host in self._hosts if here(ranks, host)]
-        made = RemoteIsland(island, ranks, hosts, self._supervisor, returns=returns)
-        made.starts = self._starting(made)
-        self._islands[island] = made
-        return made
+        hosts = [host for host in self._hosts if ranks_on_host(ranks, host)]
+        site = RemoteIsland(island, ranks, hosts, self._supervisor, returns=returns)
+        site.pending_start = self._starting(site)
+        self._islands[island] = site
+        return site
 
     def _starting(self, island: RemoteIsland) -> Iterator[None]:
-        """Start an island; resumed whenever a message has arrived."""
+        """Start an island. Resumed after each message that arrives."""
         first, job, number = island.hosts[0], self._job, island.number
         address = yield from self._meeting(island)
         # A host may have been lost while the first one opened the socket. Its new agent knows
-        # nothing of it, so the island meets again.
+        # nothing of the island, so it must meet again.
         while not island.can_start:
             address = yield from self._meeting(island)
+        # Before the ranks start, because their first messages may arrive at once.
         self._exchanges.link(island.ranks)
         ports = first.broker.meetings[number]
         where = Meeting(address=address, port=ports["port"], master_port=ports["master_port"])
@@ -177,12 +191,14 @@ class IslandHosts:
             host.broker.unstarted.pop(number, None)
             about = {"island": number, "count": job.parts, "returns": island.returns}
             host.remote.start_island(
-                where, job.streams(self._console), here(island.ranks, host), **about
+                where, job.streams(self._console), ranks_on_host(island.ranks, host), **about
             )
 
     def _meeting(self, island: RemoteIsland) -> Generator[None, None, str]:
-        """Let the host of the first rank of an island listen, once all of its hosts are up; return
-        the address."""
+        """Open the socket where an island meets, once all of its hosts are up.
+
+        The host of its first rank listens. Returns the address.
+        """
         while not island.can_start:
             yield
         first, number = island.hosts[0], island.number
@@ -194,37 +210,38 @@ class IslandHosts:
             yield
         return address
 
-    # -- what goes on ---------------------------------------------------------------------
+    # -- during the run -------------------------------------------------------------------
 
-    def go_on(self) -> float | None:
-        """Resume all operations; return the seconds until the next call, None to wait for a
+    def resume(self) -> float | None:
+        """Resume all operations. Return the seconds until the next call, or None to wait for a
         message."""
         for host in self._hosts:
+            # The host was lost since the last turn.
             if host.is_up and host.remote.fault is not None:
                 host.is_up = False
-                host.comes_up = self._coming_up(host)
-            if host.comes_up is not None and next(host.comes_up, host) is host:
-                host.comes_up = None
+                host.recovery = self._coming_up(host)
+            if host.recovery is not None and next(host.recovery, host) is host:
+                host.recovery = None
         for island in list(self._islands.values()):
-            island.go_on()
-        return 1.0 if any(host.comes_up for host in self._hosts) else None
+            island.resume()
+        return 1.0 if any(host.recovery for host in self._hosts) else None
 
     def _coming_up(self, host: IslandHost) -> Iterator[None]:
-        """Ask a lost host again and again, until it serves."""
-        said = False
+        """Reach a lost host: ask it repeatedly until it serves."""
+        is_reported = False
         while True:
-            # First the end of the old agent: its ranks hold the accelerators, and end by themselves
-            # after `--host-timeout` seconds if the host cannot be reached.
+            # First let the old agent end: its ranks hold the accelerators. If the host cannot be
+            # reached, they end after `--host-timeout` seconds.
             yield from self._replaced(host)
             try:
                 yield from self._asked_again(host)
             except LaunchError as error:
-                if not said:
+                if not is_reported:
                     self._supervisor.say(
-                        f"shardwise: {host.name} cannot be reached yet, and is asked again every "
+                        f"shardwise: {host.name} cannot be reached yet. Trying again every "
                         f"{self._job.patience:g} s: {error}\n"
                     )
-                    said = True
+                    is_reported = True
             else:
                 host.is_up = True
                 return
@@ -255,14 +272,16 @@ class IslandHosts:
         while not host.broker.serving:
             _see_no_fault(host, until)
             yield
-        pairs = [(host, other) for other in self._hosts if other.is_up]
-        yield from self._reaching([*pairs, *((other, one) for one, other in pairs)], until)
+        pairs = [(host, server) for server in self._hosts if server.is_up]
+        yield from self._reaching([*pairs, *((server, client) for client, server in pairs)], until)
 
-    # -- what ranks bring -----------------------------------------------------------------
+    # -- contributions --------------------------------------------------------------------
 
     def bring(self, what: Contribution, data: str | None, source: Broker, target: Broker) -> bool:
-        """Copy a contribution from the broker `source` to `target`; `data` is all of it if it is
-        little. Return whether `target` has it at once."""
+        """Copy a contribution from the broker `source` to `target`.
+
+        `data` is its content if it is small. Returns whether `target` has it immediately.
+        """
         assert isinstance(source, RemoteBroker)
         assert isinstance(target, RemoteBroker)
         if data is not None:
@@ -272,8 +291,11 @@ class IslandHosts:
         return data is not None
 
     def _stalled(self, broker: RemoteBroker, key: Key, why: str) -> None:
-        """Note that `broker` could not fetch the file `key`. After a while its host counts as lost,
-        or the host of the file if others cannot fetch from there either."""
+        """Record that `broker` could not fetch the file `key`.
+
+        After a while its host counts as lost. If other hosts cannot fetch from the file's host
+        either, that host counts as lost instead.
+        """
         if time.monotonic() - broker.stalls[key] < STALLED * self._job.patience:
             return
         up = [each for each in self._hosts if each.is_up and each.remote.fault is None]
@@ -285,8 +307,8 @@ class IslandHosts:
             blames_source = any(each.broker.cannot_fetch(of_source) for each in others) and not any(
                 broker.cannot_fetch(each.share.numbers) for each in others
             )
-            lost = source if blames_source else host
-            lost.remote.give_up(_unreachable(host, source, why))
+            lost_host = source if blames_source else host
+            lost_host.remote.give_up(_unreachable(host, source, why))
 
 
 def _until(host: IslandHost, word: str, until: float) -> Iterator[None]:
@@ -301,19 +323,19 @@ def _see_no_fault(host: IslandHost, until: float) -> None:
     if host.remote.fault is not None:
         raise LaunchError(host.remote.fault)
     if time.monotonic() > until:
-        raise LaunchError(f"{host.name} has not answered in {START_LIMIT:g} s.")
+        raise LaunchError(f"{host.name} has not answered for {START_LIMIT:g} s.")
 
 
-def _reason(one: IslandHost, other: IslandHost) -> str:
-    """Return why one host could not fetch from another one last, "" if it has not failed."""
-    return one.broker.unreached.get(other.share.first, "")
+def _reason(client: IslandHost, server: IslandHost) -> str:
+    """Return why one host's last fetch from another failed, or "" if it did not fail."""
+    return client.broker.unreached.get(server.share.first, "")
 
 
-def _unreachable(one: IslandHost, other: IslandHost, why: str = "") -> str:
-    address, port = other.broker.place
+def _unreachable(client: IslandHost, server: IslandHost, why: str = "") -> str:
+    address, port = server.broker.place
     return (
-        f"{one.name} cannot fetch from {other.name}, at port {port} of {address}: "
-        f"{why or _reason(one, other)}. Elastic islands send what they exchange from host to host: "
-        "let hosts connect to each other, on one port with --port, or name the network that they "
+        f"{client.name} cannot fetch from {server.name}, at port {port} of {address}: "
+        f"{why or _reason(client, server)}. Elastic islands send data directly between hosts. "
+        "Allow connections between them, on a fixed port with --port, or name a network that they "
         "share with --interface."
     )

@@ -1,9 +1,9 @@
-"""IslandLink connects a rank to the launcher, through which elastic islands exchange bytes.
+"""IslandLink connects a rank to the launcher, which exchanges bytes between elastic islands.
 
-    "I am here, with this"  ─▶  launcher: all are here  ─▶  who took part, and what they sent
+    contribution  ─▶  launcher: all ranks have contributed  ─▶  who took part, and their files
 
-A rank writes its bytes into an anonymous file in memory, and sends the descriptor. On several hosts
-it sends it to the agent of its host. membership.py decides who takes part.
+A rank writes its bytes into an anonymous file in memory, and sends the descriptor to the launcher.
+On several hosts it sends it to the agent of its host. membership.py decides who takes part.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shardwise.islands.elastic.membership import IslandPlace, admission
 from shardwise.watch.wait_graph import named
 
 PATIENCE = 2
-"""Time-outs for which a rank waits for other islands. Within one, the watchdog of an island that
-hangs should have ended it."""
+"""Multiple of `--timeout` that a rank waits for other islands. Within one time-out, the watchdog of
+a hanging island should have ended that island."""
 
 WHILE_IT_LOADS = 10
-"""How many times longer it waits for an island that is back, and may load a large checkpoint."""
+"""Multiple of that wait for a returning island, which may load a large checkpoint."""
 
 LAST = 10.0
-"""Further seconds in which the launcher may answer who is missing."""
+"""Further seconds for the launcher to report the missing ranks."""
 
 _opened: WeakSet[socket.socket] = WeakSet()
 
@@ -39,19 +39,19 @@ Bytes = bytes | bytearray | memoryview
 
 
 class IslandsChanged(CheckpointNotWritten):
-    """An island has ended or come back during an operation of several exchanges."""
+    """The set of islands has changed during an operation of several exchanges."""
 
 
 class IslandLink:
-    """The link of a rank at `place`.
+    """The link of a rank at `place` to the launcher.
 
     Args:
-        timeout: Seconds of a wait, as of `--timeout`.
-        warn_after: Seconds until the first rank of the island says for whom it waits.
+        timeout: Seconds, from `--timeout`.
+        warn_after: Seconds after which the first rank of the island prints the missing ranks.
 
     Attributes:
-        members: The islands that take part; this one alone while it is `outside`.
-        waiting: The islands that ask to be admitted.
+        members: The islands that take part; only this one while it is `outside`.
+        waiting: The islands that wait for admission.
         changed: Called when `members` has changed.
     """
 
@@ -63,19 +63,19 @@ class IslandLink:
             self.members = (place.island,)
         self.waiting: tuple[int, ...] = ()
         self.resumes = False
-        """Whether the script continues from a checkpoint if it is started again."""
+        """Whether the script can resume from a checkpoint if it is started again."""
         self.changed: Callable[[], None] = lambda: None
         self._rank = rank
         self._limit, self._warn_after = PATIENCE * timeout, min(warn_after, timeout)
         self._steady: tuple[int, ...] | None = None
         self._socket = socket.socket(fileno=place.fd)
-        # Programs that the rank starts must not keep the link open after the rank has ended.
+        # Otherwise programs that the rank starts would keep the link open after the rank has ended.
         self._socket.set_inheritable(False)
         _opened.add(self._socket)
 
     @property
     def index(self) -> int:
-        """The index of this island among those that take part."""
+        """The index of this island among the members."""
         return self.members.index(self.place.island)
 
     # -- exchanges ------------------------------------------------------------------------
@@ -83,61 +83,68 @@ class IslandLink:
     def exchange(
         self, label: str, mine: Bytes, *, alone: bool = False
     ) -> tuple[tuple[int, ...], list[Bytes]]:
-        """Send `mine`, and return the islands that took part and the bytes of the rank of equal
-        place in each, in their order.
+        """Send `mine`; return the islands that took part, and their peers' bytes in order.
 
-        All ranks of all islands call it; with `alone` only those of equal place. Raises
-        CollectiveError if one does not, UsageError if one calls it with another `label`.
+        All ranks of all islands call it; with `alone`, only the peers. Raises CollectiveError if
+        one does not call it in time, and UsageError if one calls it with another `label`.
         """
         if self.outside:
+            # Until the others admit this island, its exchanges are with itself only.
             return self.members, [mine]
-        answer, brought = self._come(label, mine, alone=alone)
-        islands, theirs = tuple(answer["islands"]), iter(brought)
-        rows = [mine if island == self.place.island else next(theirs) for island in islands]
-        self._take(answer)
-        # Only after `_take`: all ranks that took part raise here, and repeat the operation over the
-        # same members.
+        answer, files = self._contribute(label, mine, alone=alone)
+        islands, other_files = tuple(answer["islands"]), iter(files)
+        rows = [mine if island == self.place.island else next(other_files) for island in islands]
+        self._update_members(answer)
+        # Only after the update: all ranks that took part raise here, and repeat the operation with
+        # the same members.
         if self._steady is not None and islands != self._steady:
             raise IslandsChanged(f"{_named(self._steady)} became {_named(islands)}.")
         return islands, rows
 
-    def _come(self, label: str, mine: Bytes, *, alone: bool) -> tuple[dict[str, Any], list[Bytes]]:
+    def _contribute(
+        self, label: str, mine: Bytes, *, alone: bool
+    ) -> tuple[dict[str, Any], list[Bytes]]:
+        # A file, because a message on the socket is limited to LONGEST bytes. The launcher passes
+        # on its descriptor, not its bytes.
         fd = os.memfd_create("shardwise-island", os.MFD_CLOEXEC)
         try:
-            left = memoryview(mine).cast("B") if len(mine) else memoryview(b"")
-            while left:
-                left = left[os.write(fd, left) :]
-            message = json.dumps({"come": label, "alone": alone, "resumes": self.resumes}).encode()
+            remaining = memoryview(mine).cast("B") if len(mine) else memoryview(b"")
+            while remaining:
+                remaining = remaining[os.write(fd, remaining) :]
+            message = json.dumps({"label": label, "alone": alone, "resumes": self.resumes}).encode()
             self._guarded(lambda: socket.send_fds(self._socket, [message], [fd]))
         finally:
-            os.close(fd)  # the message has a descriptor of its own
-        return self._answer(label)
+            os.close(fd)  # the message has duplicated it
+        return self._wait_for_answer(label)
 
-    def _answer(self, label: str) -> tuple[dict[str, Any], list[Bytes]]:
-        """Wait until the launcher answers that all have come. Raises as `exchange`."""
+    def _wait_for_answer(self, label: str) -> tuple[dict[str, Any], list[Bytes]]:
+        """Wait until the launcher answers that all ranks have contributed. Raises like
+        `exchange`."""
+        # In order: print the missing ranks, give up, and wait for the launcher's last answer.
         begun, deadlines = time.monotonic(), [self._warn_after, self._limit, self._limit + LAST]
         longest = WHILE_IT_LOADS * self._limit
         while True:
-            received = self._received(deadlines[0] - (time.monotonic() - begun))
+            received = self._receive(deadlines[0] - (time.monotonic() - begun))
             if received is None:
                 if len(deadlines) == 1:
-                    raise self._late(label, [], self._limit)
+                    raise self._late_error(label, [], self._limit)
                 del deadlines[0]
                 self._guarded(lambda: self._socket.send(b'{"who": true}'))
                 continue
-            words, brought = received
-            if "islands" in words:
-                return words, brought
-            if "refused" in words:
-                raise _apart(words["refused"])
-            if words["missing"] and len(deadlines) == 1:
-                if not words["loads"] or deadlines[0] > longest:
-                    raise self._late(label, words["missing"], deadlines[0] - LAST)
+            message, files = received
+            if "islands" in message:
+                return message, files
+            if "refused" in message:
+                raise _different_calls_error(message["refused"])
+            if message["missing"] and len(deadlines) == 1:
+                if not message["loads"] or deadlines[0] > longest:
+                    raise self._late_error(label, message["missing"], deadlines[0] - LAST)
                 deadlines = [longest, longest + LAST]
-            self._warn(label, words["missing"])
+            self._warn(label, message["missing"])
 
-    def _received(self, seconds: float) -> tuple[dict[str, Any], list[Bytes]] | None:
-        """Return the next message and its files, None if none arrives within `seconds`."""
+    def _receive(self, seconds: float) -> tuple[dict[str, Any], list[Bytes]] | None:
+        """Return the next message and its files, or None if none arrives within `seconds`."""
+        # A time-out of 0 would make the socket non-blocking.
         self._socket.settimeout(max(0.001, seconds))
         try:
             data, fds, flags, _ = self._guarded(
@@ -145,19 +152,20 @@ class IslandLink:
             )
         except TimeoutError:
             return None
+        # The kernel has dropped descriptors, because this process may not open more files.
         if flags & socket.MSG_CTRUNC:
             for fd in fds:
                 os.close(fd)
-            raise CollectiveError(f"Rank {self._rank} cannot open what islands bring: {TOO_MANY}")
+            raise CollectiveError(f"Rank {self._rank} cannot receive islands' files: {TOO_MANY}")
         if not data:
-            raise self._left_out()
+            raise self._left_out_error()
         return json.loads(data), [_read(fd) for fd in fds]
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except ConnectionError:
-            raise self._left_out() from None
+            raise self._left_out_error() from None
         except TimeoutError:
             raise
         except OSError as error:
@@ -165,15 +173,15 @@ class IslandLink:
                 f"Rank {self._rank} cannot reach the launcher ({error.strerror}): {TOO_MANY}"
             ) from None
 
-    def _left_out(self) -> CollectiveError:
+    def _left_out_error(self) -> CollectiveError:
         ranks = range(self.place.first, self.place.first + self.place.size)
         return CollectiveError(
-            f"Island {self.place.island} is left out by the launcher, since one of its ranks has "
-            "ended: the others go on without it."
+            f"The launcher has removed island {self.place.island}, because one of its ranks has "
+            "ended. The other islands continue without it."
         ).blaming(rank for rank in ranks if rank != self._rank)
 
     def _warn(self, label: str, missing: Sequence[int]) -> None:
-        """Print for whom this island waits, on its first rank."""
+        """Print the ranks that this island waits for, on its first rank."""
         if missing and self._rank == self.place.first:
             print(
                 f"shardwise: island {self.place.island} has waited {self._warn_after:g} s in "
@@ -182,15 +190,15 @@ class IslandLink:
                 flush=True,
             )
 
-    def _late(self, label: str, missing: Sequence[int], waited: float) -> CollectiveError:
+    def _late_error(self, label: str, missing: Sequence[int], waited: float) -> CollectiveError:
         whom = f"{named(missing)} of another island" if missing else "the launcher"
         return CollectiveError(
             f"Rank {self._rank} has waited {waited:g} s in {label} for {whom}, which did not "
-            "come. All islands must make the same calls; --timeout sets half of how long to wait."
+            "arrive. All islands must make the same calls. --timeout sets half of this wait."
         ).blaming(missing)
 
-    def _take(self, answer: dict[str, Any]) -> None:
-        """Note who takes part from now on."""
+    def _update_members(self, answer: dict[str, Any]) -> None:
+        """Store who takes part from now on."""
         before, self.members = self.members, tuple(answer["members"])
         self.waiting = tuple(answer["waiting"])
         if before != self.members:
@@ -203,34 +211,35 @@ class IslandLink:
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Context manager: an exchange raises IslandsChanged, on all that take part, if the islands
-        differ from those at the start of the block."""
-        before, self._steady = self._steady, self._steady or self.members
+        """Context manager: an exchange raises IslandsChanged on all members if the islands differ
+        from the islands at the start of the block."""
+        outer, self._steady = self._steady, self._steady or self.members
         try:
             yield
         finally:
-            self._steady = before
+            self._steady = outer
 
     # -- returning --------------------------------------------------------------------------
 
     def admit(self, islands: Sequence[int], step: int, about: bytes) -> None:
-        """Admit waiting `islands` after `step`, from the next exchange on; send them `about`."""
+        """Admit waiting `islands` after `step`, from the next exchange on, and send them
+        `about`."""
         self.exchange(admission(islands, step), about)
 
-    def ask_back(self) -> tuple[dict[str, Any], bytes]:
-        """Wait until the others admit this island; return their answer, for `enter`, and what they
-        send."""
-        # Without a limit: the others may be in the middle of many steps until the next boundary.
+    def wait_for_admission(self) -> tuple[dict[str, Any], bytes]:
+        """Wait until the others admit this island. Return their answer, for `enter`, and their
+        bytes."""
+        # Without a limit, because the next boundary of the others may be many steps away.
         self._guarded(lambda: self._socket.send(b'{"back": true}'))
         while True:
-            received = self._received(self._warn_after)
+            received = self._receive(self._warn_after)
             if received is not None and "islands" in received[0]:
                 return received[0], bytes(received[1][0])
 
     def enter(self, answer: dict[str, Any]) -> None:
         """Start to take part."""
         self.outside = False
-        self._take(answer)
+        self._update_members(answer)
 
     def close(self) -> None:
         """Close the link."""
@@ -243,6 +252,7 @@ def _read(fd: int) -> bytearray:
         data = bytearray(os.fstat(fd).st_size)
         view, place = memoryview(data), 0
         while place < len(data):
+            # At explicit offsets, because all descriptors of the file share one position.
             place += os.preadv(fd, [view[place:]], place)
         del file
     return data
@@ -252,18 +262,21 @@ def _named(islands: Sequence[int]) -> str:
     return f"island{'s' * (len(islands) > 1)} {', '.join(map(str, islands))}"
 
 
-def _apart(ranks: Sequence[tuple[int, str]]) -> UsageError:
-    (first, label), (other, theirs) = ranks
+def _different_calls_error(ranks: Sequence[tuple[int, str]]) -> UsageError:
+    (first, label), (other, other_label) = ranks
     return UsageError(
-        f"Rank {first} is in {label}, and rank {other} in {theirs}: all islands must make the same "
-        "calls in the same order. An island that is back goes on after engine.resume(folder); call "
-        "nothing of all ranks between that and the loop."
+        f"Rank {first} is in {label}, but rank {other} is in {other_label}. All islands must make "
+        "the same calls in the same order. A returning island continues after "
+        "engine.resume(folder); make no collective calls between engine.resume and the training "
+        "loop."
     )
 
 
 def _in_forked_child() -> None:
-    """Close the links: a forked DataLoader worker must not keep our end open, or the launcher would
-    not see the end of the rank."""
+    """Close the links in a forked child.
+
+    A DataLoader worker that kept a link open would hide the end of its rank from the launcher.
+    """
     for opened in list(_opened):
         if (fd := opened.detach()) >= 0:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""Represents hosts, brokers and islands of a run on several hosts: the launcher's side."""
+"""The launcher's objects for hosts, brokers and islands of a run on several hosts."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from shardwise.net.hosts import Share
 
 
 class RemoteBroker:
-    """The broker of another host, which its agent runs.
+    """Represents the broker of another host, which runs in that host's agent.
 
     Args:
         send: Sends a message to the agent.
-        exchanges: Receives what ranks bring and ask.
-        place: The address from which other hosts fetch.
-        failed: Called with a file that could not be fetched there, and why.
+        exchanges: Receives the messages of ranks.
+        place: The address of this host's files for other hosts.
+        failed: Called with a file that could not be fetched there, and the reason.
 
     Attributes:
         serving: Whether the broker is open.
-        meetings: By island, the ports where it meets on this host.
-        reached: First ranks of the hosts from which it could fetch.
-        unreached: The same of hosts from which it could not, and why.
+        meetings: By island, the ports of its meeting on this host.
+        reached: The hosts that it could fetch from, by first rank.
+        unreached: The hosts that it could not fetch from, by first rank, with the reason.
         unstarted: By island, why it could not start there.
     """
 
@@ -53,13 +53,13 @@ class RemoteBroker:
         self.unreached: dict[int, str] = {}
         self.unstarted: dict[int, str] = {}
         self.stalls: dict[Key, float] = {}
-        """By file that is being fetched there: since when that fails, infinity if it does not."""
+        """By file that the host is fetching, since when that fails; infinity if it does not."""
         self._send, self._exchanges, self._failed = send, exchanges, failed
 
     # -- messages to the agent --------------------------------------------------------------
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
-        """Deliver messages and files to ranks, and then drop the files `dropped`."""
+        """Deliver messages and files to ranks, then drop the files `dropped`."""
         for key in dropped:
             self.stalls.pop(key, None)
         self._send(
@@ -73,7 +73,7 @@ class RemoteBroker:
         self._send("shut", ranks=list(ranks))
 
     def forget_reached(self, rank: int) -> None:
-        """Forget whether it could fetch from the host whose first rank is `rank`."""
+        """Forget the result of the last test fetch from the host whose first rank is `rank`."""
         self.reached.discard(rank)
         self.unreached.pop(rank, None)
 
@@ -91,7 +91,7 @@ class RemoteBroker:
     # -- messages of the agent ------------------------------------------------------------
 
     def hear(self, message: protocol.Message) -> None:
-        """Take a message of the agent."""
+        """Handle a message of the agent."""
         values = {name: value for name, value in message.items() if name != "kind"}
         getattr(self, f"_on_{message['kind']}")(**values)
 
@@ -104,31 +104,31 @@ class RemoteBroker:
     def _on_unstarted(self, island: int, why: str) -> None:
         self.unstarted[island] = why
 
-    def _on_came(self, data: str | None, **values: Any) -> None:
-        self._exchanges.came(Contribution(**values), data)
+    def _on_contribution(self, data: str | None, **values: Any) -> None:
+        self._exchanges.contribute(Contribution(**values), data)
 
     def _on_back(self, rank: int) -> None:
-        self._exchanges.asks_back(rank)
+        self._exchanges.request_return(rank)
 
     def _on_who(self, rank: int) -> None:
-        self._exchanges.asks_who(rank)
+        self._exchanges.report_missing(rank)
 
     def _on_fetched(self, rank: int, number: int) -> None:
         if number == transfers.NOTHING:
             self.reached.add(rank)
         else:
             self.stalls.pop((rank, number), None)
-            self._exchanges.fetched(self, (rank, number))
+            self._exchanges.mark_fetched(self, (rank, number))
 
     def _on_unfetched(self, rank: int, number: int, why: str) -> None:
         if number == transfers.NOTHING:
             self.unreached[rank] = why
-        elif (key := (rank, number)) in self.stalls:  # else it is fetched no longer
+        elif (key := (rank, number)) in self.stalls:  # otherwise the file was dropped
             self.stalls[key] = min(self.stalls[key], time.monotonic())
             self._failed(self, key, why)
 
     def cannot_fetch(self, ranks: range) -> bool:
-        """Return whether fetches of files of `ranks` fail there now."""
+        """Return whether fetches of files of `ranks` are failing on this host."""
         return any(rank in ranks and since < math.inf for (rank, _), since in self.stalls.items())
 
 
@@ -140,23 +140,24 @@ class IslandRemoteHost(RemoteHost):
     """Its broker, once it was asked to serve."""
 
     def serve(self, broker: RemoteBroker, supervisor: IslandSupervisor, **values: Any) -> None:
-        """Open the broker of that host, which `broker` stands for; messages of ranks go to
+        """Open the broker of that host, represented by `broker`. Messages of ranks go to
         `supervisor`."""
         self.broker, self._supervisor = broker, supervisor
+        # Ranks count as ended until their island starts.
         self._left.update(self.share.numbers)
         self.send("serve", **values)
 
     def start_island(
         self, meeting: Meeting, streams: WorkerStreams, ranks: Collection[int], **about: Any
     ) -> None:
-        """Start the ranks of an island that are on that host."""
+        """Start the ranks of an island on that host."""
         self._left.difference_update(ranks)
         self.send("start_island", meeting=asdict(meeting), streams=asdict(streams), **about)
 
     def _take(self, message: protocol.Message) -> None:
         kind = message["kind"]
-        # Islands of a host that was given up may start again elsewhere. What its agent still says
-        # of their ranks is about the earlier processes.
+        # Islands of a host that was given up may have restarted. Messages of its agent about ranks
+        # would refer to the earlier processes.
         if self.broker is not None and self.fault is not None and kind != "output":
             return
         if kind not in FROM_ISLANDS:
@@ -164,12 +165,12 @@ class IslandRemoteHost(RemoteHost):
             return
         self._started(message["rank"] if kind in OF_A_RANK else None)
         if self.broker is None:
-            raise protocol.ProtocolError("it tells of islands, of which this run has none")
+            raise protocol.ProtocolError("a message about islands, but this run is not elastic")
         self.broker.hear(message)
 
 
 class IslandHost:
-    """The host of `share`, and its agent, which is replaced after the host was lost.
+    """The host of `share` and its agent, which is replaced after the host was lost.
 
     `is_up` says whether islands can start there.
     """
@@ -178,8 +179,8 @@ class IslandHost:
         self.share = share
         self.remote = remote
         self.is_up = False
-        self.comes_up: Iterator[None] | None = None
-        """The operation that brings a lost host back."""
+        self.recovery: Iterator[None] | None = None
+        """The operation that reaches a lost host again."""
 
     @property
     def name(self) -> str:
@@ -194,9 +195,10 @@ class IslandHost:
 
 
 class RemoteIsland:
-    """An island whose `ranks` run on `hosts`, or are about to start.
+    """An island whose `ranks` run on `hosts`, or will start there.
 
-    `starts` is the operation that starts them. `returns` says whether others train meanwhile.
+    `pending_start` is the operation that starts them. `returns` says whether others train
+    meanwhile.
     """
 
     def __init__(
@@ -210,7 +212,7 @@ class RemoteIsland:
     ) -> None:
         self.number, self.ranks, self.hosts = number, ranks, hosts
         self.returns = returns
-        self.starts: Iterator[None] | None = None
+        self.pending_start: Iterator[None] | None = None
         self._supervisor = supervisor
 
     @property
@@ -218,36 +220,36 @@ class RemoteIsland:
         """Whether all of its hosts are up."""
         return all(host.is_up for host in self.hosts)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume the start, and report ranks that could not start."""
-        if self.starts is not None and next(self.starts, self) is self:
-            self.starts = None
+        if self.pending_start is not None and next(self.pending_start, self) is self:
+            self.pending_start = None
         for host in self.hosts:
             broker = host.remote.broker
             why = None if broker is None else broker.unstarted.pop(self.number, None)
             if why is not None:
-                said = f"island {self.number} could not start on {host.name}: {why}"
-                self._supervisor.lost(here(self.ranks, host), said)
+                message = f"island {self.number} could not start on {host.name}: {why}"
+                self._supervisor.lost(ranks_on_host(self.ranks, host), message)
 
     def reap(self) -> None:
-        """Do nothing: the agents report the ends of ranks."""
+        """Do nothing, because the agents report the ends of ranks."""
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to its ranks, or cancel their start."""
-        if not self._given_up():
+        if not self._cancel_start():
             for host in self.hosts:
                 host.remote.send_signal(number, self.number)
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Pass on to its ranks that someone wants them to end."""
-        if number == signal.SIGUSR1 and self.starts is not None and not self.returns:
+        """Ask its ranks to end, because someone wants the run to end."""
+        if number == signal.SIGUSR1 and self.pending_start is not None and not self.returns:
             return  # there is nothing to save before a run has begun
-        if not self._given_up():
+        if not self._cancel_start():
             for host in self.hosts:
                 host.remote.ask_to_end(number, self.number)
 
     def ended_well(self, rank: int) -> None:
-        """Let its ranks know that `rank` ended with code 0."""
+        """Tell its ranks that `rank` ended with code 0."""
         if rank in self.ranks:
             for host in self.hosts:
                 host.remote.ended_well(rank, self.number)
@@ -262,18 +264,19 @@ class RemoteIsland:
         self.send_signal(signal.SIGKILL)
 
     def release(self) -> bool:
-        """Return True: the agents release its processes."""
+        """Return True, because the agents release its processes."""
         return True
 
-    def _given_up(self) -> bool:
-        """Cancel the start; return whether the island had not started."""
-        if self.starts is None:
+    def _cancel_start(self) -> bool:
+        """Cancel the start. Return whether the island had not started."""
+        if self.pending_start is None:
             return False
-        self.starts = None
+        self.pending_start = None
+        # Nobody will report the end of ranks that never start.
         self._supervisor.not_started(self.ranks)
         return True
 
 
-def here(ranks: range, host: IslandHost) -> range:
-    """Return the ranks of an island that are on a host."""
+def ranks_on_host(ranks: range, host: IslandHost) -> range:
+    """Return the ranks of an island on a host."""
     return ranks_here(ranks, host.share.first, host.share.count)

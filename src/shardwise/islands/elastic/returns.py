@@ -1,10 +1,10 @@
-"""Lets elastic islands come back that have ended and were started again.
+"""Lets failed elastic islands return after they were started again.
 
     the others      a boundary ─▶ before the next batch: a checkpoint ─▶ "admit island k, with this"
     island k        engine.resume ─▶ "admit me" ─▶ loads it ─▶ takes part
 
-Islands are admitted where a run that is asked to end saves, too: schedulers have made their step by
-then, and the weights of all islands are the anchor.
+Islands are admitted at the same point as a save before the end of a run. At that point schedulers
+have made their step, and the weights of all islands are the anchor.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from shardwise.world.current_batch import Batch
 
 
 class IslandReturns:
-    """Lets islands of an elastic `run` come back to an engine, and this island to the others.
+    """Lets islands of an elastic `run` return to an engine, and this island to the others.
 
-    Boundaries are `every` so many steps. `forget_losses` drops what the wire has lost of this
-    island's differences.
+    Boundaries are `every` steps apart. `forget_losses` clears this island's residual.
     """
 
     def __init__(
@@ -42,14 +41,17 @@ class IslandReturns:
         self._run = run
         if engine.number:
             raise ConfigError(
-                "--elastic-islands is for scripts with one engine, and this is the second: leave "
-                "the flag out. Without it an island that ends ends the run, and --restarts goes on."
+                "--elastic-islands supports only one engine per script, and this is the second. "
+                "Remove the flag. Without it a failed island ends the run, and --restarts resumes "
+                "it."
             )
         engine.world.current_batch.watch(self.before_batch)
 
     def before_batch(self, batch: Batch) -> None:
-        """Admit waiting islands if the last step was a boundary. Called before each batch;
-        collective then."""
+        """Admit waiting islands if the last step was a boundary.
+
+        Called before each batch. Collective if it admits any.
+        """
         del batch
         run = self._run
         if not run.link.waiting or not torch.is_grad_enabled():
@@ -62,26 +64,27 @@ class IslandReturns:
         waiting = run.link.waiting
         about = self._checkpoints.save_for_return()
         if about is None:
-            return
-        # The first rank of the lowest island leads: it claims the folder, and saves.
+            return  # the save has failed; islands wait for the next boundary
+        # The first rank of the lowest island leads: it claims the folder and saves.
         if waiting[0] < run.link.members[0]:
             self._checkpoints.leave_folder()
         run.link.admit(waiting, self._engine.steps, json.dumps(about).encode())
 
     def are_expected(self) -> None:
-        """Tell the launcher that this island can come back after it has ended."""
+        """Tell the launcher that this island can return if it fails."""
         self._run.link.resumes = True
 
     @property
     def is_due(self) -> bool:
-        """Whether this island is to come back."""
+        """Whether this island was started to return."""
         return self._run.is_outside
 
     def come_back(self) -> None:
-        """Wait until the others admit this island, and load what they saved. Collective over the
+        """Wait until the others admit this island, and load their checkpoint. Collective over the
         island."""
-        answer, about = self._run.link.ask_back()
+        answer, about = self._run.link.wait_for_admission()
         self._checkpoints.come_back(json.loads(about))
+        # The residual in the checkpoint is another island's.
         with torch.no_grad():
             self._forget_losses()
         self._run.link.enter(answer)

@@ -1,4 +1,4 @@
-"""Runs elastic islands on this host: each island starts and meets by itself."""
+"""Runs elastic islands on this host. Each island starts and meets separately."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from shardwise.net.hosts import LOOPBACK
 from shardwise.net.restarts import Ending, Restarts
 
 MOST = 253
-"""Files that Linux passes in one message at most (SCM_MAX_FD)."""
+"""Maximum number of files that Linux passes in one message (SCM_MAX_FD)."""
 
 
 def once(
     spec: RunSpec, begin: Begin, console: Console, signals: Signals, restarts: Restarts
 ) -> Ending:
-    """Start all islands, and watch them to the end of the run. Starts of single islands count in
+    """Start all islands, and watch them until the run ends. Restarts of single islands count in
     `restarts`."""
     allow_files(spec.size, spec.parts)
     address = LOOPBACK if spec.interface is None else network.address_of_interface(spec.interface)
@@ -60,8 +60,9 @@ def once(
             return broker.open(rank)
 
         def start(island: int, returns: bool) -> IslandWorkers:
-            own = folder / f"start-{next(numbers)}"
-            own.mkdir(mode=0o700)
+            # A folder for each start, so that an island does not read its predecessor's reports.
+            start_folder = folder / f"start-{next(numbers)}"
+            start_folder.mkdir(mode=0o700)
             with network.listen(address, 0) as listener:
                 workers = IslandWorkers(
                     spec,
@@ -72,7 +73,7 @@ def once(
                     ),
                     spec.streams(console, reads=True),
                     begin,
-                    own,
+                    start_folder,
                     reaper,
                     supervisor.selector,
                     *sinks,
@@ -83,7 +84,7 @@ def once(
                 )
                 try:
                     workers.start(listener)
-                except BaseException:  # ranks that run would wait for those that do not
+                except BaseException:  # started ranks would wait for the others
                     workers.give_up()
                     raise
             return workers
@@ -98,37 +99,36 @@ def once(
 def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, dict[str, str]]:
     """Return the number of elastic islands of a run, and its `settings` with that number.
 
-    `counts` are the ranks of each host. Raises LaunchError if they do not fit.
+    `counts` has the number of ranks of each host. Raises LaunchError if the values do not fit.
     """
     if not sys.platform.startswith("linux"):
-        raise LaunchError("--elastic-islands needs Linux: leave it out.")
+        raise LaunchError("--elastic-islands works only on Linux. Remove it.")
     islands, size = _count(counts, settings.get("islands", "1")), sum(counts)
     if islands > MOST:
         raise LaunchError(
-            f"--elastic-islands with --islands {islands}: no more than {MOST} islands, of which an "
-            "exchange passes on a file each, since Linux takes no more at once."
+            f"--elastic-islands with --islands {islands}: at most {MOST} islands are possible, "
+            "because each exchange passes on one file per island, and Linux limits their number."
         )
     if size % islands:
         fits = [str(each) for each in range(2, size + 1) if size % each == 0]
         raise LaunchError(
-            f"--islands {islands} does not divide {size} workers: islands are of one size. Write "
-            f"--islands with one of {', '.join(fits)}."
+            f"--islands {islands} does not divide {size} workers, but all islands have the same "
+            f"size. Write --islands with one of {', '.join(fits)}."
         )
     for name, is_off in (("behind", ""), ("late", "0")):
         value = settings.get(name, is_off)
         if value != is_off:
-            raise LaunchError(DELAYS.format(given=f"--{name} {value}"))
+            raise LaunchError(DELAYS.format(flag=f"--{name} {value}"))
     return islands, {**settings, "islands": str(islands)}
 
 
 def _count(counts: Sequence[int], text: str) -> int:
-    """Return the number of islands that `--islands TEXT` means. Raises LaunchError for an invalid
-    one."""
+    """Parse the value of `--islands`. Raises LaunchError if it is invalid."""
     if text == "host" and len(counts) > 1:
         if len(set(counts)) > 1:
             raise LaunchError(
-                f"--islands host needs as many workers on every host; these have "
-                f"{', '.join(map(str, counts))}. Start equal numbers (-H a:4,b:4), or write "
+                f"--islands host needs the same number of workers on every host, but these have "
+                f"{', '.join(map(str, counts))}. Use equal numbers (-H a:4,b:4), or write "
                 "--islands with a number."
             )
         return len(counts)
@@ -136,8 +136,8 @@ def _count(counts: Sequence[int], text: str) -> int:
         return values.whole(2)(text)
     except ValueError:
         raise LaunchError(
-            f"--elastic-islands with --islands {text}: say how many islands there are, 2 or more, "
-            "such as --islands 2; or host, for one on each of several hosts (-H, --hostfile)."
+            f"--elastic-islands with --islands {text}: write the number of islands, 2 or more, "
+            "such as --islands 2; or host, for one island per host (-H, --hostfile)."
         ) from None
 
 

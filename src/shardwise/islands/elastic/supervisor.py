@@ -1,10 +1,10 @@
-"""Watches elastic islands, which may end and come back while the others train.
+"""Watches elastic islands, which may fail and return while the others train.
 
-    a rank of island k fails ─▶ nobody waits for k any more ─▶ its other ranks are ended ─▶ a line
+    a rank of island k fails ─▶ no rank waits for k any more ─▶ its other ranks are killed ─▶ a line
                              ─▶ k is started again ─▶ the others admit it ─▶ a line
 
-Other failures end the run as without elastic islands: before all have started to train, of the last
-island, and in a run that somebody asks to end.
+Some failures end the run, as without elastic islands: before all islands have started to train, of
+the last island, and in a run that is asked to end.
 """
 
 from __future__ import annotations
@@ -31,69 +31,73 @@ NEVER = math.inf
 
 
 class IslandSite(Site, Protocol):
-    """The ranks of an island: IslandWorkers here, RemoteIsland on other hosts."""
+    """The ranks of an island: IslandWorkers on this host, RemoteIsland on other hosts."""
 
     def end(self) -> None:
         """Kill the remaining processes of its ranks."""
 
     def release(self) -> bool:
-        """Return whether no process of it is left."""
+        """Return whether none of its processes is left."""
 
 
 Start = Callable[[int, bool], IslandSite]
-"""Starts an island. The flag says whether it comes back to others that train."""
+"""Starts an island. The flag says whether it returns to others that train."""
 
 
 @dataclass
 class IslandFailure:
-    """A failed island: how its ranks ended, and why some of them cannot be reached."""
+    """A failed island: the exits of its ranks, and why some of them cannot be reached."""
 
     exits: dict[int, RankExit] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
 
     @property
     def reports(self) -> dict[int, ErrorReport]:
-        """The error reports of its ranks."""
-        found = {rank: each.report for rank, each in self.exits.items()}
-        return {rank: report for rank, report in found.items() if report is not None}
+        """Error reports of its ranks."""
+        values = {rank: each.report for rank, each in self.exits.items()}
+        return {rank: report for rank, report in values.items() if report is not None}
 
     @property
     def step(self) -> int:
-        """The number of steps that its ranks have made."""
-        found = [each.progress.step for each in self.exits.values() if each.progress is not None]
-        return max(found, default=0)
+        """Number of steps that its ranks have made."""
+        values = [each.progress.step for each in self.exits.values() if each.progress is not None]
+        return max(values, default=0)
 
 
 class IslandSupervisor(Supervisor):
-    """The ranks of `count` islands of `size` ranks each. An island may end while the others train.
+    """Watches the ranks of `count` islands of `size` ranks each. An island may fail while the
+    others train.
 
-    `restarts` limits and counts how often an island is started again.
+    `restarts` limits and counts the restarts of islands.
     """
 
-    def __init__(self, *given: Any, count: int, size: int, restarts: Restarts, **more: Any) -> None:
-        super().__init__(*given, **more)
+    def __init__(
+        self, *arguments: Any, count: int, size: int, restarts: Restarts, **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
         self.exchanges = Exchanges(Membership(count=count, size=size), self._exchanged)
         self._size = size
         self._restarts = restarts
         self.islands: list[IslandSite] = []
         self._failing: dict[int, float] = {}
-        """By failing island: when its other ranks are killed."""
+        """By failing island, the time to kill its other ranks."""
         self._failures: dict[int, IslandFailure] = {}
-        """The islands that have failed, and have not taken part since."""
+        """Islands that have failed, and have not taken part since."""
         self._outlived: set[int] = set()
-        """Those of them without which the others have completed an exchange since."""
+        """Failed islands without which the others have completed an exchange since."""
         self._tries: Counter[int] = Counter()
-        """How often an island was started again since it last took part."""
+        """Number of restarts of each island since it last took part."""
         self._finished: set[int] = set()
-        """The islands all of whose ranks have ended well."""
+        """Islands whose ranks have all ended well."""
         self._said: set[int] = set()
-        """Those of them whose end was printed."""
+        """Finished islands whose end was printed."""
         self._unneeded: set[int] = set()
+        """Failed islands that are killed, because no other island is left to return to."""
         self.ended: list[IslandSite] = []
-        """Islands whose ranks have ended, and of whose child processes some may be left."""
+        """Ended islands that may still have child processes."""
 
     def watch_islands(self, start: Start) -> Ending:
-        """Start all islands, and return how the run ended when all ranks have."""
+        """Start all islands. Return how the run ended, when all ranks have."""
         self._start = start
         self.islands += [start(island, False) for island in range(self._membership.count)]
         return self.watch(self.islands)
@@ -104,14 +108,15 @@ class IslandSupervisor(Supervisor):
 
     @property
     def _away(self) -> set[int]:
-        """The islands that have failed, and have not taken part since. An admitted one may still
-        load."""
+        """Islands that have failed, and have not taken part since. An admitted one may still be
+        loading."""
         return set(self._failures)
 
     def turn(self, limit: float | None = None) -> None:
-        """Wait for events once, and kill failed islands whose time has come."""
+        """Wait for events once, and kill failed islands whose time has passed."""
         super().turn(limit)
-        # At once: the system may reuse the process numbers, and the reaper would kill strangers.
+        # Immediately, because the system may reuse the process numbers, and then the reaper would
+        # kill unrelated processes.
         self.ended = [each for each in self.ended if not each.release()]
         for island, at in list(self._failing.items()):
             if at <= time.monotonic():
@@ -127,12 +132,12 @@ class IslandSupervisor(Supervisor):
     def left(self, rank_exit: RankExit) -> None:
         rank = rank_exit.end.rank
         island = rank // self._size
-        if rank not in self._running:  # its host was lost, and its island has failed with it
+        if rank not in self._running:  # its host was lost, and its island counts as failed
             return
         ended_well = rank_exit.end.code == 0 or rank_exit.saved
         at_fault = () if rank_exit.report is None else rank_exit.report.at_fault
-        # A rank that blames another island has waited too long for it: that one hangs, and nobody
-        # knows how many more do.
+        # A rank that blames another island has waited too long for it. That island hangs, and other
+        # islands may hang too, so the run ends.
         blames_another = not set(at_fault) <= set(self._membership.ranks(island))
         is_alone = not blames_another and self._are_alone([island])
         if island in self._failing or (not ended_well and is_alone):
@@ -141,15 +146,15 @@ class IslandSupervisor(Supervisor):
         if not ended_well:
             self._recall()
         super().left(rank_exit)
-        # An island that has finished takes part no longer, like one that failed. It does not count
-        # as failed, so the others may end well too.
+        # A finished island stops taking part, like a failed one. It does not count as failed, so
+        # the run can still end well.
         if ended_well and not self._living(island):
             self._finished.add(island)
             self.exchanges.lose(island)
         self._end_unneeded()
 
     def not_started(self, ranks: Sequence[int]) -> None:
-        """Note that these ranks of an island will not start."""
+        """Record that these ranks of an island will not start."""
         self._running.difference_update(ranks)
 
     def lost(self, ranks: Sequence[int], why: str) -> None:
@@ -158,7 +163,8 @@ class IslandSupervisor(Supervisor):
             self._recall()
             super().lost(ranks, why)
             return
-        # First all, then each: the line about one must not name another lost island as training on.
+        # Mark all of them before reporting each: the line about one must not name another lost
+        # island as continuing.
         for island in islands:
             self._begin_failing(island)
         for island in islands:
@@ -171,13 +177,16 @@ class IslandSupervisor(Supervisor):
     def _are_alone(self, islands: Collection[int]) -> bool:
         """Return whether the others can continue after a failure of `islands`."""
         failed = set(islands)
+        # Nobody waits for them, and so their failure changes nothing.
         if failed <= self._unneeded:
             return True
         away = failed <= self._away
         if self._asked is not None or self._stopping:
+            # The run is ending. Only failures of islands that are away anyway do not matter.
             return away
+        # Without another member, no island has weights to continue from.
         others = set(self._membership.members) - failed - set(self._failing)
-        return self._membership.begun and bool(others or (away and self._finished))
+        return self._membership.has_begun and bool(others or (away and self._finished))
 
     def _fail(
         self,
@@ -186,11 +195,11 @@ class IslandSupervisor(Supervisor):
         rank_exit: RankExit | None = None,
         why: str | None = None,
     ) -> None:
-        """Note that ranks of `island` have ended or cannot be reached: the island fails."""
+        """Record that ranks of `island` have ended or cannot be reached, so the island fails."""
         self._running.difference_update(ranks)
         self._begin_failing(island)
         failure = self._failures[island]
-        if why is not None:  # no agent will send the end of their output
+        if why is not None:  # no agent will report the end of their output
             for rank, stream in product(ranks, (STDOUT, STDERR)):
                 self._outputs[rank].hear(stream, b"")
         if rank_exit is not None:
@@ -200,13 +209,13 @@ class IslandSupervisor(Supervisor):
             self._failed(island)
             return
         ends = [each.end for each in failure.exits.values()]
-        # The other ranks may still explain the failure, so they are not killed at once.
+        # The other ranks may still explain the failure, so kill them a little later.
         explained = failure.losses or failure_report.is_explained(ends, failure.reports)
         wait = SETTLE if explained else UNEXPLAINED
         self._failing[island] = min(self._failing[island], time.monotonic() + wait)
 
     def _begin_failing(self, island: int) -> None:
-        """Remove `island` from the exchanges, so that nobody waits for it any more."""
+        """Remove `island` from the exchanges, so that no rank waits for it."""
         if island not in self._failing:
             self._failures[island] = IslandFailure()
             self._outlived.discard(island)
@@ -214,10 +223,10 @@ class IslandSupervisor(Supervisor):
             self.exchanges.lose(island)
 
     def _failed(self, island: int) -> None:
-        """Report the end of all ranks of `island`, and start it again if that is possible."""
+        """Report that all ranks of `island` have ended, and restart it if possible."""
         del self._failing[island]
         workers = self.islands[island]
-        workers.end()  # child processes of its ranks
+        workers.end()  # kills the remaining child processes
         self.ended.append(workers)
         if island in self._unneeded or self._asked is not None or self._stopping:
             return
@@ -229,39 +238,39 @@ class IslandSupervisor(Supervisor):
         failure = self._failures[island]
         at = f" at step {failure.step}" if failure.exits else ""
         listed = ", ".join(map(str, others))
-        go_on = f"Islands {listed} go on" if others[1:] else f"Island {listed} goes on"
+        go_on = f"Islands {listed} continue" if others[1:] else f"Island {listed} continues"
         self.say(
             f"shardwise: island {island} has ended{at} ({self._cause(failure)}). "
-            f"{go_on} without it, from the next boundary on. {what_next}\n"
+            f"{go_on} without it from the next boundary on. {what_next}\n"
         )
         if comes:
             self._start_again(island)
 
     def _cause(self, failure: IslandFailure) -> str:
-        """Say which rank of an island failed, and why."""
+        """Describe which rank of an island failed, and why."""
         reports, exits = failure.reports, failure.exits
-        judged = failure_report.judge([each.end for each in exits.values()], reports)
-        if judged is None or (failure.losses and failure_report.is_consequence(judged, reports)):
+        verdict = failure_report.judge([each.end for each in exits.values()], reports)
+        if verdict is None or (failure.losses and failure_report.is_consequence(verdict, reports)):
             return failure.losses[0].partition(". ")[0].removesuffix(".")
         count = len(self._outputs)
-        found = reports.get(judged.rank if judged.waiting is None else judged.waiting)
-        what, why = failure_report.in_few_words(judged, exits[judged.rank].how, count, found)
+        report = reports.get(verdict.rank if verdict.waiting is None else verdict.waiting)
+        what, why = failure_report.in_few_words(verdict, exits[verdict.rank].how, count, report)
         return f"{what}: {why.removesuffix('.')}"
 
     def _next(self, island: int) -> tuple[bool, str]:
-        """Return whether `island` is started again, and a sentence about it."""
+        """Return whether `island` is restarted, and a sentence about it."""
         if island not in self.exchanges.resuming:
-            return False, "It does not come back: the script calls no engine.resume(folder)."
-        # Counted since it last took part: an island that fails now and then is always restarted.
+            return False, "It does not return, because the script calls no engine.resume(folder)."
+        # Counted since it last took part, so that an island that fails rarely is always restarted.
         if self._tries[island] == STUCK:
-            return False, f"It does not come back: it has failed {STUCK} times on its way."
+            return False, f"It does not return, because {STUCK} restarts in a row have failed."
         if self._restarts.is_spent:
-            often = f"--restarts {self._restarts.allowed} allows no more"
-            return False, f"It does not come back: {often}."
-        return True, f"Starting it again, {self._restarts.number} of {self._restarts.allowed}."
+            limit = f"--restarts {self._restarts.allowed} allows no more restarts"
+            return False, f"It does not return, because {limit}."
+        return True, f"Restarting it ({self._restarts.number} of {self._restarts.allowed})."
 
     def _start_again(self, island: int) -> None:
-        """Start `island`. A start that fails counts as a failure of the island, and is repeated."""
+        """Start `island`. A failed start counts as a failure of the island, and is repeated."""
         comes = True
         while comes:
             self._restarts.island_started()
@@ -280,9 +289,9 @@ class IslandSupervisor(Supervisor):
     # -- the others -------------------------------------------------------------------------
 
     def _exchanged(self, islands: Sequence[int]) -> None:
-        """Note that these islands have taken part in an exchange."""
+        """Record that these islands have taken part in an exchange."""
         for island in self._finished - self._said:
-            self.say(f"shardwise: island {island} has ended well. The others go on without it.\n")
+            self.say(f"shardwise: island {island} has finished. The others continue without it.\n")
         self._said |= self._finished
         for island in list(self._failures):
             if island not in islands:
@@ -292,11 +301,12 @@ class IslandSupervisor(Supervisor):
                 self._outlived.discard(island)
                 self._tries[island] = 0
                 step = self._membership.admitted[island]
-                self.say(f"shardwise: island {island} is back, from step {step} on.\n")
+                self.say(f"shardwise: island {island} has returned, from step {step} on.\n")
 
     def _end_unneeded(self) -> None:
-        """Kill islands that are coming back if no island takes part any more."""
+        """Kill returning islands if no island takes part any more."""
         taking_part = [rank for each in self._membership.members for rank in self._living(each)]
+        # A returning island needs a running member that admits it.
         if taking_part or self._unneeded:
             return
         self._unneeded |= {each for each in self._away if self._living(each)}
@@ -305,7 +315,7 @@ class IslandSupervisor(Supervisor):
 
     def _recall(self) -> None:
         """Add the failures of islands to the causes of the end of the run."""
-        # Not of islands that the others have outlived: they have failed for reasons of their own.
+        # Not the failures that the others have survived: those did not end the run.
         for island, failure in self._failures.items():
             if island not in self._outlived:
                 self._exits |= failure.exits

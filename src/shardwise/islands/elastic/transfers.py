@@ -1,9 +1,9 @@
-"""Copies files of elastic islands from host to host, in threads next to an agent's event loop.
+"""Copies files of elastic islands between hosts, in threads next to an agent's event loop.
 
-    who fetches ─▶ rank, number      once both have proved that they know the secret of the run
-    who serves  ─▶ size, and so many bytes, and a MAC of them
+    client ─▶ rank, number                       after both have proved that they know the secret
+    server ─▶ size, the bytes, and their MAC
 
-Each has a connection of its own, since minutes may lie between two of them.
+Each fetch has its own connection, because minutes may pass between two fetches.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from shardwise.islands.elastic.broker import Key
 from shardwise.net import authentication, rpc
 
 NOTHING = 0
-"""The number of an empty file that every host has, to test whether it can be reached."""
+"""Number of an empty file that every host has, to test whether it can be reached."""
 
 _REQUEST, _SIZE = struct.Struct("!qq"), struct.Struct("!q")
 _NOT_HERE = -1
 
 CONNECT = 10.0
-"""Seconds to reach another host."""
+"""Seconds to connect to another host."""
 
 STALL = 30.0
-"""Seconds without a byte after which a connection fails."""
+"""Seconds without any byte after which a connection fails."""
 
 AGAIN = 0.5
 """Seconds between two attempts to fetch a file."""
@@ -45,15 +45,16 @@ Address = tuple[str, int]
 def serve(
     listener: socket.socket, place: Address, secret: bytes, copy: Callable[[Key], int | None]
 ) -> rpc.Server:
-    """Serve the files that `copy` returns to peers that know `secret`. Close the server at the end.
+    """Serve the files that `copy` returns to peers that know `secret`.
 
-    `place` is the address that others are told for `listener`.
+    `place` is the address of `listener` that other hosts use. The caller closes the server.
     """
 
     def give(peer: rpc.Connection) -> None:
-        """Send a peer the file that it asks for. A peer that has left asks again if it must."""
+        """Send a peer the file that it requests. If the peer has left, it will ask again."""
         peer.socket.settimeout(STALL)
         rank, number = _REQUEST.unpack(_message(peer))
+        # A duplicate of the broker's descriptor, because the broker may drop the file meanwhile.
         fd = os.memfd_create("nothing") if number == NOTHING else copy((rank, number))
         if fd is None:
             peer.send(_SIZE.pack(_NOT_HERE))
@@ -70,7 +71,7 @@ class Fetches:
     """Fetches files from other hosts, which know `secret`, until they arrive or are cancelled.
 
     In the event loop of `selector`, `done` is called with each key and its file, and `failed` with
-    each attempt that failed and why.
+    each failed attempt and the reason.
     """
 
     def __init__(
@@ -84,19 +85,20 @@ class Fetches:
         self._selector = selector
         self._running: dict[Key, _Fetch] = {}
         self._cancelled: list[_Fetch] = []
-        self._news: SimpleQueue[tuple[_Fetch, int | str]] = SimpleQueue()
-        self._bell, self._rung = socket.socketpair()
-        self._rung.setblocking(False)
-        selector.register(self._rung, selectors.EVENT_READ, self._hear)
+        # Threads put results here, and wake the event loop through a pair of sockets.
+        self._results: SimpleQueue[tuple[_Fetch, int | str]] = SimpleQueue()
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        selector.register(self._wake_receiver, selectors.EVENT_READ, self._on_wake)
 
     def begin(self, key: Key, source: Address) -> None:
         """Fetch the file `key` from the host that serves at `source`."""
         self.cancel(key)
-        self._running[key] = _Fetch(key, source, self._secret, self._tell)
+        self._running[key] = _Fetch(key, source, self._secret, self._report)
         self._running[key].start()
 
     def cancel(self, key: Key) -> None:
-        """Stop fetching `key`, if it is being fetched."""
+        """Stop fetching `key`, if a fetch is running."""
         if (fetch := self._running.pop(key, None)) is not None:
             fetch.cancel()
             self._cancelled = [each for each in self._cancelled if each.is_alive()]
@@ -108,27 +110,28 @@ class Fetches:
             self.cancel(key)
         for fetch in self._cancelled:
             fetch.join()
-        self._selector.unregister(self._rung)
-        self._take()
-        self._rung.close()
-        self._bell.close()
+        self._selector.unregister(self._wake_receiver)
+        self._handle_results()
+        self._wake_receiver.close()
+        self._wake_sender.close()
 
-    def _tell(self, fetch: _Fetch, what: int | str) -> None:
+    def _report(self, fetch: _Fetch, what: int | str) -> None:
         """Report the result of an attempt, from its thread."""
-        self._news.put((fetch, what))
-        with suppress(OSError):  # closed, or full: then the loop wakes up anyway
-            self._bell.send(b"\0", socket.MSG_DONTWAIT)
+        self._results.put((fetch, what))
+        with suppress(OSError):  # closed, or full and the loop will wake up anyway
+            self._wake_sender.send(b"\0", socket.MSG_DONTWAIT)
 
-    def _hear(self) -> None:
+    def _on_wake(self) -> None:
         with suppress(BlockingIOError):
-            self._rung.recv(CHUNK)
-        self._take()
+            self._wake_receiver.recv(CHUNK)
+        self._handle_results()
 
-    def _take(self) -> None:
-        while not self._news.empty():
-            fetch, what = self._news.get()
+    def _handle_results(self) -> None:
+        while not self._results.empty():
+            fetch, what = self._results.get()
             if isinstance(what, int):
-                fetch.join()  # it was its last result
+                fetch.join()  # this was its last result
+            # It may have been cancelled, or replaced by a later fetch of the same file.
             is_wanted = self._running.get(fetch.key) is fetch
             if isinstance(what, str):
                 if is_wanted:
@@ -137,11 +140,12 @@ class Fetches:
                 del self._running[fetch.key]
                 self._done(fetch.key, what)
             else:
-                os.close(what)
+                os.close(what)  # cancelled while it arrived
 
 
 class _Fetch(Thread):
-    """Fetches one file; `tell` is called with its descriptor, and with each reason why not."""
+    """Fetches one file. `tell` is called with its descriptor, and with the reason of each
+    failure."""
 
     def __init__(
         self,
@@ -152,31 +156,31 @@ class _Fetch(Thread):
     ) -> None:
         super().__init__(name="islands-fetch", daemon=True)
         self.key = key
-        self._source, self._secret, self._tell = source, secret, tell
+        self._source, self._secret, self._report = source, secret, tell
         self._cancelled = Event()
         self._lock = Lock()
         self._peer: socket.socket | None = None
 
     def cancel(self) -> None:
-        """Stop soon, also in the middle of a connection."""
+        """Stop soon, even in the middle of a connection."""
         self._cancelled.set()
         with self._lock:
             if self._peer is not None:
-                with suppress(OSError):  # it is not connected yet, or no more
+                with suppress(OSError):  # not connected yet, or closed
                     self._peer.shutdown(socket.SHUT_RDWR)
 
     def run(self) -> None:
         while not self._cancelled.is_set():
             try:
-                found = self._fetched()
+                fd = self._fetch()
             except OSError as error:
-                self._tell(self, error.strerror or str(error))
+                self._report(self, error.strerror or str(error))
                 self._cancelled.wait(AGAIN)
             else:
-                self._tell(self, found)
+                self._report(self, fd)
                 return
 
-    def _fetched(self) -> int:
+    def _fetch(self) -> int:
         """Return the descriptor of the file. Raises OSError."""
         family, kind, protocol, _, place = socket.getaddrinfo(
             *self._source, type=socket.SOCK_STREAM
@@ -186,9 +190,9 @@ class _Fetch(Thread):
             with self._lock:
                 self._peer = peer
             try:
-                # Only now can a cancel be seen by the socket: one that came before is seen here.
+                # From here on, `cancel` shuts the socket down. Check for an earlier cancel.
                 if self._cancelled.is_set():
-                    raise ConnectionError("it is fetched no longer")
+                    raise ConnectionError("the fetch was cancelled")
                 peer.connect(place)
                 return self._read(peer)
             finally:
@@ -202,7 +206,7 @@ class _Fetch(Thread):
         proven.send(_REQUEST.pack(*self.key))
         (size,) = _SIZE.unpack(_message(proven))
         if size == _NOT_HERE:
-            raise ConnectionError(f"{self.key} is not there")
+            raise ConnectionError(f"{self.key} is not on this host")
         fd = os.memfd_create("shardwise-island", os.MFD_CLOEXEC)
         try:
             _copy(proven, fd, size)
@@ -213,12 +217,12 @@ class _Fetch(Thread):
 
 
 def _role(place: Address) -> bytes:
-    """The role of who serves at `place`; see authentication.py."""
+    """Return the role of the server at `place`; see authentication.py."""
     return f"islands {place[0]} {place[1]}".encode()
 
 
 def _message(peer: rpc.Connection) -> bytes:
-    """The next message of `peer`. Raises OSError where none comes that it has sealed."""
+    """Return the next message of `peer`. Raises OSError if none arrives or its seal is wrong."""
     try:
         message = peer.receive()
     except authentication.Forged as error:
@@ -234,10 +238,11 @@ def _send_file(peer: rpc.Connection, fd: int) -> None:
     peer.send(_SIZE.pack(size))
     sum_of_all, buffer = peer.seals.sends_bulk(), memoryview(bytearray(min(size, CHUNK)))
     while place < size:
-        # Descriptors of one file share their offset, and several hosts may fetch it at once.
+        # At explicit offsets: descriptors of one file share their position, and several hosts may
+        # fetch it at the same time.
         count = os.preadv(fd, [buffer], place)
         if not count:
-            raise ConnectionError(f"the file has ended at byte {place} of {size}")
+            raise ConnectionError(f"the file ended at byte {place} of {size}")
         place += count
         # The kernel sends the chunk while it is added to the MAC.
         peer.socket.sendall(buffer[:count])
@@ -246,29 +251,28 @@ def _send_file(peer: rpc.Connection, fd: int) -> None:
 
 
 def _copy(peer: rpc.Connection, fd: int, size: int) -> None:
-    """Write `size` bytes that come from `peer` into a file. Raises OSError, also for bytes that
-    the other end has not sent."""
+    """Write `size` bytes from `peer` into a file. Raises OSError, also if the MAC is wrong."""
     buffer = memoryview(bytearray(min(size, CHUNK)))
     sum_of_all = peer.seals.receives_bulk()
     while size:
-        came = peer.socket.recv_into(buffer[: min(size, CHUNK)])
-        if not came:
-            raise ConnectionError(f"the connection ended {size} bytes before what was to come")
-        size -= came
-        sum_of_all.update(buffer[:came])
-        left = buffer[:came]
-        while left:
-            left = left[os.write(fd, left) :]
+        received = peer.socket.recv_into(buffer[: min(size, CHUNK)])
+        if not received:
+            raise ConnectionError(f"the connection ended {size} bytes too early")
+        size -= received
+        sum_of_all.update(buffer[:received])
+        remaining = buffer[:received]
+        while remaining:
+            remaining = remaining[os.write(fd, remaining) :]
     seal = _exactly(peer.socket, authentication.MAC)
     if not hmac.compare_digest(seal, sum_of_all.digest()):
-        raise ConnectionError("what came was changed on its way")
+        raise ConnectionError("the file was changed in transit")
 
 
 def _exactly(peer: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        more = peer.recv(count - len(data))
-        if not more:
+        chunk = peer.recv(count - len(data))
+        if not chunk:
             raise ConnectionError("the connection ended")
-        data += more
+        data += chunk
     return data

@@ -1,16 +1,16 @@
-"""The agent that the launcher starts on each of several hosts: it runs the ranks of this host.
+"""The agent that the launcher starts on each host: it runs the ranks of its host.
 
     launcher                  agent
-        <- hello              versions, clock, where it was reached
-    check ->                  is the program here? which address, which port?
+        <- hello              versions, clock, own address
+    check ->                  does the program exist? which address and port?
         <- ready | refused
-    start ->                  the ranks run
+    start ->                  starts the ranks
         <- output, end, saves ...
     signal, ask, resize, ended ->
-    close ->                  it ends, as it does when the connection ends or falls silent
+    close ->                  ends; so does the end of the connection, or silence
 
-It reads its standard input and writes its standard output, which ssh carries. Whatever happens,
-its orphan reaper ends the ranks when it ends.
+The agent reads its standard input and writes its standard output, which ssh connects to the
+launcher. When the agent ends for any reason, its orphan reaper ends the ranks.
 """
 
 import os
@@ -43,24 +43,24 @@ from shardwise.net import network
 
 IN, OUT = 0, 1
 FIRST_PATIENCE = 60.0
-"""Seconds without a heartbeat after which the launcher is lost, until it says its own number."""
+"""Seconds of silence after which the launcher counts as lost, until it sends its own limit."""
 
 BEAT = 1.0
 """Seconds between two signs of life."""
 
 REAPER_SLACK = 3.0
-"""Seconds beyond the patience after which the reaper takes this process for stopped: the launcher
-notices it first, and says so."""
+"""Seconds beyond the patience before the reaper takes this process for stopped. The launcher should
+notice first, because it reports the reason."""
 
 FULL = 2**20
-"""Bytes on their way to the launcher beyond which the ranks' output waits in its pipes."""
+"""With more unsent bytes than this, the agent stops reading the output of ranks."""
 
 
 class Agent:
-    """The part of a run that is on this host."""
+    """The part of a run on this host."""
 
     kinds = protocol.TO_AGENT
-    """The messages that it obeys, by `on_KIND`."""
+    """The messages that the agent accepts. Each is handled by `on_KIND`."""
 
     def __init__(self, signals: Signals, stack: ExitStack) -> None:
         self._signals = signals
@@ -70,22 +70,23 @@ class Agent:
         self._paused = False
         self._listener: socket.socket | None = None
         self._place = ("", 0)
-        """The address and port of that listener, as other hosts see them."""
+        """The address and port of the listener, as other hosts see them."""
         self._spec: RunSpec | None = None
         self._command: tuple[str, ...] = ()
         self._parts: dict[int, LocalWorkers] = {}
-        """The ranks that run here, together as part 0, or in parts that start by themselves."""
+        """The ranks here: all in part 0, or in several parts that start independently."""
         self._former: list[LocalWorkers] = []
-        """Parts that were started again, of which something may be left."""
+        """Earlier starts of parts, which may have left processes behind."""
         self._starts = count()
         self._patience = FIRST_PATIENCE
-        self._heard = time.monotonic()
+        self._last_sign = time.monotonic()
+        """Time of the last sign of life from the launcher."""
         self._open = True
         self._receiver = protocol.MessageReader(self.kinds, self._obey, lambda noise: None)
 
     def run(self) -> None:
-        """Obey the launcher until it closes the connection, or falls silent."""
-        # A launcher that reads no further must not stop this loop, which has ranks to watch.
+        """Serve the launcher until it closes the connection, or is silent for too long."""
+        # A launcher that does not read must not block this loop, which has ranks to watch.
         for fd in (IN, OUT):
             os.set_blocking(fd, False)
         self._selector.register(IN, selectors.EVENT_READ, self._read)
@@ -95,24 +96,25 @@ class Agent:
         while self._open:
             now = time.monotonic()
             if now >= beat_at:
-                if not self._out:  # else the launcher has not read what was sent before
+                if not self._out:  # otherwise earlier data is still unsent
                     self._out = protocol.HEARTBEAT
                     self._write()
                 if self._parts:
                     self._reaper.beat()
                 beat_at = now + BEAT
-            left = min(self._heard + self._patience, beat_at) - now
+            left = min(self._last_sign + self._patience, beat_at) - now
             for key, _ in self._selector.select(max(0.0, left)):
                 self._guarded(key.data)
-            # Others may get the numbers of processes that have ended, and must not end with ours.
+            # The system may give the ids of ended processes to others, so the reaper must forget
+            # them soon.
             self._former = [each for each in self._former if not each.release()]
             for workers in self._parts.values():
                 workers.release()
-            # This process may have stood still itself: then the launcher's words wait to be read.
-            is_silent = time.monotonic() > self._heard + self._patience
+            # If unread messages wait, it was this process that did not run, and not the launcher.
+            is_silent = time.monotonic() > self._last_sign + self._patience
             if is_silent and not select.select([IN], [], [], 0)[0]:
-                why = f"nothing has come from the launcher for {self._patience:g} s"
-                self._send("refused", why=f"{why}, so the ranks there are ended.")
+                why = f"the agent received nothing from the launcher for {self._patience:g} s"
+                self._send("refused", why=f"{why}, so it ends its ranks.")
                 return
 
     def _obey(self, message: protocol.Message) -> None:
@@ -120,7 +122,7 @@ class Agent:
         self._guarded(partial(getattr(self, f"on_{kind}"), **message))
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        """Do something; what goes wrong with it is the launcher's to tell."""
+        """Call a handler, and report its errors to the launcher."""
         try:
             call()
         except protocol.ProtocolError:
@@ -131,26 +133,30 @@ class Agent:
             self._send("refused", why=failure_report.os_error_sentence(error))
 
     def on_check(self, *, spec: dict[str, Any], listens: bool, address: str, towards: str) -> None:
-        """Find the program and the interface; if rank 0 is here, which `listens`, listen for it.
+        """Check the program and the interface. If this host `listens`, listen for rank 0.
 
-        That is at the interface's address, else at `address`, else where it leads `towards`.
+        Args:
+            spec: The run, with the share of this host.
+            listens: Whether rank 0 is here.
+            address: The address to listen at, if no interface is named and it is known.
+            towards: Another host. The route to it gives the address otherwise.
         """
-        # Kept until `start`, whose message is small then: the spec is sent once.
+        # Keep the spec until `start`, so that it is sent only once.
         self._spec = found = protocol.build(RunSpec, spec)
         if not found.words or len(found.shares) != 1:
-            raise protocol.ProtocolError("nothing is to be run")
+            raise protocol.ProtocolError("a check without a program or a share")
         self._patience = found.patience
         self._command = program.command(found.words[0], found.words[1:], module=found.module)
         if found.interface is not None:
             address = network.address_of_interface(found.interface)
-        where = {"port": found.port, "master_port": 0}
+        ports = {"port": found.port, "master_port": 0}
         if listens:
             address = address or network.address_towards(towards)
             self._listener = self._stack.enter_context(network.listen(address, found.port))
             spare = self._stack.enter_context(network.reserve_port(address))
-            where = {"port": self._listener.getsockname()[1], "master_port": spare.getsockname()[1]}
-            self._place = address, where["port"]
-        self._send("ready", address=address, **where)
+            ports = {"port": self._listener.getsockname()[1], "master_port": spare.getsockname()[1]}
+            self._place = address, ports["port"]
+        self._send("ready", address=address, **ports)
 
     def on_start(self, meeting: dict[str, Any], streams: dict[str, Any]) -> None:
         """Start the ranks."""
@@ -166,18 +172,18 @@ class Agent:
         make: Callable[..., LocalWorkers],
         listener: socket.socket | None,
     ) -> None:
-        """Start the ranks of a part, as the workers that `make` returns."""
+        """Start the ranks of a part, as workers from `make`."""
         if self._spec is None:
-            raise protocol.ProtocolError("nothing is started before a check")
-        where = protocol.build(Meeting, meeting)
-        where = replace(
-            where, interface=network.interface_of(network.address_towards(where.address))
+            raise protocol.ProtocolError("a start before a check")
+        place = protocol.build(Meeting, meeting)
+        place = replace(
+            place, interface=network.interface_of(network.address_towards(place.address))
         )
         folder = self._folder / f"start-{next(self._starts)}"
         folder.mkdir(mode=0o700)
         workers = make(
             self._spec,
-            where,
+            place,
             protocol.build(WorkerStreams, streams),
             worker.program(self._command),
             folder,
@@ -190,12 +196,12 @@ class Agent:
         self._former += [self._parts[part]] if part in self._parts else []
         self._parts[part] = workers
         workers.start(listener)
-        if self._paused:
+        if self._paused:  # `start` begins to read
             workers.pause()
 
     @cached_property
     def _folder(self) -> Path:
-        """Where the error files of ranks are."""
+        """The folder for error files of ranks."""
         return Path(tempfile.mkdtemp(prefix="shardwise-"))
 
     @cached_property
@@ -248,7 +254,7 @@ class Agent:
             data = os.read(IN, 2**16)
         except BlockingIOError:
             return
-        self._heard = time.monotonic()
+        self._last_sign = time.monotonic()
         self._open = bool(data)
         self._receiver.feed(data)
 
@@ -257,18 +263,20 @@ class Agent:
         self._write()
 
     def _write(self) -> None:
-        """Write what the connection takes now, and come back for the rest."""
+        """Write as much as the connection accepts now. The selector calls again for the rest."""
         waiting = OUT in self._selector.get_map()
         try:
             self._out = self._out[os.write(OUT, self._out) :]
         except BlockingIOError:
-            pass  # it takes none of it now; the selector says when
-        except OSError:  # nobody reads: the connection is gone
+            pass
+        except OSError:  # the connection is gone
             self._open, self._out = False, b""
         if self._out and not waiting:
             self._selector.register(OUT, selectors.EVENT_WRITE, self._write)
         elif waiting and not self._out:
             self._selector.unregister(OUT)
+        # Backpressure: while the launcher is slow, ranks block on their full pipes, as they would
+        # on a slow terminal, instead of filling this process's memory.
         if self._parts and self._paused != (len(self._out) > FULL):
             self._paused = not self._paused
             for workers in self._parts.values():
@@ -284,10 +292,11 @@ class Agent:
 
 
 def _hello(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Build the first message: what the launcher wants to know of this host."""
+    """Return the fields of the first message, which describes this host."""
     torch = None
     with suppress(PackageNotFoundError):
         torch = version("torch")
+    # SSH_CONNECTION holds the client's address and port, then the server's.
     here = (environ.get("SSH_CONNECTION", "").split(" ") + [""] * 3)[2]
     return {
         "version": __version__,
@@ -301,8 +310,9 @@ def _hello(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _machine() -> str | None:
-    """Return what agents on one and the same host have in common; None where nothing does."""
+    """Return a text that only agents on the same host share, or None."""
     try:
+        # The network and mount namespaces tell containers of one machine apart.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt")]
     except OSError:
@@ -318,7 +328,7 @@ def main(kind: type[Agent] = Agent) -> None:
             kind(signals, stack).run()
         except protocol.ProtocolError as fault:
             sys.exit(
-                f"shardwise: this agent is told what no launcher of its version says: {fault}."
+                f"shardwise: the launcher sent something that this version does not know: {fault}."
             )
 
 

@@ -18,16 +18,20 @@ from shardwise.launch.supervisor import Supervisor
 from shardwise.net.hosts import LOOPBACK, Host, Share
 
 START_LIMIT = 60.0
-"""Seconds that a host may take to log us in and answer."""
+"""Seconds that a host may take until ssh has logged in and the agent has answered."""
 
 
 H = TypeVar("H", bound=RemoteHost)
 
 
 class Agents(Generic[H]):
-    """The agents of a run; a context, after which all are gone.
+    """The agents of a run. A context manager, which ends them.
 
-    `say` shows lines of theirs, and `kind` makes the connection to each.
+    Args:
+        spec: The run.
+        supervisor: The event loop of the launcher.
+        say: Shows lines of output from the hosts.
+        kind: The class of the connection to a host.
     """
 
     def __init__(
@@ -41,29 +45,30 @@ class Agents(Generic[H]):
         self._kind = kind
         self._remotes: list[H] = []
         self._beats: dict[H, ExitStack] = {}
-        """What tells each that we are alive; one for all that were started together."""
+        """The heartbeat process of each agent. Agents that were started together share one."""
         self._is_here: dict[Host, bool] = {}
-        """What was found out before, since a name may take long to look up."""
+        """By host, whether it is this one. A cache, because resolving a name may take long."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        # The stack closes in reverse: `_end` asks the agents to end before the reaper kills ssh.
         self._reaper = self._stack.enter_context(OrphanReaper())
         self._stack.callback(self._end)
-        self._supervisor.every_turn.append(self._give_up_silent)
+        self._supervisor.every_turn.append(self._give_up_silent_hosts)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def start(self, shares: Iterable[Share]) -> list[H]:
-        """Start an agent on the host of each of `shares`. Raises LaunchError without an ssh."""
-        made = [self._started(share) for share in shares]
+        """Start an agent on the host of each share. Raises LaunchError if ssh cannot be started."""
+        remotes = [self._start_one(share) for share in shares]
         beats = ExitStack()
-        self._beats |= dict.fromkeys(made, beats)
-        beats.enter_context(heartbeat.heartbeats([remote.input_fd for remote in made]))
-        return made
+        self._beats |= dict.fromkeys(remotes, beats)
+        beats.enter_context(heartbeat.heartbeats([remote.input_fd for remote in remotes]))
+        return remotes
 
-    def _started(self, share: Share) -> H:
+    def _start_one(self, share: Share) -> H:
         known = self._is_here.get(share.host)
         remote = self._kind(self._spec, share, self._say, is_here=known)
         self._is_here[share.host] = remote.is_here
@@ -72,13 +77,13 @@ class Agents(Generic[H]):
         remote.connect(self._supervisor.selector)
         return remote
 
-    def _give_up_silent(self) -> float | None:
-        """Give up the hosts whose agents are silent; seconds until one of the others may be."""
+    def _give_up_silent_hosts(self) -> float | None:
+        """Give up silent hosts. Return the seconds until the next check, or None."""
         waits = [wait for remote in self._remotes if (wait := remote.look()) is not None]
         return min(waits, default=None)
 
     def forget(self, remote: H, since: float) -> None:
-        """Wait for the end of an agent that was asked for it at `since`, and forget it, once."""
+        """Wait for the end of an agent that was asked to end at time `since`, and remove it."""
         if remote in self._remotes:
             self._remotes.remove(remote)
             remote.disconnect()
@@ -92,7 +97,8 @@ class Agents(Generic[H]):
             beats.close()
         for remote in self._remotes:
             remote.close()
-        # All were asked before the first is waited for: many slow hosts take as long as one.
+        # All agents were asked to end before we wait for the first, so many slow hosts take no
+        # longer than one.
         began = time.monotonic()
         for remote in self._remotes:
             self._wait(remote, began)
@@ -112,16 +118,26 @@ def prepare(
     supervisor: Supervisor,
     listening: Collection[Share],
 ) -> Meeting:
-    """Wait until every host can start; the hosts of the shares `listening` listen on the port of
-    the spec. Returns where the first of them listens.
+    """Wait until every host is ready to start its ranks.
 
-    Raises LaunchError with all that is wrong on any of them.
+    Args:
+        spec: The run.
+        remotes: The hosts.
+        supervisor: The event loop of the launcher.
+        listening: Shares whose hosts listen on the port of the spec.
+
+    Returns:
+        The address and ports of the first host.
+
+    Raises:
+        LaunchError: Some hosts are not ready. The message lists all reasons.
     """
+    # In two rounds, because the check of a host needs the addresses that the others report.
     wait_for(remotes, supervisor, lambda remote: remote.hello)
     if supervisor.is_asked:
         return _NOWHERE
-    _refuse_twice(remotes)
-    _compare(remotes, supervisor)
+    _refuse_duplicates(remotes)
+    _compare_versions(remotes, supervisor)
     for remote in remotes:
         check(remote, remotes, listens=remote.share in listening)
     wait_for(remotes, supervisor, lambda remote: remote.ready)
@@ -132,18 +148,18 @@ def prepare(
 
 
 def address(remote: RemoteHost) -> str:
-    """Where a host was reached, as it says; "" for this one."""
+    """Return the address that ssh used, as the agent reports it; "" for this host."""
     return remote.hello["address"] if remote.hello and not remote.is_here else ""
 
 
 def peer(remote: RemoteHost, remotes: Iterable[RemoteHost]) -> str:
     """Return the address of another host than `remote`, or its name if no address is known.
 
-    The route to it leads over the network that the hosts share. Returns the loopback address if
-    `remote` is the only host.
+    Returns the loopback address if `remote` is the only host.
     """
+    # The route to another host leads over the network that the hosts share.
     others = [other for other in remotes if other is not remote]
-    # ssh sets SSH_CONNECTION, so the agent knows its own address. Other programs for --ssh do not.
+    # ssh sets SSH_CONNECTION, which tells the agent its address. Other programs for --ssh do not.
     reached = [found for other in others if (found := address(other))]
     named = [other.share.host.name for other in others if not other.is_here]
     ours = [socket.gethostname() for other in others if other.is_here]
@@ -151,8 +167,9 @@ def peer(remote: RemoteHost, remotes: Iterable[RemoteHost]) -> str:
 
 
 def check(remote: RemoteHost, remotes: Iterable[RemoteHost], *, listens: bool) -> None:
-    """Ask a host whether it can start. It listens at the address by which it was reached. If that
-    is not known, it listens at its address on the route to another one of `remotes`."""
+    """Ask a host to check whether it can start its ranks, and to listen if `listens`."""
+    # It listens at the address that ssh used, or if that is unknown, at its address on the route to
+    # another host.
     remote.check(listens=listens, address=address(remote), towards=peer(remote, remotes))
 
 
@@ -161,7 +178,7 @@ def wait_for(
     supervisor: Supervisor,
     word: Callable[[H], Message | bool | None],
 ) -> None:
-    """Wait until all have sent a message, or someone wants the run to end. Raises LaunchError."""
+    """Wait until `word` is true for all hosts, or the run is asked to end. Raises LaunchError."""
     until = time.monotonic() + START_LIMIT
     while not supervisor.is_asked:
         silent = [remote for remote in remotes if not word(remote) and remote.fault is None]
@@ -173,16 +190,17 @@ def wait_for(
         return
     faults = [remote.fault for remote in remotes if remote.fault is not None]
     faults += [
-        f"{remote.share.host.name} has not answered in {START_LIMIT:g} s. "
-        f"Does this work: ssh {remote.share.host.login} true"
+        f"{remote.share.host.name} has not answered within {START_LIMIT:g} s. "
+        f"Check that this works: ssh {remote.share.host.login} true"
         for remote in silent
     ]
     if faults:
         raise LaunchError(command.refusals(faults))
 
 
-def _refuse_twice(remotes: Sequence[RemoteHost]) -> None:
-    """Raise LaunchError where two names are one host: its local ranks would clash."""
+def _refuse_duplicates(remotes: Sequence[RemoteHost]) -> None:
+    """Raise LaunchError if two names mean the same host."""
+    # Both agents would count their local ranks from 0, and use the same GPUs.
     found: dict[str, Share] = {}
     for remote in remotes:
         machine, share = (remote.hello or {}).get("machine"), remote.share
@@ -196,8 +214,8 @@ def _refuse_twice(remotes: Sequence[RemoteHost]) -> None:
             found[machine] = share
 
 
-def _compare(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> None:
-    """Warn of hosts with another torch or Python than the first."""
+def _compare_versions(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> None:
+    """Warn about hosts with another version of torch or Python than the first."""
     first, *others = remotes
     for remote in others:
         for what in ("torch", "python"):
@@ -212,5 +230,5 @@ def _compare(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> None:
 
 
 def names(shares: Sequence[Share]) -> dict[int, str]:
-    """By rank, the name of its host."""
+    """Return the name of the host of each rank."""
     return {rank: share.host.name for share in shares for rank in share.numbers}

@@ -1,4 +1,4 @@
-"""Builds the ssh command that starts an agent on a host, and says what its failures mean. Pure."""
+"""Builds the ssh command that starts an agent on a host, and explains its failures. Pure."""
 
 import shlex
 from collections.abc import Sequence
@@ -9,34 +9,33 @@ from shardwise.launch.run_spec import RunSpec
 from shardwise.net.hosts import Host, Share
 
 NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-"""Variables that Python itself may need to start; others travel inside the connection, where
-nobody sees them in a list of processes."""
+"""Variables that Python itself may need to start. All others are sent over the connection, so that
+they do not show in a list of processes."""
 
 WITHOUT_FLAGS = ("qrsh",)
-"""Programs for --ssh that run a command on a host as ssh does, but know none of its flags: Grid
-Engine's `qrsh -inherit HOST COMMAND`."""
+"""Programs for --ssh that run a command on a host but take none of ssh's flags: Grid Engine's
+`qrsh -inherit HOST COMMAND`."""
 
 NO_FOLDER = 81
-"""The exit code by which the remote shell says that it cannot go there."""
+"""Exit code of the remote command if the working directory does not exist."""
 
 NOT_FOUND = (126, 127)
-"""Those by which every shell says that a program is missing, or none."""
+"""Exit codes of shells for a program that is missing or not executable."""
 
 SSH_FAILED = 255
-"""The one by which ssh says that it was itself that failed."""
+"""Exit code of ssh for its own failures."""
 
 KEPT_SILENT = 2.5
-"""Seconds of silence, at least, before ssh itself takes a connection for lost: an agent sends a
-sign of life every second."""
+"""Lower limit of the silence, in seconds, before ssh itself gives up a connection."""
 
 CONNECT = 10
-"""Seconds that ssh may take to reach a host."""
+"""Seconds that ssh may take to connect to a host."""
 
 
 def ssh_command(spec: RunSpec, host: Host) -> list[str]:
-    """Build the command that starts an agent on `host`; it never asks for a password.
+    """Return the command that starts an agent on `host`. It never asks for a password.
 
-    Raises LaunchError for a port if the program has no flag for it.
+    Raises LaunchError for --ssh-port if the program has no flag for a port.
     """
     program = PurePath(spec.ssh[0]).name
     if program in WITHOUT_FLAGS:
@@ -46,8 +45,9 @@ def ssh_command(spec: RunSpec, host: Host) -> list[str]:
             )
         return [*spec.ssh, host.login, remote_command(spec)]
     settings = {
-        "BatchMode": "yes",
+        "BatchMode": "yes",  # fail instead of asking for a password
         "ConnectTimeout": str(CONNECT),
+        # ssh gives up a silent connection after about 3/4 of --host-timeout, before we do.
         "ServerAliveInterval": str(max(1, round(spec.patience / 4))),
         "ServerAliveCountMax": "3",
         "LogLevel": "ERROR",
@@ -58,7 +58,7 @@ def ssh_command(spec: RunSpec, host: Host) -> list[str]:
 
 
 def remote_command(spec: RunSpec) -> str:
-    """Build one line for the login shell of the other host, whichever that is."""
+    """Return a command line that any login shell of the other host understands."""
     needed = [f"{name}={spec.passed[name]}" for name in NEEDED if name in spec.passed]
     env = ["env", *needed] if needed else []
     agent = shlex.join([*env, *agent_words(spec, spec.python)])
@@ -66,18 +66,18 @@ def remote_command(spec: RunSpec) -> str:
 
 
 def agent_words(spec: RunSpec, python: str) -> list[str]:
-    """Build the command that is an agent, on whichever host."""
+    """Return the command of an agent."""
     return [python, "-P", "-m", spec.agent]
 
 
 def start_failure(spec: RunSpec, host: Host, code: int | None, said: str) -> str:
-    """Say why the agent on `host` did not start or went away, from its exit code and output."""
+    """Explain why the agent on `host` did not start or ended, from its exit code and output."""
     port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
     login = shlex.join([*spec.ssh, *port, host.login])
     last = _last_line(said)
     if code == NO_FOLDER:
         return (
-            f"{host.name} has no folder {spec.folder}, where this run starts. Put the project "
+            f"{host.name} has no folder {spec.folder}, where this run was started. Put the project "
             "there too: on a file system that all hosts share, or as a copy."
         )
     if code in NOT_FOUND:
@@ -88,71 +88,74 @@ def start_failure(spec: RunSpec, host: Host, code: int | None, said: str) -> str
     if "No module named" in last:
         return (
             f"{spec.python} on {host.name} cannot import {spec.agent}. Install the same version of "
-            "shardwise there, or pass on where it is with -x PYTHONPATH."
+            "shardwise there, or pass on its place with -x PYTHONPATH."
         )
     if code == SSH_FAILED:
-        return f"ssh to {host.name} fails: {last or 'no reason given'}. {_advice(last, login)}"
+        if "Permission denied" in last:
+            advice = (
+                f"ssh must not ask for a password: set up a key, until this works: {login} true"
+            )
+        elif "Host key verification failed" in last:
+            advice = f"Log in once by hand to accept the key of the host: {login}"
+        else:
+            advice = f"Check its spelling, and that this works: {login} true"
+        return f"ssh to {host.name} fails: {last or 'no reason given'}. {advice}"
     return (
         f"The agent on {host.name} ended ({'signal' if (code or 0) < 0 else 'exit code'} "
-        f"{abs(code or 0)}){': ' + last if last else ''}. Look at: {login} {spec.python} "
+        f"{abs(code or 0)}){': ' + last if last else ''}. Try: {login} {spec.python} "
         f"-m {spec.agent}"
     )
 
 
 def lost_host(spec: RunSpec, share: Share, code: int | None, said: str, silent: float) -> str:
-    """Say why the agent for the ranks of `share` went away after they had started.
+    """Explain why the agent for the ranks of `share` ended after they had started.
 
-    `silent` is the seconds between its last sign of life and the end of its connection.
+    `silent` is the time in seconds between its last sign of life and the end of the connection.
     """
     who = f"{share.host.name} ({share.ranks}) is lost"
     if code != SSH_FAILED:
         why = start_failure(spec, share.host, code, said)
         return f"{who}: {why.replace('The agent', 'the agent', 1)}"
     reason = _last_line(said)
+    # An agent sends a sign of life every second. If the last one is recent, ssh did not give up a
+    # silent connection: the agent itself ended.
     if not reason and silent < KEPT_SILENT:
         return (
-            f"{who}: its agent ended {silent:.1f} s after its last sign of life. Was it killed "
-            f"(kill -9, the out-of-memory killer), or sshd there? {_ends_by_itself(spec)}"
+            f"{who}: its agent ended {silent:.1f} s after its last sign of life. It or sshd may "
+            f"have been killed (kill -9, the out-of-memory killer). {_own_end(spec)}"
         )
     return (
-        f"{who}: {reason or _nothing_heard(spec)}. Did the host go down, or the network "
-        f"between? {_ends_by_itself(spec)}"
+        f"{who}: {reason or _silence(spec)}. The host or the network to it may be down. "
+        f"{_own_end(spec)}"
     )
 
 
 def silent_host(spec: RunSpec, share: Share, pid: int) -> str:
-    """Say that the agent for the ranks of `share` has ceased to answer over a connection that is
-    still there; `pid` is its process."""
+    """Explain that the agent for the ranks of `share` is silent although the connection works.
+
+    `pid` is the process of the agent.
+    """
     port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
     login = shlex.join([*spec.ssh, *port, share.host.login])
     return (
-        f"{share.host.name} ({share.ranks}) is lost: {_nothing_heard(spec)}, although the "
-        f"connection stands. Is its agent (process {pid}) stopped, or the host too busy? Look at: "
-        f"{login} ps -o pid,stat,args -p {pid}. {_ends_by_itself(spec)}"
+        f"{share.host.name} ({share.ranks}) is lost: {_silence(spec)}, although the connection "
+        f"works. Its agent (process {pid}) may be stopped, or the host overloaded. Try: "
+        f"{login} ps -o pid,stat,args -p {pid}. {_own_end(spec)}"
     )
 
 
-def _nothing_heard(spec: RunSpec) -> str:
-    return f"nothing was heard of it for {spec.patience:g} s"
+def _silence(spec: RunSpec) -> str:
+    return f"no sign of life for {spec.patience:g} s"
 
 
-def _ends_by_itself(spec: RunSpec) -> str:
-    return f"What runs there ends by itself within {spec.patience:g} s."
+def _own_end(spec: RunSpec) -> str:
+    return f"Its ranks end on their own within {spec.patience:g} s."
 
 
 def _last_line(said: str) -> str:
     return (said.strip().splitlines() or [""])[-1].strip().rstrip(".")
 
 
-def _advice(said: str, login: str) -> str:
-    """What to do about an error of ssh's."""
-    if "Permission denied" in said:
-        return f"It may not ask for a password here: set up a key, until this works: {login} true"
-    if "Host key verification failed" in said:
-        return f"Log in once by hand to accept the key of the host: {login}"
-    return f"Is it spelt so, and does this work: {login} true"
-
-
 def refusals(faults: Sequence[str]) -> str:
-    """List all that is wrong on any host, one line each."""
+    """Join the faults of all hosts, one line each."""
     return "\n           ".join(faults)

@@ -1,10 +1,10 @@
-"""Tells the agents on other hosts, every second, that their launcher is alive.
+"""Tells the agents on other hosts every second that their launcher is alive.
 
-A process of its own, so that a launcher that stands still (Ctrl-Z, a pager that reads no further)
-does not look like one whose host is cut off. It writes a NUL byte to each descriptor given as an
-argument; it ends with its standard input, which the launcher holds.
+The heartbeat is a separate process, so that a stopped launcher (Ctrl-Z, or a pager that does not
+read) does not look like a lost host. It writes a NUL byte to each descriptor in its arguments, and
+ends when its standard input ends, which the launcher holds.
 
-It is started as a script; so it imports nothing of the package.
+It runs as a script, so this file imports nothing of the package.
 """
 
 import os
@@ -21,7 +21,7 @@ EVERY = 1.0
 
 @contextmanager
 def heartbeats(fds: Iterable[int]) -> Iterator[None]:
-    """Let a process of its own write to `fds` while the block runs."""
+    """Run a heartbeat process that writes to `fds` during the block."""
     script, passed = Path(__file__), list(fds)
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", script.name, *map(str, passed)],
@@ -37,12 +37,13 @@ def heartbeats(fds: Iterable[int]) -> Iterator[None]:
         yield
     finally:
         process.stdin.close()
-        process.kill()  # not by the end of its input: someone may have stopped it
+        process.kill()  # the end of its input is not enough: somebody may have stopped it
         process.wait()
 
 
 def beat(fds: Iterable[int]) -> None:
-    """Write to each of `fds` that can take it, until nothing holds our standard input."""
+    """Write to each writable one of `fds` every second, until standard input ends."""
+    # Standard input is a pipe from the launcher: it becomes readable when the launcher ends.
     alive = set(fds)
     while not select.select([0], [], [], EVERY)[0]:
         ready = select.select([], alive, [], 0)[1]
@@ -50,10 +51,10 @@ def beat(fds: Iterable[int]) -> None:
 
 
 def _write(fd: int) -> bool:
-    """Whether there is still someone at the other end."""
+    """Write a beat. Return whether the other end is still open."""
     try:
         os.write(fd, b"\0")
-    except BlockingIOError:  # the launcher has just filled the pipe: that is a sign of life too
+    except BlockingIOError:  # the launcher has just filled the pipe, which is a sign of life too
         return True
     except BrokenPipeError:
         return False

@@ -1,4 +1,4 @@
-"""Runs a spec on several hosts: an agent on each, and no rank starts before all are ready."""
+"""Runs a spec on several hosts, with an agent on each. No rank starts before all are ready."""
 
 import os
 from contextlib import closing
@@ -17,7 +17,7 @@ from shardwise.net.restarts import Ending
 
 
 def run(spec: RunSpec, part_runner: PartRunner | None) -> int:
-    """Run `spec` to its end and return the exit code. Raises LaunchError when it cannot start."""
+    """Run `spec` to its end and return the exit code. Raises LaunchError if it cannot start."""
     console = spec.console(os.environ)
     with Signals() as signals:
         allowed = restarts.Restarts(spec.restarts)
@@ -28,7 +28,7 @@ def run(spec: RunSpec, part_runner: PartRunner | None) -> int:
 
 
 def _once(spec: RunSpec, console: Console, signals: Signals) -> Ending:
-    """Reach all hosts, start all ranks, and watch them to their end, once."""
+    """Start an agent on each host, then all ranks, and watch them until they end."""
     supervisor = Supervisor(
         console,
         spec.outputs(console),
@@ -42,7 +42,8 @@ def _once(spec: RunSpec, console: Console, signals: Signals) -> Ending:
         where = agents.prepare(spec, remotes, supervisor, listening=spec.shares[:1])
         if supervisor.is_asked:
             return supervisor.watch(())
-        # Only now: a host that cannot start must not leave the ranks of others waiting for it.
+        # Only now that all hosts are ready: otherwise ranks might wait for a host that cannot
+        # start any.
         for remote in remotes:
             remote.start(where, spec.streams(console), supervisor)
         return supervisor.watch(remotes)

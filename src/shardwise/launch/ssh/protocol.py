@@ -2,9 +2,9 @@
 
     b'@shardwise {"kind": "output", "rank": 3, "stream": 1, "data": "loss 0.31\\n"}\\n'
 
-Other lines come from what a login on the other host prints, and are passed on as they are. A NUL
-byte is a sign of life, which either end sends every second. On the launcher's side another process
-does so, and puts it in anywhere: JSON has no such byte.
+A login on the other host may print other lines, which are forwarded unchanged. Either end sends a
+NUL byte every second as a sign of life. The launcher's heartbeat is another process, which may
+insert the byte anywhere. That is harmless, because JSON never contains it.
 """
 
 import json
@@ -28,7 +28,7 @@ _MARK = b"@shardwise "
 
 
 def encode(kind: str, **values: Any) -> bytes:
-    """One message as a line."""
+    """Encode a message as a line."""
     return _MARK + json.dumps({"kind": kind, **values}).encode() + b"\n"
 
 
@@ -73,17 +73,17 @@ FROM_AGENT: Kinds = {
     "saves": {"number": int},
 }
 MOST = 2**26
-"""Bytes of the longest line."""
+"""Length limit of a line in bytes."""
 
 
 class ProtocolError(LaunchError):
-    """A line that is no message of this version; says what is wrong with it."""
+    """A line that is not a valid message of this version."""
 
 
 class MessageReader:
-    """Cuts bytes into messages of `kinds` for `take`, and other lines for `noise`.
+    """Cuts bytes into messages, which go to `take`, and other lines, which go to `noise`.
 
-    Raises ProtocolError for a message that cannot be.
+    Raises ProtocolError for a message that is not of `kinds`.
     """
 
     def __init__(
@@ -95,9 +95,10 @@ class MessageReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
-        """Take `data`, which may end anywhere."""
+        """Parse `data`, which may end anywhere."""
         *lines, self._rest = (self._rest + data.replace(HEARTBEAT, b"")).split(b"\n")
         for line in lines:
+            # A login may print text without a newline, which ends up before our mark.
             noise, mark, message = line.partition(_MARK)
             if noise or not mark:
                 self._noise(noise + b"\n")
@@ -112,10 +113,10 @@ def _checked(text: bytes, kinds: Kinds) -> Message:
     try:
         message = json.loads(text)
     except (ValueError, RecursionError):
-        raise ProtocolError(f"{text[:60]!r} is no message") from None
+        raise ProtocolError(f"{text[:60]!r} is not a message") from None
     kind = message.get("kind") if isinstance(message, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
-        raise ProtocolError(f"{text[:60]!r} is no message that is known here")
+        raise ProtocolError(f"{text[:60]!r} is a message of an unknown kind")
     found: Message = message
     _check(kind, {name: value for name, value in message.items() if name != "kind"}, kinds[kind])
     return found
@@ -123,47 +124,48 @@ def _checked(text: bytes, kinds: Kinds) -> Message:
 
 def _check(what: str, fields: Mapping[str, Any], types: Mapping[str, Any]) -> None:
     if fields.keys() != types.keys():
-        raise ProtocolError(f"{what!r} has the fields {sorted(fields)} and not {sorted(types)}")
+        raise ProtocolError(f"{what!r} has the fields {sorted(fields)}, not {sorted(types)}")
     for name, value in fields.items():
         if not _fits(value, types[name]):
             raise ProtocolError(f"{what!r} has {name}={str(value)[:40]!r}")
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, [T] for some of T."""
+    """Return whether a value has a type. [T] stands for a list of T, a tuple for alternatives."""
     if isinstance(kind, list):
         return isinstance(value, list) and all(_fits(each, kind[0]) for each in value)
     if isinstance(kind, tuple):
         return any(_fits(value, each) for each in kind)
+    # In Python a bool is an int, but not in our messages.
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def build(made: type[T], fields: Mapping[str, Any]) -> T:
-    """Build `made`, a dataclass that may hold others, from its fields in JSON.
+def build(kind: type[T], fields: Mapping[str, Any]) -> T:
+    """Build a dataclass of type `kind`, which may contain others, from its fields in JSON.
 
     Raises ProtocolError.
     """
-    hints = get_type_hints(made)
-    _check(made.__name__, fields, {name: _plain(hint) for name, hint in hints.items()})
-    return made(**{name: _restore(value, hints[name]) for name, value in fields.items()})
+    hints = get_type_hints(kind)
+    _check(kind.__name__, fields, {name: _json_type(hint) for name, hint in hints.items()})
+    return kind(**{name: _restore(value, hints[name]) for name, value in fields.items()})
 
 
-def _plain(hint: Any) -> Any:
-    """Return the type that JSON has for a type."""
+def _json_type(hint: Any) -> Any:
+    """Return the type that represents `hint` in JSON."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return tuple(_plain(part) for part in parts)
+        return tuple(_json_type(part) for part in parts)
     if kind is tuple:
-        return [_plain(parts[0])]
+        return [_json_type(parts[0])]
     if kind is float:
         return (int, float)
     return dict if issubclass(kind, Mapping) or is_dataclass(kind) else kind
 
 
 def _restore(value: Any, hint: Any) -> Any:
-    """Return a value of the type `hint` from JSON, which has no tuples and no dataclasses."""
+    """Convert a value from JSON to the type `hint`, such as a tuple or a dataclass."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
-    if kind in (Union, UnionType):  # of a type and None, in all messages
+    if kind in (Union, UnionType):  # always `T | None` in our messages
         return None if value is None else _restore(value, parts[0])
     if kind is tuple:
         return tuple(_restore(each, parts[0]) for each in value)
@@ -173,30 +175,30 @@ def _restore(value: Any, hint: Any) -> Any:
 
 
 def signal_of(number: int) -> signal.Signals:
-    """Return the signal of a number. Raises ProtocolError."""
+    """Return the signal with a number. Raises ProtocolError."""
     try:
         return signal.Signals(number)
     except ValueError:
-        raise ProtocolError(f"{number} is no signal") from None
+        raise ProtocolError(f"{number} is not a signal") from None
 
 
 def text_of(data: bytes) -> str:
-    """Encode any bytes as a string that JSON can carry; `bytes_of` gives them back."""
+    """Encode bytes as a string for JSON; `bytes_of` decodes it."""
     return data.decode("latin-1")
 
 
 def bytes_of(text: str) -> bytes:
-    """Decode what `text_of` made. Raises ProtocolError for what it never makes."""
+    """Decode a string from `text_of`. Raises ProtocolError for any other string."""
     try:
         return text.encode("latin-1")
     except UnicodeEncodeError:
-        raise ProtocolError("output that is no bytes") from None
+        raise ProtocolError("output that does not decode to bytes") from None
 
 
 def rank_exit(message: Message, offset: float) -> RankExit:
-    """Build a rank's exit from its message; `offset` is added to its clock, in seconds.
+    """Build the exit of a rank from its message. Raises ProtocolError.
 
-    Raises ProtocolError.
+    `offset` is the difference of the clocks in seconds, which is added to all times.
     """
     report, progress = message["report"], message["progress"]
     end, found = (

@@ -1,4 +1,4 @@
-"""Talks to the agent of one host, over ssh unless it is this one: the launcher's side."""
+"""The launcher's side of one host: talks to its agent, over ssh unless it is this host."""
 
 import os
 import select
@@ -27,22 +27,26 @@ from shardwise.net.hosts import Share
 
 READ_SIZE = 2**16
 LAST_WAIT = 6.0
-"""Seconds that an agent has to end, its reaper's patience included, once its ranks ran."""
+"""Seconds that an agent with ranks has to end, including the patience of its reaper."""
 
 FIRST_WAIT = 1.0
-"""The same for one that started none, or that is stopped."""
+"""The same for an agent that has started no ranks, or that is stopped."""
 
 SLACK = 2.0
-"""Seconds beyond the time-out of a host: its agent sends a sign of life every second."""
+"""Seconds beyond the timeout of a host before the launcher gives it up."""
 
 
 class RemoteHost:
-    """The connection to the agent for the ranks of `share`.
+    """The connection to the agent of one host.
 
-    `hello` and `ready` are its messages about itself and about the program, None until they come;
-    `fault` is why it will not run, None while all is well. `say` shows lines that a login prints.
-    `is_here` says whether this is that host, None where that is to be found out, which may take a
-    while.
+    `hello` and `ready` are the agent's messages about itself and about the program; None until they
+    arrive. `fault` is the reason why the host was given up; None while it works.
+
+    Args:
+        spec: The run.
+        share: The ranks of the host.
+        say: Shows lines that a login prints.
+        is_here: Whether it is this host; None to find out, which may take a while.
     """
 
     kinds = protocol.FROM_AGENT
@@ -68,7 +72,8 @@ class RemoteHost:
         self._say = say
         self._lines = Lines(f"{share.host.name}: ".encode())
         self._offset = 0.0
-        self._heard = time.monotonic()
+        self._last_sign = time.monotonic()
+        """Time of the last sign of life."""
         self._is_silent = False
         self._unsent = b""
         self._receiver = protocol.MessageReader(
@@ -82,31 +87,31 @@ class RemoteHost:
 
     @property
     def group(self) -> int:
-        """The process group of the ssh, or of the agent that is here."""
+        """The process group of ssh, or of the agent on this host."""
         return self._process.pid
 
     @property
     def input_fd(self) -> int:
-        """What is written here reaches the agent."""
+        """The descriptor that writes to the agent."""
         assert self._process.stdin is not None
         return self._process.stdin.fileno()
 
     def connect(self, selector: selectors.BaseSelector) -> None:
-        """Read what comes from the host, whenever `selector` says so."""
+        """Register the streams from the host with `selector`."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._selector = selector
         os.set_blocking(self._process.stderr.fileno(), False)
-        # An agent that is stopped reads nothing, which must not stop the launcher too.
+        # A stopped agent reads nothing. That must not block the launcher too.
         os.set_blocking(self.input_fd, False)
         selector.register(self._process.stdout, selectors.EVENT_READ, self._read)
         selector.register(self._process.stderr, selectors.EVENT_READ, self._read_errors)
 
     def disconnect(self) -> None:
-        """Read and send no more."""
+        """Stop reading and sending."""
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert stream is not None
-            with suppress(KeyError, ValueError):  # it has ended, or was closed, before
+            with suppress(KeyError, ValueError):  # it has ended, or is closed
                 self._selector.unregister(stream)
 
     def check(self, **values: Any) -> None:
@@ -119,18 +124,18 @@ class RemoteHost:
         self.send("start", meeting=asdict(meeting), streams=asdict(streams))
 
     def reap(self) -> None:
-        """Do nothing: the agent reports the ends of its ranks, and its own output ends with it."""
+        """Do nothing: the agent reports the ends of its ranks."""
 
     def send_signal(self, number: signal.Signals, part: int = 0) -> None:
-        """Send a signal to the ranks there, or to a part of them that was started by itself."""
+        """Send a signal to the ranks there, or to one part of them."""
         self.send("signal", number=int(number), part=part)
 
     def ask_to_end(self, number: signal.Signals, part: int = 0) -> None:
-        """Pass on to the ranks there that someone wants them to end."""
+        """Ask the ranks there to end."""
         self.send("ask", number=int(number), part=part)
 
     def ended_well(self, rank: int, part: int = 0) -> None:
-        """Let the ranks there know that `rank`, of any host, ended with code 0."""
+        """Tell the ranks there that `rank`, on any host, ended with code 0."""
         self.send("ended", rank=rank, part=part)
 
     def resize(self, window: tuple[int, int]) -> None:
@@ -138,19 +143,20 @@ class RemoteHost:
         self.send("resize", window=window)
 
     def look(self) -> float | None:
-        """Give the host up if its agent has been silent for too long.
+        """Give up the host if its agent has been silent for too long.
 
-        Returns the seconds until then, None where the agent need not say anything.
+        Returns the seconds until the next check, or None if there is nothing to check.
         """
         if self._supervisor is None or self.fault is not None:
             return None
-        # ssh watches the connection itself, and so notices first where that is cut.
+        # Wait a bit longer than ssh, which detects a cut connection itself and gives the reason.
         limit = self._spec.patience + SLACK
-        left = self._heard + limit - time.monotonic()
+        left = self._last_sign + limit - time.monotonic()
         if left > 0:
             return left
         assert self._process.stdout is not None
-        if select.select([self._process.stdout], [], [], 0)[0]:  # it was us who stood still
+        # If unread messages wait, it was the launcher that did not run, and not the agent.
+        if select.select([self._process.stdout], [], [], 0)[0]:
             return 0.0
         self._is_silent = True
         pid = self.hello["pid"] if self.hello else 0
@@ -166,7 +172,7 @@ class RemoteHost:
             self._process.stdin.close()
 
     def wait(self, since: float) -> None:
-        """Wait for the end of the agent, asked for at `since`; kill one that is too late."""
+        """Wait for the end of an agent that was asked to end at `since`, and kill it if late."""
         is_brief = self._supervisor is None or self._is_silent
         until = since + (FIRST_WAIT if is_brief else LAST_WAIT)
         orphan_reaper.end_within(self._process, until - time.monotonic())
@@ -176,28 +182,28 @@ class RemoteHost:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the ssh, or the agent that is here, has ended."""
+        """Whether ssh, or the agent on this host, has ended."""
         return self._process.poll() is not None
 
     def is_gone(self) -> bool:
-        """Whether nothing is left of ssh and what it started on its options."""
+        """Return whether no process is left of ssh and its helpers, such as a ProxyCommand."""
         return not orphan_reaper.signal_group(self.group, 0)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send a message to the agent, now or once it reads."""
+        """Send a message to the agent, or queue it until the agent reads."""
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
             self._unsent += protocol.encode(kind, **values)
             self._write()
 
     def _write(self) -> None:
-        """Write what the connection takes now; the selector says when it takes more."""
+        """Write as much as the connection accepts now. The selector calls again for the rest."""
         waiting = self.input_fd in self._selector.get_map()
         try:
             self._unsent = self._unsent[os.write(self.input_fd, self._unsent) :]
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # its end is noticed where its output ends
+        except BrokenPipeError:  # the end of the agent's output reports its end
             self._unsent = b""
         if self._unsent and not waiting:
             self._selector.register(self.input_fd, selectors.EVENT_WRITE, self._write)
@@ -205,7 +211,7 @@ class RemoteHost:
             self._stop_sending()
 
     def _stop_sending(self) -> None:
-        """Drop what is unsent."""
+        """Drop unsent messages."""
         self._unsent = b""
         with suppress(KeyError):  # nothing is unsent
             self._selector.unregister(self.input_fd)
@@ -214,32 +220,34 @@ class RemoteHost:
         assert self._process.stdout is not None
         data = os.read(self._process.stdout.fileno(), READ_SIZE)
         if data:
-            self._heard = time.monotonic()
-            self._hear(data)
+            self._last_sign = time.monotonic()
+            self._feed(data)
             return
+        # The end of the output: the agent or ssh has ended, or is about to. The exit code tells
+        # which, so give the process a second.
         self._selector.unregister(self._process.stdout)
         code = None
-        with suppress(subprocess.TimeoutExpired):  # it closed its output, and goes on
+        with suppress(subprocess.TimeoutExpired):  # it has closed its output but still runs
             code = self._process.wait(1.0)
         self._read_errors()
         said = self._errors.text()
         if self._supervisor is None:
             self.give_up(command.start_failure(self._spec, self.share.host, code, said))
         else:
-            silent = time.monotonic() - self._heard
+            silent = time.monotonic() - self._last_sign
             self.give_up(command.lost_host(self._spec, self.share, code, said, silent))
 
-    def _hear(self, data: bytes) -> None:
-        """Take bytes of the agent; one that breaks the protocol is heard no more."""
+    def _feed(self, data: bytes) -> None:
+        """Parse bytes from the agent. Give up a host that breaks the protocol."""
         assert self._process.stdout is not None
         try:
             self._receiver.feed(data)
         except protocol.ProtocolError as fault:
             self._selector.unregister(self._process.stdout)
             self.give_up(
-                f"{self.share.host.name} says what no agent of shardwise {__version__} "
-                f"does: {fault}. Install the same version on all hosts, and see what else writes "
-                "to the output there."
+                f"{self.share.host.name} sent something that is not a message of shardwise "
+                f"{__version__}: {fault}. Install the same version on all hosts, and check what "
+                "else writes to the standard output there."
             )
 
     def _read_errors(self) -> None:
@@ -257,7 +265,7 @@ class RemoteHost:
 
     def _on_hello(self, message: protocol.Message) -> None:
         self.hello = message
-        # Errors of several hosts are put in order by time, and clocks of hosts differ.
+        # Errors of several hosts are ordered by time, so correct for different clocks.
         self._offset = time.time() - message["time"]
         if message["version"] != __version__:
             self.fault = (
@@ -287,13 +295,13 @@ class RemoteHost:
         self._started().saves_first(protocol.signal_of(message["number"]))
 
     def _started(self, rank: int | None = None) -> Supervisor:
-        """The supervisor. Raises ProtocolError for a rank that was not started there."""
+        """Return the supervisor. Raises ProtocolError if `rank` was not started there."""
         if self._supervisor is None or (rank is not None and rank not in self.share.numbers):
-            raise protocol.ProtocolError("it tells of ranks that were not started there")
+            raise protocol.ProtocolError("a message about a rank that was not started there")
         return self._supervisor
 
     def give_up(self, why: str) -> None:
-        """Take the host for lost, and say why."""
+        """Treat the host as lost, for the reason `why`."""
         if self.fault is not None:
             return
         self.fault = why
@@ -303,6 +311,7 @@ class RemoteHost:
 
 
 def _start(words: list[str]) -> "subprocess.Popen[bytes]":
+    # Its own session, so that Ctrl-C does not end ssh: the launcher asks the agent to end first.
     pipe = subprocess.PIPE
     try:
         return subprocess.Popen(

@@ -1,11 +1,11 @@
-"""Builds models whose parameters have no memory, and makes their values one by one.
+"""Deferred initialisation: parameters without memory, whose values are computed one at a time.
 
-deferred_init.py    the block inside which models are built
-materialize.py      makes the values of its parameters
-recorder.py         the mode that watches a model being built
-calls.py            puts a call onto the tape
-storage_records.py  what a storage holds now
-tape.py             operations, and how they are repeated
+deferred_init.py    `on_meta`, the context manager that defers parameters
+materialize.py      computes the values of a deferred parameter
+recorder.py         dispatch mode that records how a model is built
+calls.py            turns a torch call into an operation on the tape
+storage_records.py  the present content of a storage
+tape.py             recorded operations, and their replay
 """
 
 from shardwise.model.meta.deferred_init import on_meta

@@ -1,4 +1,4 @@
-"""Turns a call of torch into an operation on the tape: what it reads, writes and makes."""
+"""Conversion of a torch call into a taped operation: its inputs, its writes and its results."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from shardwise.model.meta.tape import (
     RecordedMemory,
     TapedOperation,
     TensorArgument,
+    copy_content,
     default_generator,
-    exchanged,
-    kept,
     leaves,
+    map_leaves,
 )
 
 _aten = torch.ops.aten
 
-# What these write does not depend on what was there.
+# The result of these operations does not depend on the previous content of the memory.
 _OVERWRITES = frozenset(
     getattr(packet, name)
     for packet in (
@@ -57,13 +57,13 @@ _EMPTY = frozenset((_aten.empty.memory_format, _aten.empty_strided.default))
 
 @dataclass(frozen=True)
 class CallSchema:
-    """What the schema of an operation says."""
+    """Properties of an operation that follow from its schema."""
 
     written: frozenset[int | str]  # positions and keywords
-    makes: bool  # has results with memory of their own
-    queries: bool  # has results that are no tensors, or whose sizes depend on values
-    moves: bool  # changes where a tensor points, not what is in memory
-    random: bool
+    makes: bool  # has results that own memory
+    queries: bool  # has results that are not tensors, or whose sizes depend on values
+    moves: bool  # changes the memory that a tensor refers to, not its content
+    random: bool  # draws from a generator
 
     @staticmethod
     @cache
@@ -86,45 +86,47 @@ class CallSchema:
 
 
 class RecordedCall:
-    """A call of torch that is put on the tape, and what it reads and writes."""
+    """A torch call to record, with the tensors that it reads and writes."""
 
     def __init__(self, function: OpOverload, args: Any, kwargs: Any) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.kind = CallSchema.of(function)
         self.leaves = leaves((args, kwargs))
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        # Arguments that the schema marks as written, by position or by keyword.
         written = [args[k] for k in self.kind.written if isinstance(k, int) and k < len(args)]
         written += [kwargs[key] for key in self.kind.written if key in kwargs]
         self.written = {id(leaf) for leaf in leaves(written) if isinstance(leaf, Tensor)}
         self.deferred = any(deferred_record(tensor) for tensor in self.tensors)
 
     def run(self) -> Any:
-        """Call as it is."""
+        """Run the call unchanged."""
         return self.function(*self.args, **self.kwargs)
 
-    def exchanged(self, function: Callable[[Any], Any]) -> RecordedCall:
-        """The same call with other arguments."""
-        args, kwargs = exchanged(function, self.args), exchanged(function, self.kwargs)
+    def map_arguments(self, function: Callable[[Any], Any]) -> RecordedCall:
+        """Return the same call with `function` applied to all arguments."""
+        args, kwargs = map_leaves(function, self.args), map_leaves(function, self.kwargs)
         return RecordedCall(self.function, args, kwargs)
 
     def generator(self) -> torch.Generator:
-        """What a random one draws from."""
-        given = [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
-        return given[0] if given else default_generator(self.device())
+        """Return the generator that a random call draws from."""
+        generators = [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
+        return generators[0] if generators else default_generator(self.device())
 
     def device(self) -> torch.device:
-        """Where a plain build would put the results; torch may name meta for a deferred tensor."""
+        """Return the device of the results in a plain build, even if torch reports meta."""
         for leaf in self.leaves:
             if isinstance(leaf, torch.device) and leaf.type != "meta":
                 return leaf
-        # Of the tensor with most dimensions: torch lets 0-dim tensors of the CPU mix with others.
+        # The tensor with the most dims decides: torch mixes 0-dim CPU tensors with any device.
         for tensor in sorted(self.tensors, key=Tensor.dim, reverse=True):
             record = deferred_record(tensor)
             return record.device if record else tensor.device
         return torch.device("cpu")
 
     def values_for_meta(self) -> bool:
-        """Whether it brings known values to the meta device, as torch does for indices."""
+        """Return whether the call copies known values to the meta device, as torch does for
+        indices."""
         return (
             any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in self.leaves)
             and not any(tensor.is_meta for tensor in self.tensors)
@@ -133,7 +135,7 @@ class RecordedCall:
         )
 
     def can_be_recorded(self) -> bool:
-        """Whether each tensor is plain memory with values."""
+        """Return whether every tensor is plain memory with values."""
         return all(
             tensor.layout is torch.strided
             and not (tensor.is_conj() or tensor.is_neg())
@@ -142,35 +144,38 @@ class RecordedCall:
         )
 
     def changes_records(self) -> bool:
-        """Whether it makes memory, or writes into memory that has a record."""
+        """Return whether the call allocates memory, or writes into memory that has a record."""
         return self.kind.makes or any(
             record_of(tensor) for tensor in self.tensors if id(tensor) in self.written
         )
 
     def writes_real(self) -> bool:
-        """Whether it writes into real memory."""
+        """Return whether the call writes into real memory."""
         return any(id(tensor) in self.written and not tensor.is_meta for tensor in self.tensors)
 
 
 class TapeEntry:
-    """Builds the operation of a call before it runs, and records what it made after."""
+    """Builds the operation of a call before it runs, and records its results afterwards."""
 
     def __init__(self, call: RecordedCall) -> None:
         self._call = call
         self._records: list[StorageRecord | None] = []
         self._memories: list[RecordedMemory] = []
         self._places: dict[int, int] = {}
-        # The state before the call, so that the operation can be repeated without those before it.
+        # The generator state before the call, so that it can be repeated without earlier draws.
         seed = None
         if call.kind.random:
             generator = call.generator()
             seed = RecordedDraws(generator.device, generator.get_state())
         if not call.can_be_recorded():
             raise ModelError(
-                f"on_meta cannot record {call.function} of a parameter and a tensor that is "
-                "sparse, lazily conjugated or without values: keep such tensors out of it."
+                f"on_meta cannot record {call.function} of a parameter with a tensor that is "
+                "sparse, lazily conjugated or without values. Avoid such tensors in the block."
             )
-        args, kwargs = exchanged(self._argument, call.args), exchanged(self._argument, call.kwargs)
+        args, kwargs = (
+            map_leaves(self._argument, call.args),
+            map_leaves(self._argument, call.kwargs),
+        )
         self._forget_overwritten(leaves((args, kwargs)))
         self.operation = TapedOperation(call.function, args, kwargs, self._memories, seed)
 
@@ -184,11 +189,13 @@ class TapeEntry:
         written = id(leaf) in self._call.written
         record = record_of(leaf)
         if record is None:
-            # No operation tells how to make it: keep a copy of its values.
-            content, layout = kept(leaf)
+            # No recorded operation creates this tensor, so keep a copy of its values.
+            content, layout = copy_content(leaf)
             self._memories.append(RecordedMemory(content, layout.bytes(), leaf.device, written))
             self._records.append(None)
             return TensorArgument(len(self._memories) - 1, layout)
+        # Two arguments that are views of one storage share one memory, so a write is seen through
+        # both.
         place = self._places.setdefault(id(record), len(self._memories))
         if place == len(self._memories):
             size = leaf.untyped_storage().nbytes()
@@ -200,7 +207,7 @@ class TapeEntry:
         return TensorArgument(place, Layout.of(leaf))
 
     def _forget_overwritten(self, arguments: Sequence[Any]) -> None:
-        """Need no content where a whole memory is overwritten and nothing else reads it."""
+        """Drop the previous content of memory that is fully overwritten and not otherwise read."""
         if self._call.function not in _OVERWRITES or not isinstance(arguments[0], TensorArgument):
             return
         target = arguments[0]
@@ -212,11 +219,13 @@ class TapeEntry:
             self._memories[target.memory] = RecordedMemory(None, old.size, old.device, True)
 
     def finish(self, results: Any, *, device: torch.device | None = None) -> None:
-        """Hang the contents that the operation made on what it wrote and on its results.
+        """Attach the new contents to the written arguments and to the results.
 
-        `device` is the one of deferred results.
+        Args:
+            device: Device of deferred results.
         """
         written = self.operation.written()
+        # Slots of contents: first the written memories, then the allocated storages.
         for slot, index in enumerate(written):
             record = self._records[index]
             if record is not None:
@@ -224,8 +233,9 @@ class TapeEntry:
         for tensor in self._call.tensors:
             record = record_of(tensor) if id(tensor) in self._call.written else None
             if record is not None and not tensor.is_meta:
+                # The call ran on this real tensor, so its memory is up to date.
                 record.present = record.content
-        # A result in the memory of an argument is a view: that memory has a record already.
+        # A result in the memory of an argument is a view, and that memory already has a record.
         known = {_address(t) for t in self._call.tensors if t.layout is torch.strided}
         for index, result in enumerate(leaves(results)):
             if not isinstance(result, Tensor) or result.layout is not torch.strided:
@@ -234,8 +244,8 @@ class TapeEntry:
                 continue
             known.add(_address(result))
             size = result.untyped_storage().nbytes()
-            self.operation.made.append(AllocatedStorage(index, Layout.of(result), size))
-            slot = len(written) + len(self.operation.made) - 1
+            self.operation.allocated.append(AllocatedStorage(index, Layout.of(result), size))
+            slot = len(written) + len(self.operation.allocated) - 1
             content = Content(self.operation, slot)
             present = None if result.is_meta else content
             set_record(result, StorageRecord(content, device or result.device, present))

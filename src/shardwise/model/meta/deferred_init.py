@@ -1,19 +1,21 @@
-"""Deferred initialisation: builds models larger than memory, parameters without memory.
+"""Deferred initialisation: builds models that are larger than memory.
 
     with sw.on_meta():
         model = Model()
 
-Inside the block each parameter goes to the meta device as soon as it is made. What fills it is
-written onto a tape, random operations with the state of their generator; `materialise` repeats
-the tape of one parameter, so the values are bit for bit those of a plain build from the same
-seed, and the generators end up where a plain build leaves them. (Recording and repeating is the
-idea of torchdistX's deferred initialisation.)
+Inside the block each parameter moves to the meta device as soon as it is created. The operations
+that fill it are recorded on a tape; a random operation is recorded with the state of its generator.
+`materialise` replays the tape of one parameter. So the values are bit for bit the same as
+in a plain build with the same seed, and so are the generators afterwards. (torchdistX's deferred
+initialisation uses the same method.)
 
-What it costs. Time: that of a plain build, since random numbers must be drawn for the generator
-to move on, and what a parameter still needs once more in `materialise`. Memory: one parameter at
-a time, buffers, and 5 KB per random operation that a parameter still needs. Values that did not
-come from torch's operations inside the block (numpy arrays, loaded files) cannot be made again
-and are kept.
+Costs:
+
+- Time: a plain build, because random numbers must be drawn to advance the generators, plus the
+  replay of the operations that a parameter still needs.
+- Memory: one parameter at a time, all buffers, and 5 KB per random operation that a parameter still
+  needs. Values that no torch operation inside the block has computed (numpy arrays, loaded files)
+  cannot be recomputed, so they stay in memory.
 """
 
 from __future__ import annotations
@@ -45,41 +47,53 @@ _active = threading.local()
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Build models inside the block: parameters without memory, buffers real.
+    """Context manager that builds models with parameters without memory; buffers are real.
 
-    Shapes, dtypes, names, ties and the state of random generators afterwards are those of a plain
-    build. A parameter says inside the block that it is where a plain build would have it, and
-    reading a value of one makes it for the moment. Whatever changes a parameter (initialisation,
-    `.to(dtype)`, `load_state_dict`) belongs inside: afterwards there is nothing to change. A tensor
-    computed from a parameter and kept as a plain attribute stays on the meta device; register it
-    as a buffer.
+    Shapes, dtypes, names, ties and the state of random generators are as in a plain build.
+    Inside the block a parameter reports the device that it would have in a plain build, and reading
+    its value computes it temporarily. Everything that changes a parameter (initialisation,
+    `.to(dtype)`, `load_state_dict`) must be inside the block, because later changes are not
+    recorded. A tensor that is computed from a parameter and kept as a plain attribute stays on the
+    meta device: register it as a buffer.
+
+    Raises:
+        ModelError: An operation cannot be recorded, or a parameter was written between two blocks.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from torch import nn
+        >>> with sw.on_meta():
+        ...     model = nn.Linear(4, 2)
+        >>> model.weight.is_meta
+        True
     """
     if _recorder() is not None:
         yield
         return
     recorder = _active.recorder = ConstructionRecorder()
+    # Buffers stay real: they are small, and a model's constructor may read them.
     hook = register_module_buffer_registration_hook(_keep_buffer_real)  # type: ignore[arg-type]
     try:
-        with _parameters_deferred() as made, _PlainAnswers(recorder, made), recorder:
+        with _defer_parameters() as parameters, _PlainAnswers(recorder, parameters), recorder:
             yield
-        # Remember how often each parameter was written: a write from here on is not recorded, and
-        # would be lost when the parameter gets its memory.
-        for parameter in (alive for reference in made if (alive := reference()) is not None):
+        # Record the version of each parameter: later writes are not on the tape, and would be lost
+        # when the parameter gets its memory.
+        for parameter in (alive for reference in parameters if (alive := reference()) is not None):
             if (record := deferred_record(parameter)) is not None:
                 record.versions.add(parameter._version)
-        made.clear()  # a weak reference would prevent torch.utils.swap_tensors
+        parameters.clear()  # a weak reference would prevent torch.utils.swap_tensors
     finally:
         hook.remove()
         _active.recorder = None
 
 
 class _PlainAnswers(TorchFunctionMode):
-    """Deferred tensors answer as those of a plain build would."""
+    """Makes deferred tensors behave as in a plain build."""
 
-    def __init__(self, recorder: ConstructionRecorder, made: list[weakref.ref[Any]]) -> None:
+    def __init__(self, recorder: ConstructionRecorder, parameters: list[weakref.ref[Any]]) -> None:
         super().__init__()
         self._recorder = recorder
-        self._made = made
+        self._parameters = parameters
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,10 +102,10 @@ class _PlainAnswers(TorchFunctionMode):
         record = deferred_record(args[0])
         if func == _SET_DATA:
             return func(args[0], self._data_for(args[0], record, args[1]))
-        if func in _ANSWERED and record is not None:
-            return _ANSWERED[func](record)
-        if func in _LEAVING:
-            return self._leave(record, func, args, kwargs)
+        if func in _ANSWERS and record is not None:
+            return _ANSWERS[func](record)
+        if func in _EXPORTING:
+            return self._call_exporting(record, func, args, kwargs)
         if func in _INDEXING and record is not None:
             args = (args[0], _index(args[1]), *args[2:])
             if func is Tensor.__setitem__ and not isinstance(args[2], Tensor):
@@ -99,18 +113,20 @@ class _PlainAnswers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _data_for(self, taker: Tensor, record: StorageRecord | None, value: Tensor) -> Tensor:
-        """`value` deferred if what takes it is, else real."""
+        """Return `value`, deferred if the tensor that takes it is deferred, otherwise real."""
         other = deferred_record(value)
         with self._recorder.working():
             if record is not None:
-                # Of an earlier block: its record, which tells of writes in between, is replaced.
+                # `taker` may be from an earlier block. Its record, which shows later writes, goes.
                 check_unwritten(taker, record)
-                self._made.append(weakref.ref(taker))
+                self._parameters.append(weakref.ref(taker))
                 return self._recorder.defer(value)
             return value if other is None else value_of(value.detach(), other)
 
-    def _leave(self, record: StorageRecord | None, func: Any, args: Any, kwargs: Any) -> Any:
-        """Values go where no operation is seen: to numpy, which may also write."""
+    def _call_exporting(
+        self, record: StorageRecord | None, func: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Call a function that exports memory (say, to numpy), where writes are not visible."""
         tensor = args[0]
         if record is not None:
             with self._recorder.working():
@@ -121,29 +137,29 @@ class _PlainAnswers(TorchFunctionMode):
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_ANSWERED: dict[Any, Callable[[StorageRecord], Any]] = {
+_ANSWERS: dict[Any, Callable[[StorageRecord], Any]] = {
     torch.Tensor.device.__get__: lambda record: record.device,
     torch.Tensor.is_meta.__get__: lambda record: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: lambda record: record.device.type == "cpu",  # type: ignore[attr-defined]
     torch.Tensor.is_cuda.__get__: lambda record: record.device.type == "cuda",  # type: ignore[attr-defined]
 }
-_LEAVING = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
+_EXPORTING = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
 def _index(index: Any) -> Any:
-    """Return an index with lists and arrays as tensors."""
-    # torch would make them itself, inside the recorder, and so on the meta device.
+    """Return an index whose lists and arrays are tensors."""
+    # torch would convert them inside the recorder, which would put them on the meta device.
     if isinstance(index, tuple):
-        return tuple(_index(each) for each in index)
+        return tuple(_index(item) for item in index)
     return torch.as_tensor(index) if isinstance(index, (list, np.ndarray)) else index
 
 
 @contextmanager
-def _parameters_deferred() -> Iterator[list[weakref.ref[Any]]]:
-    """Inside, a new nn.Parameter takes the deferred twin of its data; gives those made."""
+def _defer_parameters() -> Iterator[list[weakref.ref[Any]]]:
+    """Replace the data of every new nn.Parameter with its deferred twin; yield the parameters."""
     plain = nn.Parameter.__dict__["__new__"]
-    made: list[weakref.ref[Any]] = []
+    parameters: list[weakref.ref[Any]] = []
 
     def deferred(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         recorder = _recorder()
@@ -151,18 +167,20 @@ def _parameters_deferred() -> Iterator[list[weakref.ref[Any]]]:
             return plain.__func__(cls, data, requires_grad)
         with recorder.working():
             parameter = plain.__func__(cls, recorder.defer(data), requires_grad)
-        made.append(weakref.ref(parameter))
+        parameters.append(weakref.ref(parameter))
         return parameter
 
+    # Patched globally, because modules call nn.Parameter directly; `_recorder` limits it to one
+    # thread.
     nn.Parameter.__new__ = staticmethod(deferred)  # type: ignore[method-assign]
     try:
-        yield made
+        yield parameters
     finally:
         nn.Parameter.__new__ = plain  # type: ignore[method-assign]
 
 
 def _keep_buffer_real(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
-    """A buffer holds values, and nobody needs to know where from."""
+    """Hook that gives a new buffer real values and stops recording it."""
     del module, name
     recorder = _recorder()
     if recorder is None or buffer is None:
@@ -177,6 +195,6 @@ def _keep_buffer_real(module: nn.Module, name: str, buffer: Tensor | None) -> Te
 
 
 def _recorder() -> ConstructionRecorder | None:
-    """The recorder of the block that this thread is in."""
+    """Return the recorder of the block that this thread is in."""
     recorder: ConstructionRecorder | None = getattr(_active, "recorder", None)
     return recorder

@@ -1,4 +1,4 @@
-"""Records the operations that build a model, as a dispatch mode."""
+"""Dispatch mode that records the operations that build a model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from shardwise.model.meta.storage_records import (
 )
 from shardwise.model.meta.tape import (
     Layout,
-    exchanged,
+    copy_content,
     give_back,
-    kept,
+    map_leaves,
     new_storage,
     perform,
     replay,
@@ -35,7 +35,7 @@ _META = torch.device("meta")
 
 
 class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every operation inside the block."""
+    """Dispatch mode that records every operation inside the block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,7 +50,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, nothing is recorded: the recorder itself is at work."""
+        """Context manager for the recorder's own operations, which are not recorded."""
         before, self.quiet = self.quiet, True
         try:
             yield
@@ -58,13 +58,13 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.quiet = before
 
     def defer(self, tensor: Tensor) -> Tensor:
-        """The deferred twin of a real tensor; what is on meta already stays itself."""
+        """Return the deferred twin of a real tensor; a meta tensor is returned unchanged."""
         if tensor.is_meta or tensor.layout is not torch.strided:
             return tensor
         record = record_of(tensor)
         layout, size = Layout.of(tensor), tensor.untyped_storage().nbytes()
         if record is None:
-            content, layout = kept(tensor)
+            content, layout = copy_content(tensor)
             record, size = StorageRecord(content, tensor.device), layout.bytes()
         twin = layout.view(new_storage(size, _META))
         set_record(twin, record)
@@ -73,17 +73,20 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _perform(self, call: RecordedCall) -> Any:
         for tensor in call.tensors:
-            # Give a real tensor what was written through its deferred twin.
+            # Bring a real tensor up to date with writes through its deferred twin.
             record = None if tensor.is_meta else record_of(tensor)
             if record is not None and record.present != record.content:
                 tensor.untyped_storage().copy_(replay(record.content))
                 record.present = record.content
+        # First of all: such a call changes which storage the tensor has.
         if call.kind.moves:
             return self._move(call)
         if call.values_for_meta():
             device = call.device()
-            there = call.exchanged(lambda leaf: device if isinstance(leaf, torch.device) else leaf)
-            return exchanged(self._deferred_result, self._perform(there))
+            call_on_device = call.map_arguments(
+                lambda leaf: device if isinstance(leaf, torch.device) else leaf
+            )
+            return map_leaves(self._deferred_result, self._perform(call_on_device))
         if not call.deferred:
             return self._plain(call)
         if call.kind.queries or call.writes_real():
@@ -94,7 +97,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.defer(result) if isinstance(result, Tensor) else result
 
     def _plain(self, call: RecordedCall) -> Any:
-        """No deferred tensor takes part: as without the block, and onto the tape."""
+        """Run and record a call without deferred arguments."""
         if not call.changes_records():
             return call.run()
         if not call.can_be_recorded():
@@ -109,21 +112,21 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _deferred(self, call: RecordedCall) -> Any:
-        """Onto the tape only; done for real for the sake of the generator where it draws."""
-        entry = TapeEntry(call)  # before the call: it notes what the arguments hold now
+        """Record a call without running it, except that a random one must advance its generator."""
+        entry = TapeEntry(call)  # before the call, because it records the arguments' contents
         try:
-            results = call.exchanged(_as_meta).run()
-        except NotImplementedError:  # its shapes cannot be known without doing it
+            results = call.map_arguments(_as_meta).run()
+        except NotImplementedError:  # its output shapes depend on values
             return self._for_real(call)
-        # Later draws must be those of a model built without the recorder, so the generator has to
-        # advance as if the values had been computed.
+        # Later draws must be the same as in a plain build, so the generator must advance as if the
+        # values had been computed.
         if call.kind.random:
             perform(entry.operation, call.generator())
         entry.finish(results, device=call.device())
         return results
 
     def _for_real(self, call: RecordedCall) -> Any:
-        """With the values of deferred arguments: for what must be known at once."""
+        """Run a call with the values of deferred arguments, because its result is needed now."""
         entry = TapeEntry(call)
         storages: dict[int, UntypedStorage] = {}
         stand_ins: list[tuple[Tensor, Tensor]] = []
@@ -138,33 +141,33 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return stand_ins[-1][0]
 
         device = call.device()
-        there = call.exchanged(lambda leaf: device if isinstance(leaf, torch.device) else leaf)
-        results = there.exchanged(real).run()
+        call_on_device = call.map_arguments(
+            lambda leaf: device if isinstance(leaf, torch.device) else leaf
+        )
+        results = call_on_device.map_arguments(real).run()
+        # In-place calls return their argument: give back the user's tensor, not the temporary.
         originals = {id(stand_in): leaf for stand_in, leaf in stand_ins}
-        results = exchanged(lambda result: originals.get(id(result), result), results)
+        results = map_leaves(lambda result: originals.get(id(result), result), results)
         entry.finish(results)
         return results
 
     def _move(self, call: RecordedCall) -> Any:
-        """An operation that makes a tensor point elsewhere: `t_`, `set_`, `resize_`."""
+        """Run an operation that makes a tensor refer to other memory: `t_`, `set_`, `resize_`."""
         target = call.tensors[0]
         record = deferred_record(target)
         if record is None:
-            return call.exchanged(_real_value).run()
+            return call.map_arguments(
+                lambda leaf: leaf if (r := deferred_record(leaf)) is None else value_of(leaf, r)
+            ).run()
         before = target.untyped_storage().nbytes()
-        results = call.exchanged(self._deferred_result).run()
+        results = call.map_arguments(self._deferred_result).run()
         moved = record_of(target)
         if moved is None or (moved is record and target.untyped_storage().nbytes() != before):
             raise ModelError(
-                f"{call.function} gave a parameter other memory, which on_meta cannot record: "
-                "assign a new nn.Parameter instead."
+                f"{call.function} gave a parameter other memory, which on_meta cannot record. "
+                "Assign a new nn.Parameter instead."
             )
         return results
-
-
-def _real_value(leaf: Any) -> Any:
-    record = deferred_record(leaf)
-    return leaf if record is None else value_of(leaf, record)
 
 
 def _as_meta(leaf: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Records what was done to the memory of tensors, so that any of it can be done again alone.
+"""Tape of operations on the memory of tensors. Any part of it can be replayed separately.
 
-A *content* is what a storage holds at one moment; an *operation* makes contents out of others.
-Operations know each tensor argument as a view (dtype, size, stride, offset) of a storage, so views
-need no record of their own, and writing through one view is seen through all. Random operations
-keep the state of their generator, 5 KB, so that each can be repeated without those before it.
+A *content* is the data in a storage at one moment; an *operation* computes contents from others.
+Operations see each tensor argument as a view (dtype, size, stride, offset) of a storage. So views
+need no separate record, and a write through one view is visible in all of them. Random
+operations keep the state of their generator (5 KB), so each can be replayed without earlier draws.
 
-Only contents that something still needs are held: what is overwritten whole is forgotten.
+The tape holds only contents that are still needed: fully overwritten contents are dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.world.randomness import generator_of
 
 @dataclass(frozen=True)
 class Content:
-    """What a storage holds after an operation: the one numbered `slot` of those it makes."""
+    """The content of a storage after an operation: number `slot` of its results."""
 
     operation: TapedOperation
     slot: int
@@ -34,7 +34,7 @@ class Content:
 
 @dataclass(frozen=True)
 class RecordedMemory:
-    """A storage as an operation finds it; without content, what it held does not matter."""
+    """A storage before an operation. Without content, its previous data does not matter."""
 
     content: Content | None
     size: int  # bytes
@@ -44,7 +44,7 @@ class RecordedMemory:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of a tensor lie in its storage; sizes in elements."""
+    """The view of a tensor into its storage; sizes in elements."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -56,20 +56,21 @@ class Layout:
         return Layout(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def view(self, storage: UntypedStorage) -> Tensor:
-        """The tensor of this layout in `storage`."""
+        """Return the tensor with this layout in `storage`."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
     def bytes(self) -> int:
-        """What the elements take, each counted once."""
+        """Return the size of the elements in bytes, each counted once."""
         return self.size.numel() * self.dtype.itemsize
 
     def fills(self, storage_bytes: int) -> bool:
-        """Whether each element of a storage of this size belongs to the tensor, once."""
+        """Return whether the tensor covers each byte of a storage of this size exactly once."""
         if self.bytes() != storage_bytes:
             return False
         expected = 1
         for stride, size in sorted(zip(self.stride, self.size, strict=True)):
+            # Dims are visited by increasing stride. A gap or an overlap breaks the chain.
             if size != 1 and stride != expected:
                 return False
             expected *= size
@@ -78,7 +79,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class TensorArgument:
-    """A tensor among an operation's arguments: a view of its memory number `memory`."""
+    """A tensor argument of an operation: a view of its memory number `memory`."""
 
     memory: int
     layout: Layout
@@ -86,7 +87,7 @@ class TensorArgument:
 
 @dataclass(frozen=True)
 class RecordedDraws:
-    """The state of the generator that an operation drew from, before it did."""
+    """State of the generator that an operation draws from, before it runs."""
 
     device: torch.device
     state: Tensor
@@ -94,39 +95,40 @@ class RecordedDraws:
 
 @dataclass(frozen=True)
 class AllocatedStorage:
-    """A storage that an operation allocates: that of its result number `result`."""
+    """A storage that an operation allocates, for its result number `result`."""
 
     result: int
     layout: Layout
     size: int  # bytes
 
 
+# Compared by identity: operations are keys of dicts, and equal calls are different operations.
 @dataclass(eq=False)
 class TapedOperation:
-    """A call that can be repeated: what is called, on which memories, with which randomness."""
+    """A call that can be replayed: its function, arguments, memories and random state."""
 
     function: Callable[..., Any]
-    args: Sequence[Any]  # tensors as Seen, generators as None
+    args: Sequence[Any]  # tensors as TensorArgument, generators as None
     kwargs: dict[str, Any]
     memories: Sequence[RecordedMemory]
-    seed: RecordedDraws | None  # where it is random
+    seed: RecordedDraws | None  # only if it is random
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    made: list[AllocatedStorage] = field(default_factory=list)
+    allocated: list[AllocatedStorage] = field(default_factory=list)
 
     def contents(self) -> Iterator[Content]:
-        """What it needs, each content once."""
+        """Iterate over the contents that it needs, each once."""
         return iter({memory.content: None for memory in self.memories if memory.content})
 
     def written(self) -> list[int]:
-        """The memories it writes; they are its first contents, what it allocates the next."""
+        """Return the memories it writes. They are its first slots; allocated storages follow."""
         return [index for index, memory in enumerate(self.memories) if memory.written]
 
     def run(
         self, storages: Sequence[UntypedStorage], advance: torch.Generator | None = None
     ) -> list[UntypedStorage]:
-        """Repeat it on `storages`, one per memory; returns its contents.
+        """Repeat the operation on `storages`, one per memory; return its contents.
 
-        The generator `advance` moves to where the operation leaves it, all others stay.
+        Only the generator `advance` changes its state, as if the operation had drawn from it.
         """
 
         def tensor(leaf: Any) -> Any:
@@ -136,56 +138,61 @@ class TapedOperation:
                 else leaf
             )
 
-        args, kwargs = exchanged(tensor, self.args), exchanged(tensor, self.kwargs)
-        with torch.no_grad(), _ambience(self.seed, self.default_dtype, advance):
+        args, kwargs = map_leaves(tensor, self.args), map_leaves(tensor, self.kwargs)
+        with torch.no_grad(), _recorded_environment(self.seed, self.default_dtype, advance):
             results = self.function(*args, **kwargs)
-        found = leaves(results)
-        fresh = [_laid_out(found[made.result], made) for made in self.made]
+        results_in_order = leaves(results)
+        fresh = [
+            _storage_of_result(results_in_order[storage.result], storage)
+            for storage in self.allocated
+        ]
         return [storages[index] for index in self.written()] + fresh
 
 
 def leaves(value: Any) -> list[Any]:
-    """What is in nested lists, tuples and dicts, in order."""
+    """Return the leaves of nested lists, tuples and dicts, in order."""
     if isinstance(value, (list, tuple)):
-        return [leaf for each in value for leaf in leaves(each)]
+        return [leaf for item in value for leaf in leaves(item)]
     return leaves(list(value.values())) if isinstance(value, dict) else [value]
 
 
-def exchanged(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same nesting with `function` of each leaf.
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return the same nesting with `function` applied to each leaf.
 
-    torch's own helpers for this keep the leaves, here tensors, until garbage is collected.
+    torch's own helpers keep references to the leaves (here tensors) until garbage collection runs.
     """
     if isinstance(value, (list, tuple)):
-        items = [exchanged(function, each) for each in value]
+        items = [map_leaves(function, item) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {key: exchanged(function, each) for key, each in value.items()}
+        return {key: map_leaves(function, item) for key, item in value.items()}
     return function(value)
 
 
-def kept(tensor: Tensor) -> tuple[Content, Layout]:
-    """A content that is a copy of `tensor`: for values that no operation tells how to make."""
+def copy_content(tensor: Tensor) -> tuple[Content, Layout]:
+    """Return a content that is a copy of `tensor`, for values that no operation computes."""
     copy = tensor.detach().clone()
     layout = Layout.of(copy)
+    # `copy` lives in the operation; each replay clones it.
     operation = TapedOperation(copy.clone, (), {}, [], None)
-    operation.made.append(AllocatedStorage(0, layout, copy.untyped_storage().nbytes()))
+    operation.allocated.append(AllocatedStorage(0, layout, copy.untyped_storage().nbytes()))
     return Content(operation, 0), layout
 
 
 def replay(content: Content) -> UntypedStorage:
-    """Make `content` again, in memory of its own; the generators stay as they are.
+    """Recompute `content` in new memory; the generators do not change.
 
-    Takes the time of the operations it came from and the memory of those contents that are
-    needed at once, which is its own for the usual ways to fill a parameter.
+    It takes the time of all operations that lead to the content. Peak memory is the
+    size of all contents needed at once. For the usual initialisations that is only the result.
     """
     order = _order([content])
+    # How often each content is still needed, by operations and by the caller.
     uses = Counter(needed for operation in order for needed in operation.contents())
     uses[content] += 1
     held: dict[Content, UntypedStorage] = {}
     for operation in order:
-        storages = [_taken(memory, held, uses) for memory in operation.memories]
-        # Drop each content after its last use, so that a large model is never there twice.
+        storages = [_storage_for(memory, held, uses) for memory in operation.memories]
+        # Drop each content after its last use, so that no large content is held twice.
         for needed in operation.contents():
             uses[needed] -= 1
             if not uses[needed]:
@@ -193,12 +200,13 @@ def replay(content: Content) -> UntypedStorage:
         for slot, storage in enumerate(_repeat(operation, storages)):
             if uses[Content(operation, slot)]:
                 held[Content(operation, slot)] = storage
-    give_back(sum(made.size for operation in order for made in operation.made))
+    # Temporaries are freed in many sizes; without this the heap of the C library keeps growing.
+    give_back(sum(storage.size for operation in order for storage in operation.allocated))
     return held[content]
 
 
 def perform(operation: TapedOperation, generator: torch.Generator) -> None:
-    """Do `operation` for real, for what it does to `generator` alone."""
+    """Run `operation` only for its effect on `generator`."""
     storages = [
         replay(memory.content) if memory.content else new_storage(memory.size, memory.device)
         for memory in operation.memories
@@ -207,11 +215,11 @@ def perform(operation: TapedOperation, generator: torch.Generator) -> None:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that operations on `device` draw from."""
+    """Return the default generator of `device`."""
     if device.type != "meta":
         return generator_of(device)
     raise ModelError(
-        f"on_meta cannot record random numbers drawn on {device}: build the model on the CPU "
+        f"on_meta cannot record random numbers drawn on {device}. Build the model on the CPU "
         "inside the block."
     )
 
@@ -225,14 +233,14 @@ def _repeat(
         return operation.run(storages, advance)
     except RuntimeError as error:
         raise ModelError(
-            f"The operation {operation.function} cannot be repeated: {error}. Build the model "
-            "without on_meta, or keep this operation out of its initialisation."
+            f"The operation {operation.function} cannot be replayed: {error}. Build the model "
+            "without on_meta, or remove this operation from its initialisation."
         ) from error
 
 
 def _order(targets: Sequence[Content]) -> list[TapedOperation]:
-    """The operations that make `targets`, each after those it needs."""
-    # With a stack: a chain of operations may be longer than Python's limit of recursion.
+    """Return the operations that `targets` need, in order of their dependencies."""
+    # An explicit stack: a chain of operations may be longer than Python's recursion limit.
     done: dict[TapedOperation, None] = {}
     stack = [(target.operation, False) for target in targets]
     while stack:
@@ -247,10 +255,10 @@ def _order(targets: Sequence[Content]) -> list[TapedOperation]:
     return list(done)
 
 
-def _taken(
+def _storage_for(
     memory: RecordedMemory, held: dict[Content, UntypedStorage], uses: Counter[Content]
 ) -> UntypedStorage:
-    """The storage for `memory`: a copy where it will be written and others need it too."""
+    """Return the storage for `memory`: a copy if it will be written while others still need it."""
     if memory.content is None:
         return new_storage(memory.size, memory.device)
     storage = held[memory.content]
@@ -260,27 +268,27 @@ def _taken(
     return copy
 
 
-def _laid_out(tensor: Tensor, made: AllocatedStorage) -> UntypedStorage:
-    """The storage of a result, copied if it lies otherwise than was recorded.
+def _storage_of_result(tensor: Tensor, recorded: AllocatedStorage) -> UntypedStorage:
+    """Return the storage of a result, copied if its layout differs from the recorded one.
 
-    Shapes are found on the meta device, whose kernels may choose other strides.
+    Shapes were computed on the meta device, whose kernels may choose other strides.
     """
     storage = tensor.untyped_storage()
-    if Layout.of(tensor) == made.layout and storage.nbytes() == made.size:
+    if Layout.of(tensor) == recorded.layout and storage.nbytes() == recorded.size:
         return storage
-    storage = new_storage(made.size, tensor.device)
-    made.layout.view(storage).copy_(tensor)
+    storage = new_storage(recorded.size, tensor.device)
+    recorded.layout.view(storage).copy_(tensor)
     return storage
 
 
 @contextmanager
-def _ambience(
+def _recorded_environment(
     seed: RecordedDraws | None, dtype: torch.dtype, advance: torch.Generator | None
 ) -> Iterator[None]:
-    """The default dtype and generator as an operation found them.
+    """Context manager that restores the default dtype and generator state of an operation.
 
-    A repeated operation draws from the default generator, also where it was given another: at
-    the same state both give the same.
+    A replayed operation draws from the default generator, even if it was passed another one:
+    from the same state both give the same numbers.
     """
     present = torch.get_default_dtype()
     generator = default_generator(seed.device) if seed else None
@@ -299,14 +307,17 @@ def _ambience(
             generator.set_state(before)
 
 
-_MAPPED = 2**20  # bytes from which a storage is worth a mapping of its own
-_TRIMMED = 2**26  # bytes freed after which looking for them is worth the while
+_MAPPED = 2**20  # bytes; a storage of this size or more gets its own memory mapping
+_TRIMMED = 2**26  # bytes; trim the heap whenever this much was freed
 
 _freed = 0
 
 
 def new_storage(size: int, device: torch.device) -> UntypedStorage:
-    """A storage of `size` bytes, not initialised; a large one leaves no hole when it is freed."""
+    """Return an uninitialised storage of `size` bytes.
+
+    A large one has its own memory mapping, so freeing it leaves no hole in the heap.
+    """
     if device.type == "cpu" and size >= _MAPPED:
         return mapped(size).untyped_storage()
     storage: UntypedStorage = UntypedStorage(size, device=device)  # type: ignore[no-untyped-call]
@@ -314,7 +325,7 @@ def new_storage(size: int, device: torch.device) -> UntypedStorage:
 
 
 def give_back(size: int) -> None:
-    """Report that `size` bytes of tensors were or will soon be freed; trims the heap at times."""
+    """Report that `size` bytes of tensors are or will soon be free; trims the heap now and then."""
     global _freed
     _freed += size
     if _freed >= _TRIMMED:

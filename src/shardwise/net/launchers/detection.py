@@ -1,7 +1,7 @@
-"""Finds out which launcher started this process, and which rank of how many it is.
+"""Detects the launcher that started this process, its rank, and the number of ranks.
 
-`LAUNCHERS` is the table of all launchers. To add one, write a function that reads its variables
-and add a row; nothing else needs to know of it.
+`LAUNCHERS` is the table of all launchers. To add one, write a function that reads its variables,
+and add a row. Nothing else needs to change.
 """
 
 import os
@@ -15,20 +15,22 @@ from shardwise.net.launchers import mpi, platforms, pmix, processes, schedulers,
 from shardwise.net.launchers.variables import Environ, RankVariables, Reader
 
 ALONE = "SHARDWISE_ALONE"
-"""Set to 1, it says that a process is alone, whatever a launcher says."""
+"""Set to 1 by the user for a process that is alone. It overrides every launcher."""
 
 OF_MPI = frozenset({"mpirun", "mpiexec"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """One launcher: how a rank recognises it and reads who it is.
+    """A launcher, and how to recognise it.
 
-    `read` returns None where the launcher did not start this process. `level` says how far inside
-    it is where launchers are nested: `srun torchrun`, and mpirun inside an allocation, are
-    ordinary, and the lowest level wins. `processes` are the names of its processes that start
-    ranks; the kernel keeps 15 characters of a name. `sets_threads` says that it tells each rank how
-    many threads to use.
+    Args:
+        name: The name for messages.
+        level: The position among nested launchers, such as `srun torchrun`, or mpirun inside an
+            allocation. The lowest level is the innermost launcher, and wins.
+        read: Returns the identity of this process, or None if the launcher did not start it.
+        processes: Names of the launcher's processes that start ranks.
+        sets_threads: The launcher sets the number of threads of each rank.
     """
 
     name: str
@@ -55,9 +57,9 @@ def _shardwise_run(environ: Environ) -> Identity | None:
 
 
 def _by_hand(environ: Environ) -> Identity | None:
-    """Read SHARDWISE_RANK and SHARDWISE_SIZE, by which a user tells each process who it is."""
+    """Read SHARDWISE_RANK and SHARDWISE_SIZE, which users set who start each process themselves."""
     if "SHARDWISE_SIZE" in environ and "SHARDWISE_RANK" not in environ:
-        # The pods of an Indexed Job are told a number each, and not of how many.
+        # Kubernetes gives each pod of an Indexed Job its index, but not the number of pods.
         names = replace(_BY_HAND, rank="JOB_COMPLETION_INDEX")
         identity = names.read(environ) if names.rank in environ else _BY_HAND.read(environ)
     else:
@@ -66,8 +68,10 @@ def _by_hand(environ: Environ) -> Identity | None:
 
 
 def _torchrun(environ: Environ) -> Identity | None:
-    """Read the variables of torchrun, or of DeepSpeed's launcher, which names the local size
-    LOCAL_SIZE. Ray Train and Azure ML set the same, the latter without a local size."""
+    """Read the variables of torchrun, Ray Train, Azure ML, or DeepSpeed's launcher.
+
+    Azure ML gives no local size. DeepSpeed's launcher calls it LOCAL_SIZE.
+    """
     local = {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys()
     if not local or not {"RANK", "WORLD_SIZE"} & environ.keys():
         return None
@@ -77,11 +81,11 @@ def _torchrun(environ: Environ) -> Identity | None:
     return _with_port(names.read(environ), environ)
 
 
-def _torchruns_variables(environ: Environ) -> Identity | None:
-    """Read RANK, WORLD_SIZE and MASTER_ADDR without local ones.
+def _environment(environ: Environ) -> Identity | None:
+    """Read RANK, WORLD_SIZE and MASTER_ADDR without a local rank.
 
-    Services set them for each pod or host (Kubeflow's PyTorchJob, Vertex AI), and scripts by hand.
-    So they are outside of a launcher that starts ranks in the pod.
+    Services set them for each pod or host (Kubeflow's PyTorchJob, Vertex AI), and users in scripts.
+    A launcher that starts ranks inside the pod is therefore further inside.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys() or _torchrun(environ):
         return None
@@ -99,12 +103,6 @@ def _with_port(identity: Identity | None, environ: Environ) -> Identity | None:
         port=read_integer(environ, "MASTER_PORT", identity.launcher),
         variables={**identity.variables, "port": "MASTER_PORT"},
     )
-
-
-def _nothing(environ: Environ) -> Identity:
-    """Return the identity of a process that nothing launched: a group of one."""
-    del environ
-    return Identity(launcher="python")
 
 
 _BY_HAND = RankVariables(
@@ -132,6 +130,8 @@ _HOROVOD = RankVariables(
     job=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
 )
 
+# Levels: 0 ours, 1 by hand, 2 launchers of one host or of Python, 3 MPI, 4 schedulers, 5 and 6
+# services that start one process per host, 7 no launcher.
 LAUNCHERS = (
     Launcher(name="shardwise run", level=0, read=_shardwise_run, sets_threads=True),
     Launcher(name="the user", level=1, read=_by_hand),
@@ -157,30 +157,34 @@ LAUNCHERS = (
     Launcher(name="LSF", level=4, read=schedulers.lsf),
     Launcher(name="PALS", level=4, read=schedulers.pals),
     Launcher(name="HTCondor", level=4, read=schedulers.CONDOR.read),
-    Launcher(name="the environment", level=5, read=_torchruns_variables),
+    Launcher(name="the environment", level=5, read=_environment),
     Launcher(name="SageMaker", level=5, read=platforms.sagemaker),
     Launcher(name="SkyPilot", level=5, read=platforms.skypilot),
     Launcher(name="Kubeflow", level=5, read=platforms.kubeflow),
     Launcher(name="AWS Batch", level=5, read=platforms.aws_batch),
-    # A pod's index under any of the above as well, which say more.
+    # Pods of the services above may have an index too, but their own variables say more.
     Launcher(name="Kubernetes", level=6, read=platforms.indexed_job),
-    Launcher(name="python", level=7, read=_nothing, sets_threads=True),
+    # No launcher: a run of one process.
+    Launcher(
+        name="python", level=7, read=lambda environ: Identity(launcher="python"), sets_threads=True
+    ),
 )
 
 PROCESSES = frozenset(name[:15] for row in LAUNCHERS for name in row.processes)
-"""The names of all processes that start ranks, as the kernel keeps them."""
+"""The names of all processes that start ranks, cut to 15 characters as the kernel does."""
 
 _LEVEL_OF_MPI = 3
 _STARTERS = frozenset(
     name[:15] for row in LAUNCHERS if row.level == _LEVEL_OF_MPI for name in row.processes
 )
-"""Those of MPI, which start nothing but ranks; a scheduler's also start batch scripts."""
+"""The processes of MPI's launchers, which only start ranks. A scheduler's also start batch scripts.
+"""
 
 SERVICES = frozenset(row.name for row in LAUNCHERS if row.level in (5, 6)) | {"HTCondor"}
 """The launchers that start one process on each host or pod."""
 
 SETS_THREADS = frozenset(row.name for row in LAUNCHERS if row.sets_threads)
-"""The launchers that tell each rank how many threads to use."""
+"""The launchers that set the number of threads of each rank."""
 
 
 def processes_of(launcher: str) -> frozenset[str]:
@@ -190,7 +194,7 @@ def processes_of(launcher: str) -> frozenset[str]:
 
 
 def identify(environ: Environ = os.environ) -> Identity:
-    """Return who this process is, from its environment and the processes above it.
+    """Return the identity of this process, from its environment and its ancestors.
 
     Raises LaunchError as `detect` does.
     """
@@ -199,17 +203,19 @@ def identify(environ: Environ = os.environ) -> Identity:
 
 
 def around_command() -> Identity:
-    """Return which of several processes of a launcher this command is; alone inside a rank of ours.
+    """Return the identity of a launcher's command that a launcher may have started several times.
 
-    Pods are counted here, not the processes that each of them is to have: this command starts them.
-    A number of ranks without a rank says nothing: a batch script may have set it for later.
+    Inside a rank of `shardwise run` the command counts as alone.
     """
     environ = dict(os.environ)
     if OWN_NAMES["rank"] in environ:
         return Identity(launcher="python")
+    # Kubeflow's variables count the processes of all pods. This command starts the
+    # processes of its pod, so only the pods count here.
     if {"PET_NNODES", "PET_NODE_RANK"} <= environ.keys() and "LOCAL_RANK" not in environ:
         environ.pop("RANK", None)
     environ.pop("PET_NPROC_PER_NODE", None)
+    # A size without a rank means nothing: a batch script may have set it for later.
     if "RANK" not in environ:
         environ.pop("WORLD_SIZE", None)
     try:
@@ -219,13 +225,15 @@ def around_command() -> Identity:
 
 
 def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
-    """Return who this process is; where launchers are nested, the innermost wins. Pure.
+    """Return the identity of this process, from its innermost launcher. Pure.
 
-    `parents` are the names of the processes above this one that start ranks.
+    Args:
+        environ: The environment variables.
+        parents: The names of the processes above this one that start ranks.
 
-    Raises LaunchError for variables that are missing or cannot be, where two launchers of one
-    level contradict each other, and for a process that looks like one of several but is not told
-    which: it would train alone.
+    Raises:
+        LaunchError: Variables are missing or impossible, two launchers of one level contradict each
+            other, or the process looks like one of several and cannot find out which.
     """
     if _is_alone(environ):
         ours = _shardwise_run(environ)
@@ -240,7 +248,7 @@ def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
     identity = _agreed(found)
     if identity.launcher == "the user":
         _check_by_hand(identity, environ)
-    # A launcher of one process may stand around another one, which nobody can read.
+    # A launcher that started one process may enclose a launcher of several that we cannot read.
     elif identity.size == 1 and level >= _LEVEL_OF_MPI:
         found_signs = signs.find(environ, parents, alone=identity.launcher == "python")
         if found_signs:
@@ -249,23 +257,23 @@ def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
         return identity
     if not {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return identity
-    # The user's own script says where rank 0 is, which the launcher did not.
+    # The user's script sets rank 0's address, which the launcher did not give.
     port = read_integer(environ, "MASTER_PORT", "the script that started this process")
     return replace(identity, address=environ["MASTER_ADDR"], port=port)
 
 
 def _is_alone(environ: Environ) -> bool:
-    """Return whether the user says that this process is alone. Raises LaunchError for a value that
-    is neither 0 nor 1."""
-    said = environ.get(ALONE, "")
-    if said not in ("", "0", "1"):
-        raise LaunchError(f"{ALONE}={said[:40]!r}: write 1, or unset it.")
-    return said == "1"
+    """Return whether the user says that this process is alone. Raises LaunchError."""
+    text = environ.get(ALONE, "")
+    if text not in ("", "0", "1"):
+        raise LaunchError(f"{ALONE} takes 0 or 1, not {text[:40]!r}: write 1, or unset it.")
+    return text == "1"
 
 
 def _check_by_hand(identity: Identity, environ: Environ) -> None:
-    """Raise LaunchError if a launcher of ranks says otherwise, and of as many ranks or more: the
-    variables were exported once, for all of them. Each of its ranks may start several."""
+    """Raise LaunchError if a launcher contradicts the variables that the user has set."""
+    # A user who exports SHARDWISE_RANK once and then calls mpirun gives all its ranks one number.
+    # But a launcher with fewer ranks may be the outer one, whose ranks start several processes.
     for row in LAUNCHERS:
         if row.level not in (_LEVEL_OF_MPI, _LEVEL_OF_MPI + 1):
             continue
@@ -280,13 +288,13 @@ def _agreed(found: list[Identity]) -> Identity:
     for other in found[1:]:
         if (other.rank, other.size) != (first.rank, first.size):
             raise LaunchError(
-                f"{claim(first)}, but {claim(other)}. Neither is known to run inside the other: "
-                f"unset the variables of the one that did not start this process."
+                f"{claim(first)}, but {claim(other)}. Unset the variables of the launcher that did "
+                "not start this process."
             )
     return first
 
 
 def claim(identity: Identity) -> str:
-    """Return in words what a launcher says of a process, with its variables."""
+    """Return in words the rank and size that a launcher gave a process, with their variables."""
     rank, size = identity.variables["rank"], identity.variables["size"]
     return f"{identity.launcher} says {rank}={identity.rank}, {size}={identity.size}"

@@ -21,7 +21,7 @@ OPEN_MPI = RankVariables(
     size="OMPI_COMM_WORLD_SIZE",
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    # Where mpirun itself listens (Open MPI 4), and the name of its job: together, one run.
+    # The address of mpirun itself (Open MPI 4) and the name of its job together identify a run.
     job=("OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE"),
 )
 
@@ -63,9 +63,10 @@ _PMI = RankVariables(
 def open_mpi(environ: Environ) -> Identity | None:
     """Read the variables of Open MPI's mpirun.
 
-    jsrun and Flux set some of these variables for the ranks that they start themselves. The name
-    of the job is then a small number that other jobs have too, so their own readers come first.
+    Returns None for ranks of jsrun and Flux, which set some of these variables too.
     """
+    # Their own readers have to handle them: the name of the job is a small number there, which
+    # other jobs have too.
     for outer in (schedulers.JSRUN, schedulers.FLUX):
         given = environ.get(OPEN_MPI.rank), environ.get(OPEN_MPI.size)
         if given == (environ.get(outer.rank), environ.get(outer.size)) != (None, None):
@@ -84,8 +85,8 @@ def mvapich(environ: Environ) -> Identity | None:
 def hydra(environ: Environ) -> Identity | None:
     """Read the variables of Hydra, the mpiexec of MPICH and of Intel MPI.
 
-    Only Hydra sets MPI_LOCALRANKID. Intel MPI also names the run; MPICH does not. Its ranks find
-    each other by the process that started them (see rendezvous_file.py), and over the hosts of a
+    Only Hydra sets MPI_LOCALRANKID. Intel MPI names the run, MPICH does not. MPICH's ranks find
+    each other by the process that started them (see rendezvous_file.py), and on several hosts of a
     Slurm allocation by the step of Hydra's proxies.
     """
     if "MPI_LOCALRANKID" not in environ:
@@ -104,12 +105,13 @@ def hydra(environ: Environ) -> Identity | None:
 def pmi(environ: Environ) -> Identity | None:
     """Read PMI_RANK and PMI_SIZE, unless other variables show which launcher set them.
 
-    srun --mpi=pmi2, Flux and PALS set them too, for the tasks that they start: their own variables
-    say more. But a Hydra that was started inside a task leaves that task's variables in its ranks.
+    srun --mpi=pmi2, Flux and PALS set them too, but their own variables say more.
     """
     identity = None if "MPI_LOCALRANKID" in environ else _PMI.read(environ)
     if identity is None:
         return None
+    # A Hydra inside a task of a scheduler leaves that task's variables in its ranks. So the
+    # scheduler has started this process only if it gives the same rank and size.
     for read in (slurm.detect, *schedulers.READERS):
         try:
             if say_the_same(identity, read(environ)):

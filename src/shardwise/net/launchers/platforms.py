@@ -1,4 +1,4 @@
-"""Reads who a process is on services that start one process on each host.
+"""Reads the identity of a process on services that start one process on each host.
 
 SageMaker             SM_HOSTS, SM_CURRENT_HOST       (sagemaker-training-toolkit: environment.py)
 SkyPilot              SKYPILOT_NODE_RANK, ...         (docs: environment-variables)
@@ -6,7 +6,7 @@ Kubeflow Trainer      PET_NODE_RANK, PET_NNODES, ...  (plugins/torch/torch.go)
 Kubernetes            JOB_COMPLETION_INDEX and a size that the user gives: WORLD_SIZE
 AWS Batch             AWS_BATCH_JOB_NODE_INDEX, ...   (multi-node parallel jobs)
 
-Kubeflow's PyTorchJob and Azure ML set torchrun's variables, Kubeflow's MPIJob runs an mpirun.
+Kubeflow's PyTorchJob and Azure ML set torchrun's variables. Kubeflow's MPIJob runs mpirun.
 """
 
 import json
@@ -17,7 +17,7 @@ from shardwise.net.identity import Identity, read_integer, read_text
 from shardwise.net.launchers.variables import Environ, RankVariables
 
 PORT = 29500
-"""Where rank 0 listens if its host is known and no port is given, as torchrun's rank 0 does."""
+"""Port of rank 0 if only its host is given: torchrun's default."""
 
 SKYPILOT = RankVariables(
     launcher="SkyPilot",
@@ -68,8 +68,8 @@ def sagemaker(environ: Environ) -> Identity | None:
         rank = hosts.index(here)
     except (ValueError, AttributeError):
         raise LaunchError(
-            f"SageMaker says SM_HOSTS={environ['SM_HOSTS'][:80]!r}, which is no list of hosts with "
-            f"SM_CURRENT_HOST={here[:80]!r} in it: check what sets these variables."
+            f"SageMaker says SM_HOSTS={environ['SM_HOSTS'][:80]!r}, which is not a list of hosts "
+            f"with SM_CURRENT_HOST={here[:80]!r} in it: find out what sets these variables."
         ) from None
     identity = Identity(
         launcher="SageMaker",
@@ -84,7 +84,7 @@ def sagemaker(environ: Environ) -> Identity | None:
 def kubeflow(environ: Environ) -> Identity | None:
     """Read the variables of a pod of Kubeflow's Trainer, which torchrun reads as options.
 
-    Raises LaunchError if the job asks for several processes in each pod: this one starts them.
+    Raises LaunchError if each pod should have several processes, which nobody has started.
     """
     if KUBEFLOW.rank not in environ and environ.get(KUBEFLOW.size, "1") == "1":
         return None
@@ -98,41 +98,41 @@ def check_processes_per_pod(environ: Environ) -> None:
     count = environ.get("PET_NPROC_PER_NODE", "1")
     if count.isdigit() and int(count) > 1:
         raise LaunchError(
-            f"Kubeflow asks for PET_NPROC_PER_NODE={count} processes in each pod, and this one is "
-            "not told which of them it is. Start them in the pod's command: torchrun train.py "
-            "(it reads PET_*), or shardwise run --nnodes $PET_NNODES --node-rank $PET_NODE_RANK "
+            f"Kubeflow asks for PET_NPROC_PER_NODE={count} processes in each pod, but starts one. "
+            "Start the others in the pod's command: torchrun train.py (it reads PET_*), or "
+            "shardwise run --nnodes $PET_NNODES --node-rank $PET_NODE_RANK "
             f"--nproc-per-node {count} --rdzv-endpoint HOST:PORT train.py."
         )
 
 
 def indexed_job(environ: Environ) -> Identity | None:
-    """Read the index of a pod of an Indexed Job, also in a JobSet, if WORLD_SIZE and MASTER_ADDR
-    say the rest: Kubernetes itself gives a pod no number of pods."""
+    """Read the index of a pod of an Indexed Job, also in a JobSet.
+
+    Kubernetes does not give the number of pods, so the user has to set WORLD_SIZE and MASTER_ADDR.
+    """
     if not {KUBERNETES.rank, KUBERNETES.size, "MASTER_ADDR"} <= environ.keys():
         return None
     return _at(KUBERNETES.read(environ), environ["MASTER_ADDR"], environ)
 
 
 def aws_batch(environ: Environ) -> Identity | None:
-    """Read the index of a node of a multi-node parallel job.
-
-    The variables of the main node do not have its address.
-    """
+    """Read the index of a node of a multi-node parallel job."""
     identity = AWS_BATCH.read(environ)
     if identity is None or identity.size == 1:
         return identity
     if (main := environ.get("AWS_BATCH_JOB_MAIN_NODE_INDEX", "0")) != "0":
         raise LaunchError(
-            f"AWS Batch says AWS_BATCH_JOB_MAIN_NODE_INDEX={main}: make node 0 the main node: "
-            "its address is the one that all others are told."
+            f"AWS Batch says AWS_BATCH_JOB_MAIN_NODE_INDEX={main}. Make node 0 the main node, "
+            "because the other nodes are only given the main node's address."
         )
+    # The main node itself is not given its address: it listens on all interfaces.
     return _at(identity, environ.get(_MAIN, "0.0.0.0" if identity.rank == 0 else None), environ)
 
 
 def _at(
     identity: Identity | None, address: str | None, environ: Environ, port: str = "MASTER_PORT"
 ) -> Identity | None:
-    """Add where rank 0 listens: at `address`, on the port that the variable `port` says."""
+    """Add rank 0's address, with the port in the variable `port` or the default one."""
     if identity is None or address is None or identity.size == 1:
         return identity
     number = read_integer(environ, port, identity.launcher) if port in environ else PORT

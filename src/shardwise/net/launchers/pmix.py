@@ -1,9 +1,9 @@
-"""Asks a PMIx server of how many ranks this process is one.
+"""Asks a PMIx server for the number of ranks.
 
-PRRTE's prterun and PALS with --pmi=pmix tell a rank its number, PMIX_RANK, and nothing else in its
-environment. The process that started the rank knows the rest. It has loaded a PMIx library, and the
-same file is loaded here, so that both ends have one version. A child process asks, so that the
-script itself can still start MPI later.
+PRRTE's prterun and PALS with --pmi=pmix give a rank only its number, PMIX_RANK. The process that
+started the rank is a PMIx server, which knows the rest. We load the same library file that it has
+loaded, so that client and server have the same version. The request runs in a child process, so
+that the script itself can still initialise MPI later.
 
 PMIx standard 4.1: PMIx_Init, PMIx_Get and PMIx_Finalize (section 5), pmix_proc_t and pmix_value_t
 (section 3.2).
@@ -33,35 +33,35 @@ PMIX = RankVariables(
 """PMIx defines the rank and the namespace. The other names are ours, for the server's answers."""
 
 _SAYS_RANK = {"OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID"}
-"""Variables of launchers inside of any other, so that the server is not asked."""
+"""Variables of launchers that are always the innermost one. With them the server is not asked."""
 
 _SAYS_SIZE = {"SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE", "PMI_SIZE"}
-"""Variables of launchers that may be the server themselves, and tell the size without a question.
-Around a rank of PRRTE they are those of its daemon."""
+"""Variables of launchers that may be the server themselves, and give the size without a request.
+In a rank of PRRTE they describe PRRTE's daemon."""
 
 KEYS = {
     PMIX.size: (b"pmix.job.size", False),
     "PMIX_LOCAL_SIZE": (b"pmix.local.size", False),
     "PMIX_LOCAL_RANK": (b"pmix.lrank", True),
 }
-"""By variable, the key of the server, and whether it is about this rank rather than about all."""
+"""By variable: the server's key, and whether it describes this rank rather than the job."""
 
 LIMIT = 20.0
 """Seconds for the server's answer."""
 
 _WILDCARD = 2**32 - 2
 _UINT16 = 13
-"""The type of a value of 16 bits, which a local rank has; sizes have 32."""
+"""PMIX_UINT16, the type of a local rank. Sizes are 32-bit values."""
 
 
 def read(environ: Environ) -> Identity | None:
     """Read PMIX_RANK and the server's answers; None without them, and for ranks of PALS.
 
-    Raises LaunchError for a rank of PRRTE whose server did not answer: a scheduler's variables are
-    then those of PRRTE's daemon, which is one task on each host.
+    Raises LaunchError for a rank of PRRTE whose server did not answer.
     """
+    # In a rank of PRRTE the variables of PALS or a scheduler describe PRRTE's daemon, which is one
+    # task on each host. They must not be taken for the rank's.
     if PMIX.size in environ:
-        # Around a rank of PRRTE the variables of PALS are those of its daemon.
         is_pals = "PALS_RANKID" in environ and not _is_prrte(environ)
         return None if is_pals else PMIX.read(environ)
     if _is_prrte(environ) and not _SAYS_RANK & environ.keys():
@@ -75,7 +75,7 @@ def _is_prrte(environ: Environ) -> bool:
 
 
 def ask(environ: Environ) -> dict[str, str]:
-    """Return the variables that the server of this rank adds; none if it cannot be asked."""
+    """Return variables with the answers of this rank's server; empty without a server."""
     if not {"PMIX_RANK", "PMIX_NAMESPACE"} <= environ.keys() or _SAYS_RANK & environ.keys():
         return {}
     if not _is_prrte(environ) and _SAYS_SIZE & environ.keys():
@@ -87,7 +87,7 @@ def ask(environ: Environ) -> dict[str, str]:
 
 
 _answers: dict[tuple[str, str], dict[str, str]] = {}
-"""By namespace and rank: each question starts a process."""
+"""A cache by namespace and rank, because each request starts a process."""
 
 
 def _answer(environ: Environ) -> dict[str, str]:
@@ -95,7 +95,7 @@ def _answer(environ: Environ) -> dict[str, str]:
     if library is None:
         return {}
     try:
-        asked = subprocess.run(
+        done = subprocess.run(
             [*python_words(__name__, sys.executable), library],
             env=dict(environ),
             capture_output=True,
@@ -104,13 +104,13 @@ def _answer(environ: Environ) -> dict[str, str]:
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return {}  # the process is refused then, as one that nobody can read
-    lines = (line.partition("=") for line in asked.stdout.splitlines())
+        return {}  # `read` then raises an error
+    lines = (line.partition("=") for line in done.stdout.splitlines())
     return {name: value for name, _, value in lines if name in KEYS}
 
 
 def _loaded_above() -> str | None:
-    """Return the path of the PMIx library of the nearest process above that has one loaded."""
+    """Return the path of the PMIx library that the nearest possible ancestor has loaded."""
     for pid, _ in processes.ancestors():
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()
@@ -130,7 +130,7 @@ class _Process(ctypes.Structure):
 
 
 class _Value(ctypes.Structure):
-    """pmix_value_t. Only whole numbers are read."""
+    """pmix_value_t, for unsigned integers."""
 
     _fields_ = (("type", ctypes.c_uint16), ("number", ctypes.c_uint64))
 

@@ -1,4 +1,4 @@
-"""Reads who a rank is from the variables of schedulers that start ranks themselves.
+"""Reads the identity of a rank from the variables of schedulers that start ranks themselves.
 
 Flux        FLUX_TASK_RANK, FLUX_JOB_SIZE         flux run (flux-core: src/shell/shell.c)
 LSF         JSM_NAMESPACE_*                       jsrun (IBM's JSM)
@@ -6,8 +6,8 @@ LSF         JSM_NAMESPACE_*                       jsrun (IBM's JSM)
 PALS        PALS_RANKID, PMI_SIZE                 mpiexec of HPE Cray (pals.h): Polaris, Aurora
 HTCondor    _CONDOR_PROCNO, _CONDOR_NPROCS        parallel universe (parallel_proc.cpp)
 
-slurm.py reads Slurm's variables, and starts ranks by srun. Grid Engine, OAR and Cobalt start no
-ranks. PBS does, by pbsdsh, and does not tell them of how many they are (see signs.py).
+slurm.py reads Slurm's variables. Grid Engine, OAR and Cobalt start no ranks. PBS does, by pbsdsh,
+but gives them no number of ranks (see signs.py).
 """
 
 from dataclasses import replace
@@ -49,30 +49,31 @@ CONDOR = RankVariables(launcher="HTCondor", rank="_CONDOR_PROCNO", size="_CONDOR
 
 
 def lsf(environ: Environ) -> Identity | None:
-    """Read what jsrun gave a task, or blaunch, which counts from 1."""
+    """Read the variables of jsrun or blaunch."""
     identity = JSRUN.read(environ)
-    if identity is not None:  # a resource set of jsrun shows its tasks their own GPUs
+    if identity is not None:  # tasks see only the GPUs of their resource set
         return replace(identity, own_gpus=True)
     if BLAUNCH.rank not in environ:
         return None
+    # blaunch counts its tasks from 1.
     rank = read_integer(environ, BLAUNCH.rank, BLAUNCH.launcher) - 1
     return BLAUNCH.read({**environ, BLAUNCH.rank: str(rank)})
 
 
 def pals(environ: Environ) -> Identity | None:
-    """Read what PALS gave a rank.
+    """Read the variables of PALS.
 
-    Slurm and Flux set variables of PALS for Cray's MPI, some of them without PMI_SIZE. PALS itself
-    leaves PMI_SIZE out with --pmi=pmix: then its server is asked (see pmix.py).
+    Returns None for ranks of Slurm and Flux, which set some of these variables for Cray's MPI.
     """
     if PALS.rank not in environ or FLUX.rank in environ or slurm.in_step(environ):
         return None
     if "FLUX_URI" in environ and "PALS_APID" not in environ:
-        return None  # a batch script of Flux, into which some of an outer launch's variables leak
+        return None  # a batch script of Flux, which inherits some variables of an outer launcher
     names = PALS
     if PALS.local_size not in environ and "PMI_LOCAL_SIZE" in environ:
         names = replace(names, local_size="PMI_LOCAL_SIZE")
-    if PALS.size not in environ and "PMIX_JOB_SIZE" in environ:  # the answer of its server
+    # With --pmi=pmix PALS leaves out PMI_SIZE. pmix.py has then asked its server.
+    if PALS.size not in environ and "PMIX_JOB_SIZE" in environ:
         names = replace(names, size="PMIX_JOB_SIZE")
     return names.read(environ)
 

@@ -1,7 +1,7 @@
-"""Finds signs that a process is one of several, although no launcher that we can read started it.
+"""Finds signs that a process is one of several, under a launcher that we cannot read.
 
-Such a process must not train alone: its neighbours would train the same model again, and overwrite
-each other's checkpoints, without a word.
+Such a process must not train alone: the other processes would train the same model too, and they
+would silently overwrite each other's checkpoints.
 """
 
 import json
@@ -20,7 +20,7 @@ _SIZE = re.compile(
 _NOT_RANKS = re.compile(
     r"SLURM_|SHARDWISE_LAUNCH_|PBS_|LSB_|LS_|SGE_|OAR_|COBALT_|(.*_)?(LOCAL|CROSS|ARRAY|ROLE)_"
 )
-"""Variables of batch jobs, which the readers know; of hosts, and of independent tasks."""
+"""Variables of batch jobs, which have readers; of hosts; and of independent tasks."""
 
 _HYPERPARAMETERS = re.compile(r"(.*_)?(LORA|BATCH|ADAPTER|MATRIX|TENSOR|PAGE)_")
 """Prefixes of ranks of matrices, and of sizes of other things."""
@@ -29,26 +29,28 @@ _NODES = ("NODE_", "MACHINE_")
 _NODE_COUNTS = ("NNODES", "NUM_NODES", "NHOSTS", "NUM_HOSTS", "NUM_MACHINES", "NMACHINES")
 
 _SOCKETS = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_CONTROL_FD")
-"""Set for processes that can ask a launcher who they are, in a language that we do not speak."""
+"""Set for processes that can get their identity from a launcher by a protocol of MPI."""
 
 WAYS = (
-    "Start the ranks with `shardwise run`; or tell each of them who it is with SHARDWISE_RANK, "
-    "SHARDWISE_SIZE and SHARDWISE_RENDEZVOUS=HOST:PORT (rank 0's host and a free port there); or, "
+    "Start the ranks with `shardwise run`; or set SHARDWISE_RANK, SHARDWISE_SIZE and "
+    "SHARDWISE_RENDEZVOUS=HOST:PORT (rank 0's host and a free port there) for each of them; or, "
     "if this process is meant to be alone, set SHARDWISE_ALONE=1."
 )
 
 WAYS_OF_COMMAND = (
-    "Call shardwise run once, or once on each host with --nnodes; if this call is meant to be the "
-    "only one, or a run by itself, set SHARDWISE_ALONE=1."
+    "Call shardwise run once, or once on each host with --nnodes. If this call is meant to be the "
+    "only one, or a separate run, set SHARDWISE_ALONE=1."
 )
 
 
 def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = True) -> list[str]:
     """Return the signs that this process is one of several, in words. Pure.
 
-    `parents` are the names of the processes above this one that start ranks. Without `alone` a
-    launcher that was read says that it started one process: then only pairs of a rank and a size
-    are signs.
+    Args:
+        environ: The environment variables.
+        parents: The names of the processes above this one that start ranks.
+        alone: No launcher was detected. Otherwise one was that claims to have started one process,
+            and then only pairs of a rank and a size count as signs.
     """
     signs = [f"{name}={environ[name]}" for rank, size in _pairs(environ) for name in (rank, size)]
     if not alone:
@@ -56,23 +58,23 @@ def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = Tr
     if _number(environ.get("WORLD_SIZE")) != 1:
         signs.insert(0, f"WORLD_SIZE={environ['WORLD_SIZE']}")
     if environ.get("SLURM_STEP_NUM_TASKS") != "1":
-        # The shell of a step with one task has them as well, and is alone.
+        # The shell of a step with one task has these variables too, and is alone.
         signs += [f"{name}={environ[name]}" for name in _SOCKETS if name in environ]
     names = ["ALPS_APP_PE"]
     if {"RANK", "MASTER_ADDR"} <= environ.keys():
         names.append("RANK")
-    # Also a Job of one pod has index 0. If there are others, these refuse, and end the Job.
+    # A Job of one pod has index 0 too. If there are more pods, they raise an error and end the Job.
     if environ.get("JOB_COMPLETION_INDEX", "0") != "0":
         names.append("JOB_COMPLETION_INDEX")
-    # A batch script and a shell are process 0, so another one is a task of srun, in a container
-    # that did not get all of its variables.
+    # A batch script and a shell are process 0. Any other number belongs to a task of srun, in
+    # a container that did not get all of its variables.
     if _number(environ.get("SLURM_PROCID", "0")) != 0:
         names.append("SLURM_PROCID")
     if len(environ.get("AZ_BATCH_HOST_LIST", "").split(",")) > 1:
         names.append("AZ_BATCH_HOST_LIST")
     if _number(environ.get("DET_KUBERNETES_JOB_PARALLELISM")) != 1:
         names.append("DET_KUBERNETES_JOB_PARALLELISM")
-    # Task 1 of PBS is the batch script; pbsdsh starts the others. Grid Engine's are petasks.
+    # Task 1 of PBS is the batch script; pbsdsh starts the others. Grid Engine calls them petask.
     if environ.get("PBS_TASKNUM", "1").lstrip("0") != "1":
         names.append("PBS_TASKNUM")
     if "SGE_ROOT" in environ and environ.get("JOB_NAME") == "petask":
@@ -84,7 +86,7 @@ def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = Tr
 
 
 def in_job(environ: Mapping[str, str]) -> str | None:
-    """Return the variable that shows that this batch job has several slots; None without one."""
+    """Return a variable that shows that this batch job has several slots, or None."""
     for name in ("SLURM_NTASKS", "LSB_DJOB_NUMPROC", "NSLOTS", "PBS_NP", "COBALT_JOBSIZE"):
         if _number(environ.get(name)) > 1:
             return f"{name}={environ[name]}"
@@ -105,8 +107,8 @@ def _hosts_in(environ: Mapping[str, str], name: str) -> int:
 def refusal(signs: Sequence[str]) -> str:
     """Return the message for a process with `signs` that would otherwise train alone."""
     return (
-        f"This process looks like one of several ({', '.join(signs)}), but Shardwise cannot read "
-        f"from that which one of how many it is. It would train alone, next to the others. {WAYS}"
+        f"This process looks like one of several ({', '.join(signs)}), but Shardwise cannot find "
+        f"out its rank and the number of ranks. It would train alone, next to the others. {WAYS}"
     )
 
 
@@ -124,7 +126,7 @@ def _pairs(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         is_node = match[1].endswith(_NODES) or name.endswith("NODE_INDEX")
         for size in sizes.get(_stem(match[1].removesuffix("NODE_").removesuffix("MACHINE_")), ()):
             if size == "SIZE":
-                continue  # of anything
+                continue  # may be the size of anything
             rank, count = _number(environ[name]), _number(environ[size])
             if is_node == size.endswith(_NODE_COUNTS) and -1 < rank < count > 1:
                 yield name, size

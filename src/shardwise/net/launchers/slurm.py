@@ -1,15 +1,15 @@
-"""Reads which task of a Slurm step a rank is, and starts ranks by srun.
+"""Reads the identity of a Slurm task, and starts ranks by srun.
 
-A batch script that has not called srun carries many of a task's variables, and so does the shell of
-an interactive allocation; neither is a step that trains.
+A batch script has many of a task's variables, and so does the shell of an interactive allocation,
+but neither of them is a rank.
 
-Inside an allocation `shardwise run` leaves the starting to srun:
+Inside an allocation, `shardwise run` starts the ranks by srun:
 
     sbatch -N 2 --gpus-per-node 4 job.sh      job.sh: shardwise run --zero 3 train.py
 
-srun puts the ranks on all hosts of the allocation, writes the rank in front of each line, and
-ends all of them when one fails. Where the allocation is this very host, nothing is left for srun
-to do, and our own launcher says more when a rank fails.
+srun starts the ranks on all hosts of the allocation, prefixes each line of output with the rank,
+and ends all ranks when one fails. If the allocation is only this host, our own launcher starts
+them, because its report of a failure says more.
 """
 
 import json
@@ -33,18 +33,19 @@ NAMES = {
     "node": "SLURM_NODEID",
 }
 OWN_GPUS = "SLURM_GPUS_PER_TASK"
-"""Set by --gpus-per-task, with which Slurm shows each task its own GPUs, counted from 0."""
+"""Set by --gpus-per-task, which makes Slurm show each task only its own GPUs, counted from 0."""
 
 FIRST_SPECIAL_STEP = 0xFFFFFF00
-"""Steps of the batch script, of interactive shells and of Slurm's own have numbers from here."""
+"""First number of special steps: the batch script, interactive shells, and Slurm's internal ones.
+"""
 
 
 def detect(environ: Mapping[str, str]) -> Identity | None:
-    """The identity of a task of srun, or None outside of one."""
+    """Return the identity of a task of srun, or None outside of a task. Raises LaunchError."""
     if not in_step(environ):
         if _is_broken_step(environ):
             shown = " ".join(f"{name}={environ.get(name)}" for name in _OF_A_STEP)
-            raise LaunchError(f"Slurm says {shown}: this is no step with a rank in it. {WAYS}")
+            raise LaunchError(f"Slurm says {shown}: this is not a rank of a Slurm step. {WAYS}")
         return None
     numbers = read_integers(environ, NAMES, "Slurm")
     tasks = task_counts(read_text(environ, "SLURM_STEP_TASKS_PER_NODE", "Slurm"))
@@ -52,7 +53,7 @@ def detect(environ: Mapping[str, str]) -> Identity | None:
         raise LaunchError(
             f"Slurm says SLURM_STEP_NUM_TASKS={numbers['size']} and SLURM_NODEID="
             f"{numbers['node']}, but SLURM_STEP_TASKS_PER_NODE="
-            f"{environ['SLURM_STEP_TASKS_PER_NODE']}: check what sets these variables."
+            f"{environ['SLURM_STEP_TASKS_PER_NODE']}: find out what sets these variables."
         )
     return Identity(
         launcher="Slurm",
@@ -66,15 +67,13 @@ def detect(environ: Mapping[str, str]) -> Identity | None:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process to work, rather than as a shell to type in.
-
-    What srun starts from a shell of `srun --pty` inherits its marks; only its number is higher.
-    The name of the job tells nothing: salloc calls every one of its jobs `interactive`.
-    """
+    """Return whether this process is a task of srun, rather than an interactive shell."""
+    # Tasks that are started from a shell of `srun --pty` inherit SLURM_PTY_PORT, but have a higher
+    # step number. The name of the job does not help: salloc names all its jobs `interactive`.
     number = environ.get("SLURM_STEP_ID", "")
     if not (number.isascii() and number.isdigit()) or int(number[:20]) >= FIRST_SPECIAL_STEP:
         return False
-    # The shell is process 0; the other tasks of srun --pty are ranks as any.
+    # Only process 0 of srun --pty is the shell; its other tasks are ordinary ranks.
     is_first = environ.get("SLURM_PROCID") == "0"
     is_shell = "SLURM_PTY_PORT" in environ and int(number) == 0 and is_first
     return "SLURM_PROCID" in environ and not is_shell
@@ -84,9 +83,9 @@ _OF_A_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_PROCID")
 
 
 def _is_broken_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process with others, but not all that it said is there.
+    """Return whether this is a task of srun that lacks some of its variables.
 
-    The shell of a step, and a batch script of which newer versions make a step, are none.
+    It is not for the shell of a step, nor for a batch script, which is a step in newer versions.
     """
     number = environ.get("SLURM_STEP_ID")
     if number is not None and _STEP.fullmatch(number) is None:
@@ -100,7 +99,8 @@ _STEP = re.compile(r"-?\d{1,19}", re.ASCII)
 
 
 def step_name(environ: Mapping[str, str]) -> str:
-    """A name of this run alone: a requeued job runs again under its old number."""
+    """Return a name that only this run has."""
+    # A requeued job keeps its number, so the name needs the count of restarts.
     again = environ.get("SLURM_RESTART_COUNT", "0")
     return f"slurm {environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']} {again}"
 
@@ -114,14 +114,14 @@ _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 
 
 def node_names(text: str) -> list[str]:
-    """The names in a node list, in its order: `n[1-2,7],m03` is n1, n2, n7, m03.
+    """Expand a node list, in its order: `n[1-2,7],m03` becomes n1, n2, n7, m03.
 
     Numbers keep their leading zeros, and a name may have several ranges. Raises LaunchError.
     """
     patterns = _NODE.findall(text)
     if not patterns or ",".join(patterns) != text:
         raise LaunchError(
-            f"{text!r} is no list of nodes such as n[1-2,7],m03, which Slurm should have given."
+            f"Slurm gave the list of nodes {text!r}, which is not of the form n[1-2,7],m03."
         )
     names = []
     for pattern in patterns:
@@ -139,21 +139,21 @@ def _range(ranges: str, text: str) -> Iterator[str]:
         high = high if dash else low
         ends = [_NUMBER.fullmatch(each) for each in (low, high)]
         if not all(ends) or not 0 <= int(high) - int(low) < MOST_RANKS:
-            raise LaunchError(f"{one!r} in the list of nodes {text!r} is no number nor a range.")
+            raise LaunchError(f"{one!r} in the list of nodes {text!r} is not a number or a range.")
         for number in range(int(low), int(high) + 1):
             yield f"{number:0{len(low)}d}"
 
 
 def task_counts(text: str) -> list[int]:
-    """How many tasks each host has: `2(x3),1` is 2, 2, 2, 1. Raises LaunchError."""
+    """Expand the number of tasks per host: `2(x3),1` becomes 2, 2, 2, 1. Raises LaunchError."""
     found: list[int] = []
     if sum(map(int, re.findall(r"\(x(\d{1,9})", text, re.ASCII))) > MOST_RANKS:
-        raise LaunchError(f"{text!r} lists more hosts than any run has: check what sets it.")
+        raise LaunchError(f"{text!r} lists more than {MOST_RANKS} hosts: find out what sets it.")
     for one in text.split(","):
         match = _COUNT.fullmatch(one)
         if match is None:
             raise LaunchError(
-                f"{text!r} is no list of tasks such as 2(x3),1, which Slurm should have given."
+                f"Slurm gave the list of tasks {text!r}, which is not of the form 2(x3),1."
             )
         found += [int(match[1])] * int(match[2] or 1)
     return found
@@ -163,12 +163,12 @@ def task_counts(text: str) -> list[int]:
 
 
 def needs_srun(environ: Mapping[str, str]) -> bool:
-    """Whether hosts are allocated to us that only srun starts processes on. Pure."""
+    """Return whether the hosts of this job can only be reached by srun. Pure."""
     return "SLURM_JOB_ID" in environ and not (in_step(environ) or _is_this_host(environ))
 
 
 def tasks_here(environ: Mapping[str, str]) -> int | None:
-    """The ranks that an allocation of this host alone asks for; None where it asks for none."""
+    """Return the number of tasks of an allocation of only this host; None if it gives none."""
     if not ("SLURM_JOB_ID" in environ and environ.get("SLURM_NTASKS") and _is_this_host(environ)):
         return None
     return _positive(environ, "SLURM_NTASKS")
@@ -181,10 +181,17 @@ def srun_command(
     size: int | None = None,
     per_host: int | None = None,
 ) -> tuple[str, ...]:
-    """What to execute so that srun starts `size` ranks of `command` in all, `per_host` on each.
+    """Return the srun command that starts the ranks. Pure.
 
-    With neither, as many as the allocation asks for: its tasks, else its GPUs, else one per host.
-    Pure. Raises LaunchError for counts that the hosts cannot hold evenly.
+    Args:
+        environ: The variables of the allocation.
+        command: The command of a rank.
+        size: The number of ranks. By default the allocation's tasks, else one rank per GPU, else
+            one per host.
+        per_host: The number of ranks on each host.
+
+    Raises:
+        LaunchError: The ranks do not fit on the hosts.
     """
     hosts = len(node_names(read_text(environ, "SLURM_JOB_NODELIST", "Slurm")))
     if size is None and per_host is None and "SLURM_NTASKS" not in environ:
@@ -198,9 +205,9 @@ def srun_command(
         size = hosts * per_host if per_host is not None else _positive(environ, "SLURM_NTASKS")
     found = ["srun", f"--nodes={min(hosts, size)}", f"--ntasks={size}"]
     found += [f"--ntasks-per-node={per_host}"] if per_host is not None else []
-    if "SLURM_CPUS_PER_TASK" in environ:  # srun does not take it over, since Slurm 22.05
+    if "SLURM_CPUS_PER_TASK" in environ:  # since Slurm 22.05 srun ignores this variable
         found += [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"]
-    if "SLURM_PTY_PORT" in environ:  # the shell that we are in holds the cores
+    if "SLURM_PTY_PORT" in environ:  # the shell's own step occupies the cores
         found += ["--overlap"]
     return (*found, "--kill-on-bad-exit=1", "--label", "--", *command)
 
@@ -208,35 +215,38 @@ def srun_command(
 def srun_environment(
     environ: Mapping[str, str], flags: Mapping[str, str], port: int = 0
 ) -> dict[str, str]:
-    """The variables that srun passes on to the ranks: ours, and the settings in `flags`."""
+    """Return the variables for srun and its ranks, with the settings in `flags`."""
     given = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(flags))}
     if port:
         first = node_names(read_text(environ, "SLURM_JOB_NODELIST", "Slurm"))[0]
         given |= {"MASTER_ADDR": first, "MASTER_PORT": str(port)}
-    # an allocation's own count would contradict the one that we give
+    # The allocation's count of tasks per host would contradict our own flags of srun.
     kept = {name: value for name, value in environ.items() if name != "SLURM_NTASKS_PER_NODE"}
     kept = {name: value for name, value in kept.items() if name not in BY_HAND}
     return {"PYTHONFAULTHANDLER": "1"} | kept | given
 
 
 def become_srun(command: tuple[str, ...], environ: Mapping[str, str]) -> NoReturn:
-    """Become srun, so that Ctrl-C and the exit code are its own. Raises LaunchError."""
+    """Replace this process by srun, which handles Ctrl-C and sets the exit code.
+
+    Raises LaunchError if srun cannot be started.
+    """
     try:
         os.execvpe(command[0], command, environ)
     except OSError as error:
         raise LaunchError(
-            f"This is Slurm job {environ.get('SLURM_JOB_ID')}, whose hosts srun starts processes "
-            f"on, but {command[0]} cannot be started: {error.strerror}. Is it on PATH?"
+            f"Slurm job {environ.get('SLURM_JOB_ID')} needs srun to start the ranks, but "
+            f"{command[0]} cannot be started: {error.strerror}. Is it on PATH?"
         ) from None
 
 
 def _positive(environ: Mapping[str, str], variable: str) -> int:
     found = read_integer(environ, variable, "Slurm")
     if found < 1:
-        raise LaunchError(f"{variable}={found}, set by Slurm, asks for no rank: give -n.")
+        raise LaunchError(f"{variable}={found}, set by Slurm, is not a number of ranks: give -n.")
     return found
 
 
 def _is_this_host(environ: Mapping[str, str]) -> bool:
-    """Whether this process is on the only host of the allocation."""
+    """Return whether this process is on the only host of the allocation."""
     return environ.get("SLURM_JOB_NUM_NODES") == "1" and "SLURMD_NODENAME" in environ

@@ -15,11 +15,18 @@ Reader = Callable[[Environ], Identity | None]
 
 @dataclass(frozen=True, kw_only=True)
 class RankVariables:
-    """Names of the variables that one launcher sets for each rank.
+    """The names of the variables that a launcher sets for each rank.
 
-    `job` are variables whose values together identify the run: all ranks have the same values, and
-    no other run has them. It is empty for launchers without such variables. With `one_per_host`
-    the launcher starts one process on each host.
+    Args:
+        launcher: The name of the launcher.
+        rank: The variable of the rank.
+        size: The variable of the number of ranks.
+        local_rank: The variable of the number of the rank on its host.
+        local_size: The variable of the number of ranks on the host.
+        node: The variable of the index of the host.
+        job: Variables whose values together identify the run: all ranks have the same values, and
+            no other run has them. Empty if the launcher sets no such variables.
+        one_per_host: The launcher starts one process on each host.
     """
 
     launcher: str
@@ -34,9 +41,9 @@ class RankVariables:
     def read(self, environ: Environ) -> Identity | None:
         """Return the identity of a rank; None if neither the rank nor the size is set.
 
-        Raises LaunchError for a rank without a size, or the reverse: if this launcher's half of an
-        identity were ignored, an outer launcher's would be taken for it.
+        Raises LaunchError for a rank without a size, or a size without a rank.
         """
+        # Ignoring half an identity of this launcher would fall back to an outer launcher.
         present = {self.rank, self.size} & environ.keys()
         if not present:
             return None
@@ -48,7 +55,7 @@ class RankVariables:
                 f"but {missing} is not set. {WAYS}"
             )
         names = {"rank": self.rank, "size": self.size}
-        # One of the two alone does not place a rank; the hosts' names do, when all have met.
+        # Only both together place a rank. Otherwise the ranks compare their host names later.
         local = {"local_rank": self.local_rank, "local_size": self.local_size}
         found = {name: each for name, each in local.items() if each is not None and each in environ}
         is_placed = self.one_per_host or len(found) == len(local)
@@ -67,7 +74,7 @@ class RankVariables:
 
 
 def say_the_same(first: Identity | None, second: Identity | None) -> bool:
-    """Return whether both are there, and are the same rank of as many."""
+    """Return whether both identities exist and have the same rank and size."""
     if first is None or second is None:
         return False
     return (first.rank, first.size) == (second.rank, second.size)

@@ -1,16 +1,16 @@
 """Pipeline parallelism: divides layers into stages, one or more on each rank of a replica.
 
-Every rank runs the user's whole program, and in it computes only the layers of its own stages.
+Every rank runs the user's whole program, but computes only the layers of this rank's stages.
 
-partition.py            divides layers into stages; layer_times.py  times them
-stages.py               which stage is on which rank, and what runs now
+partition.py            divides layers into stages; layer_times.py  times layers
+stages.py               maps stages to ranks, and tracks the current run
 stage_forwards.py       replaces the forwards of layers; recomputed_layers.py  under checkpoints
-stage_tensors.py        tensors that one stage computes, and the others know the shape of
-fake_outputs.py         computes the shapes of a layer's outputs on other stages; fake_tensors.py
+stage_tensors.py        tensors whose values one stage has, and whose shapes all ranks know
+fake_outputs.py         computes the shapes of a layer's outputs on other ranks; fake_tensors.py
 channels.py             messages between stages
-pipeline_group.py       the ranks of a pipeline: stages, channels, parameters together
+pipeline_group.py       the ranks of a pipeline: stages, channels and parameters together
 parameter_ownership.py  frees, gathers and restores parameters of other stages
-tied_weights.py         sends weights to the stages that use them beside their owner
+tied_weights.py         sends a weight from its owner to the other stages that use it
 schedule.py             the order of forwards and backwards on each rank
 runner.py               runs a batch by a schedule; split_backward.py  for zero-bubble
 """

@@ -1,4 +1,4 @@
-"""Computes the outputs of a layer on another stage as fake tensors: shapes without values."""
+"""Computes the output shapes of layers that run on another stage, using fake tensors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shardwise.parallel.pipeline.fake_tensors import (
 from shardwise.parallel.pipeline.stages import Stages
 
 MOST_CACHED = 1024
-"""The number of outputs that are cached."""
+"""Maximum number of cached outputs."""
 
 
 class FakeOutputs:
-    """The outputs of layers of `pipeline`, computed once for each signature of their arguments."""
+    """Computes and caches fake outputs, one for each signature of a layer's arguments."""
 
     def __init__(self, pipeline: Stages) -> None:
         self._pipeline = pipeline
@@ -40,28 +40,33 @@ class FakeOutputs:
         leaves: Sequence[Any],
         spec: Any,
     ) -> Any:
-        """The outputs of the `original` forward of a module on another stage, as fake tensors.
+        """Return the outputs of a module on another stage as fake tensors.
 
-        They are computed once for each signature of the arguments.
+        Args:
+            module: The module, whose parameters have no values on this rank.
+            original: Its own forward.
+            leaves: The flattened arguments of the call.
+            spec: The pytree specification of the arguments.
         """
+        # All of these can change shapes, dtypes or `requires_grad` of the outputs.
         trained = tuple(p.requires_grad for p in module.parameters())
         key = (
             *(module, module.training, trained, torch.is_grad_enabled(), spec),
             torch.is_autocast_enabled(self._pipeline.device.type),
             *(_signature(leaf) for leaf in leaves),
         )
-        found = self._cache.get(key)
-        if found is None:
-            found = self._compute(module, original, leaves, spec)
+        entry = self._cache.get(key)
+        if entry is None:
+            entry = self._compute(module, original, leaves, spec)
             if len(self._cache) >= MOST_CACHED:
                 self._cache.clear()
-            # Not for arguments of other types: the signature of an object does not tell what a
-            # layer returns for it.
+            # Cache only if all arguments are tensors or plain values. Two objects of another type
+            # have the same signature, and the layer may still return different shapes for them.
             if all(isinstance(leaf, (Tensor, *_PLAIN_TYPES)) for leaf in leaves):
-                self._cache[key] = found
-        out, forms = found
-        made = [fake_activation(form) if isinstance(form, Tensor) else form for form in forms]
-        return pytree.tree_unflatten(made, out)
+                self._cache[key] = entry
+        out, forms = entry
+        outputs = [fake_activation(form) if isinstance(form, Tensor) else form for form in forms]
+        return pytree.tree_unflatten(outputs, out)
 
     def _compute(
         self,
@@ -70,11 +75,12 @@ class FakeOutputs:
         leaves: Sequence[Any],
         spec: Any,
     ) -> Any:
-        # The module of another stage has no values here, but its forward, on fake tensors, gives
-        # the shapes that this rank needs to run the program around it.
+        # The module has no parameter values on this rank. Its forward on fake tensors gives the
+        # shapes that this rank needs to run the user's program around the module.
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-        # Detached before the mode is on: that of torch 2.9 takes no subclass of Parameter.
+        # Detach before entering the mode: the mode of torch 2.9 rejects subclasses of Parameter.
         bare = {key: (value.detach(), value.requires_grad) for key, value in tensors.items()}
+        # A forward with dropout draws random numbers, even on fake tensors.
         before = torch.get_rng_state()
         with fake_mode(), without_saving():
             fakes = {
@@ -92,7 +98,7 @@ class FakeOutputs:
                     result = original(*args, **kwargs)
             except Exception as error:
                 raise ModelError(
-                    f"{type(module).__name__} is on another worker, and the form of its output "
+                    f"{type(module).__name__} runs on another worker, and the shape of its output "
                     f"cannot be computed without its data: {type(error).__name__}: {error}"
                 ) from error
         torch.set_rng_state(before)
@@ -111,23 +117,23 @@ _PLAIN_TYPES = (bool, int, float, str, bytes, Enum, slice, torch.dtype, torch.de
 def _signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    if isinstance(leaf, slice):  # it cannot be a key itself
+    if isinstance(leaf, slice):  # not hashable
         return slice, leaf.start, leaf.stop, leaf.step
     return leaf if isinstance(leaf, _PLAIN_TYPES) else type(leaf)
 
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes of `module` after the block."""
-    # Its forward may fill caches (positions, masks), which would then hold fake tensors.
-    held = [
+    """Restore the attributes and buffers of `module` after the block."""
+    # A forward may fill caches (positions, masks). They must not keep fake tensors.
+    snapshot = [
         (inner, dict(vars(inner)), dict(inner._buffers), set(inner._non_persistent_buffers_set))
         for inner in module.modules()
     ]
     try:
         yield
     finally:
-        for inner, attributes, buffers, names in held:
+        for inner, attributes, buffers, names in snapshot:
             vars(inner).clear()
             vars(inner).update(attributes)
             inner._buffers.clear()
@@ -140,12 +146,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Remove the hooks of `module` inside the block."""
-    held = [(inner, key, vars(inner)[key]) for inner in module.modules() for key in _HOOKS]
+    """Remove the hooks of `module` inside the block, so that user code never sees fake tensors."""
+    hooks_by_module = [
+        (inner, key, vars(inner)[key]) for inner in module.modules() for key in _HOOKS
+    ]
     try:
-        for inner, key, _ in held:
+        for inner, key, _ in hooks_by_module:
             vars(inner)[key] = OrderedDict()
         yield
     finally:
-        for inner, key, hooks in held:
+        for inner, key, hooks in hooks_by_module:
             vars(inner)[key] = hooks

@@ -1,4 +1,4 @@
-"""Makes fake tensors: those of a shape and dtype, without values or memory."""
+"""Creates fake tensors, which have a shape and dtype, but no values and no memory."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @cache
 def fake_mode() -> FakeTensorMode:
-    """The mode in which fake tensors are made: torch computes their shapes and dtypes, without
-    memory.
+    """Return the mode that computes shapes and dtypes without memory.
 
-    Made on first use: that takes seconds, which every rank would wait at its start.
+    It is created on first use, because creating it takes seconds at the start of every rank.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_like(value: Tensor) -> FakeTensor:
-    """A fake tensor like `value`, without a graph."""
+    """Return a fake tensor with the metadata of `value`, detached from its graph."""
     if isinstance(value, FakeTensor):
-        made: Tensor = value.detach()
+        fake: Tensor = value.detach()
     else:
         with fake_mode():
-            made = torch.empty_strided(
+            fake = torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
             )
-    assert isinstance(made, FakeTensor)
-    if value.dtype.is_floating_point or value.dtype.is_complex:  # integers cannot require gradients
-        made.requires_grad_(value.requires_grad)
-    return made
+    assert isinstance(fake, FakeTensor)
+    # Tensors of integers cannot require gradients.
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        fake.requires_grad_(value.requires_grad)
+    return fake
 
 
 def fake_activation(value: Tensor) -> FakeTensor:
-    """A fake tensor like `value` that may be written in place, as what a layer returns may be: with
-    gradients on, it is no leaf."""
-    made = fake_like(value)
-    if not (made.requires_grad and torch.is_grad_enabled()):
-        return made
+    """Return a fake tensor like `value` that can be written in place, as a layer's output can.
+
+    With gradients enabled it is not a leaf, because autograd forbids in-place writes to leaves.
+    """
+    fake = fake_like(value)
+    if not (fake.requires_grad and torch.is_grad_enabled()):
+        return fake
     with without_saving():
-        copied = made.clone()
-    assert isinstance(copied, FakeTensor)
-    return copied
+        clone = fake.clone()
+    assert isinstance(clone, FakeTensor)
+    return clone
 
 
 def without_saving() -> saved_tensors_hooks:
-    """Save tensors for backward as they are inside the block: nothing of fake tensors is worth
-    moving."""
+    """Turn off hooks on saved tensors inside the block, because fake tensors have no memory to
+    offload."""
     return saved_tensors_hooks(lambda saved: saved, lambda saved: saved)

@@ -1,4 +1,4 @@
-"""Times each layer of a model, so that stages can be balanced in time."""
+"""Times each layer of a model, so that stages can be balanced by time."""
 
 from __future__ import annotations
 
@@ -21,28 +21,33 @@ from shardwise.parallel.pipeline import partition
 
 
 class LayerTimes:
-    """Times the layers of `model` while it trains, and writes them to `path` after each step.
+    """Times the layers of `model` during training, and writes them to `path` after each step.
 
-    Raises ConfigError where `path` cannot be written.
+    The file holds medians over all steps except the first two:
 
         {"layers": [{"name", "parameters", "forward", "backward", "bytes", "adds_parameters"}, ...],
          "steps": N}
 
-    Seconds of a step, medians over the steps but the first two; `bytes` are what a layer sends to
-    the next one in a step. What comes between two layers, and after the last (a loss), counts for
-    the one before. A backward lasts from the arrival of the gradient of a layer's output to that of
-    the layer before; for the first one, to the end of all.
+    `forward` and `backward` are seconds per step. `bytes` counts the tensors that the layer passes
+    to the next one in a step. Work between two layers, and after the last one (a loss), counts for
+    the layer before it. The backward of a layer lasts from the arrival of the gradient of its
+    output to the arrival at the layer before. The backward of the first layer lasts until autograd
+    ends.
+
+    Raises ConfigError if `path` cannot be written.
     """
 
     def __init__(self, model: nn.Module, patterns: Sequence[str] | None, path: Path) -> None:
         self._layers, _, _ = partition.find_layers(model, patterns)
         self._path = path
+        # Fail at the start and not after the first step.
         self._write([], 0)
         self._steps: list[list[_Times]] = []
         self._now = [_Times() for _ in self._layers]
         self._current: tuple[int, float] | None = None
-        """The layer that forward has reached, and since when."""
+        """Number of the layer that the forward has reached, and its start time."""
         self._backward_began = 0.0
+        # Time and layer number, in the order of arrival.
         self._arrivals: list[tuple[float, int]] = []
         self._handles = [
             handle
@@ -64,7 +69,7 @@ class LayerTimes:
         times.nbytes += sum(leaf.nbytes for leaf in tensors if leaf.requires_grad)
         for leaf in tensors[:1]:
             if leaf.requires_grad:
-                # `append` returns None, so the gradient stays as it is.
+                # `append` returns None, so the hook leaves the gradient unchanged.
                 leaf.register_hook(  # type: ignore[no-untyped-call]
                     lambda grad: self._arrivals.append((_clock(), number))
                 )
@@ -81,22 +86,25 @@ class LayerTimes:
         self._backward_began = _clock()
 
     def backward_ended(self) -> None:
-        """Attribute the time of a backward to the layers."""
+        """Attribute the time of the finished backward to the layers."""
         ends = [when for when, _ in self._arrivals[1:]] + [_clock()]
         if self._arrivals:
             when, number = self._arrivals[0]
+            # Work before the first arrival (the loss) counts for the last layer.
             self._now[number].backward += when - self._backward_began
         for (when, number), end in zip(self._arrivals, ends, strict=True):
             self._now[number].backward += end - when
         self._arrivals.clear()
 
     def stepped(self) -> None:
-        """End a step, and write the times so far."""
+        """End a step, and write the medians so far."""
         self._steps.append(self._now)
         self._now = [_Times() for _ in self._layers]
-        taken = self._steps[2:] or self._steps
+        measured_steps = (
+            self._steps[2:] or self._steps
+        )  # the first steps allocate memory and compile
         rows: dict[int, list[_Times]] = defaultdict(list)
-        for step in taken:
+        for step in measured_steps:
             for number, times in enumerate(step):
                 rows[number].append(times)
         layers = [
@@ -112,18 +120,19 @@ class LayerTimes:
                 zip(self._layers, partition.adds_parameters(self._layers), strict=True)
             )
         ]
-        self._write(layers, len(taken))
+        self._write(layers, len(measured_steps))
 
     def _write(self, layers: Sequence[dict[str, Any]], steps: int) -> None:
-        """Write the file atomically. Raises ConfigError where that cannot be done."""
+        """Write the file atomically. Raises ConfigError if it cannot be written."""
         aside = self._path.with_name(f".{self._path.name}.part")
         try:
             aside.write_text(json.dumps({"layers": layers, "steps": steps}))
+            # A reader sees the old file or the new one, never a part.
             aside.replace(self._path)
         except OSError as error:
             raise ConfigError(
                 f"--time-layers {self._path} cannot be written: {error.strerror or error}. Name a "
-                "file in a folder that exists, on a disk with room."
+                "file in an existing folder, on a disk with free space."
             ) from error
 
     def close(self) -> None:
@@ -141,7 +150,7 @@ class _Times:
 def _clock() -> float:
     if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
         module: Any = torch.get_device_module(device)
-        # Not where ranks on the CPU have left it alone: that would start it.
+        # Synchronise only if a rank uses the accelerator: synchronize() would initialise it.
         if getattr(module, "is_initialized", lambda: True)():
             module.synchronize()
     return time.perf_counter()

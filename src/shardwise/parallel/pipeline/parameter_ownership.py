@@ -1,12 +1,14 @@
 """Frees the parameters of other stages on this rank, gathers whole models, and restores them.
 
-A parameter of another stage is NaN here, in the same shape, and takes no memory.
+On this rank a parameter of another stage is a NaN placeholder: it has the full shape, but the
+memory of one element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,27 +23,26 @@ from shardwise.parallel.pipeline.tied_weights import TiedWeights
 
 
 class ParameterOwnership:
-    """The parameters, buffers and optimizer state that are divided among the ranks of
-    `pipeline`."""
+    """Divides parameters, buffers and optimizer state among the ranks of `pipeline`."""
 
     def __init__(self, pipeline: Stages, tied_weights: TiedWeights) -> None:
         self._pipeline = pipeline
         self._tied_weights = tied_weights
 
-    def free_others(self) -> None:
-        """Free the memory of parameters that other ranks train: they become NaN in the same
-        shape."""
+    def free_other_parameters(self) -> None:
+        """Replace the parameters that other ranks train by placeholders, to free their memory."""
         for parameter in self._pipeline.partition.owners:
             if not self._pipeline.owns(parameter):
                 parameter.data = self._placeholder(parameter)
 
     def replace_meta(self) -> None:
-        """Free those parameters of other ranks that were built on the meta device."""
+        """Replace parameters of other ranks that were built on the meta device by placeholders."""
         for parameter in self._pipeline.partition.owners:
             if parameter.is_meta and not self._pipeline.owns(parameter):
                 meta.make_real(parameter, self._placeholder(parameter))
 
     def _placeholder(self, parameter: nn.Parameter) -> Tensor:
+        # NaN, so that a line that reads a placeholder by mistake shows up in its result.
         fill = torch.nan if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
         one = torch.full((), fill, dtype=parameter.dtype, device=self._pipeline.device)
         return one.expand(parameter.shape)
@@ -67,15 +68,15 @@ class ParameterOwnership:
         *,
         write: bool,
     ) -> Iterator[None]:
-        """Give this rank all of `chosen` inside the block, and run the modules' own forwards.
-        Collective.
+        """Gather all of `chosen` on this rank inside the block, and run the modules' own forwards.
 
-        `shapes` are those of parameters that layers split further, which are whole at present.
+        Collective. `shapes` has the full shapes of tensor-parallel parameters, which the caller
+        has already gathered. With `write`, the owners keep changes made inside the block.
         """
-        several = [p for p in dict.fromkeys(chosen) if p in self._pipeline.partition.owners]
-        held = {p: p.data for p in several if not self._pipeline.owns(p)}
+        parameters = [p for p in dict.fromkeys(chosen) if p in self._pipeline.partition.owners]
+        placeholders = {p: p.data for p in parameters if not self._pipeline.owns(p)}
         with torch.no_grad():
-            for parameter in several:
+            for parameter in parameters:
                 self._fetch(parameter, shapes.get(parameter, tuple(parameter.shape)))
             self.broadcast_buffers(model)
         self._pipeline.is_whole, self._pipeline.writes = True, write
@@ -83,7 +84,7 @@ class ParameterOwnership:
             yield
         finally:
             self._pipeline.is_whole = self._pipeline.writes = False
-            for parameter, value in held.items():
+            for parameter, value in placeholders.items():
                 parameter.data = value
             if write:
                 self._tied_weights.invalidate()
@@ -97,44 +98,46 @@ class ParameterOwnership:
                     self._broadcast_buffer(buffer, source)
 
     def _broadcast_buffer(self, buffer: Tensor, source: int) -> None:
-        # In memory of its own: a buffer may be a view that lies in another order than it is read.
-        near = torch.empty(
+        # Through a contiguous buffer: a module's buffer may be a view with other strides. As bytes,
+        # because transports do not support every dtype (bool).
+        staging = torch.empty(
             buffer.numel() * buffer.itemsize,
             dtype=torch.uint8,
             device=self._pipeline.group.small_device,
         )
-        flat = near.view(buffer.dtype).view(buffer.shape)
+        flat = staging.view(buffer.dtype).view(buffer.shape)
         if self._pipeline.group.rank == source:
             flat.copy_(buffer.detach())
-        self._pipeline.group.broadcast(near, source).wait()
+        self._pipeline.group.broadcast(staging, source).wait()
         if self._pipeline.group.rank != source:
             write(buffer.detach(), flat)
 
-    def states_of_others(
-        self, held: Mapping[nn.Parameter, Any], optimizers: Sequence[optim.Optimizer]
+    def gather_other_states(
+        self, states: Mapping[nn.Parameter, Any], optimizers: Sequence[optim.Optimizer]
     ) -> dict[nn.Parameter, Any]:
-        """The optimizers' state of parameters that other ranks train. Collective."""
-        places = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        # On the CPU: a pickle of a GPU's tensor would be opened on the sender's device number.
-        mine = {
+        """Gather the optimizer state of parameters that other ranks train. Collective."""
+        parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        # On the CPU, because unpickling a GPU tensor would open it on the sender's device number.
+        # The index of a parameter in `parameters` is the same on all ranks.
+        own_states = {
             number: {
                 key: value.detach().cpu() if isinstance(value, Tensor) else value
-                for key, value in held[p].items()
+                for key, value in states[p].items()
             }
-            for number, p in enumerate(places)
-            if p in held and self._pipeline.owns(p)
+            for number, p in enumerate(parameters)
+            if p in states and self._pipeline.owns(p)
         }
-        found: dict[nn.Parameter, Any] = {}
-        for rank, states in enumerate(self._pipeline.group.gather_objects(mine)):
+        other_states: dict[nn.Parameter, Any] = {}
+        for rank, received in enumerate(self._pipeline.group.gather_objects(own_states)):
             if rank != self._pipeline.group.rank:
-                for number, state in states.items():
-                    found[places[number]] = {
+                for number, state in received.items():
+                    other_states[parameters[number]] = {
                         key: value.to(self._pipeline.device)
                         if isinstance(value, Tensor) and value.ndim
                         else value
                         for key, value in state.items()
                     }
-        return found
+        return other_states
 
     def undo(
         self,
@@ -142,32 +145,39 @@ class ParameterOwnership:
         optimizers: Sequence[optim.Optimizer],
         shapes: Mapping[nn.Parameter, tuple[int, ...]],
     ) -> None:
-        """Give every rank the whole model, and all of the optimizers' state. Collective."""
+        """Give every rank the whole model and all of the optimizers' state. Collective."""
         with torch.no_grad():
             for parameter in self._pipeline.partition.owners:
                 self._fetch(parameter, shapes.get(parameter, tuple(parameter.shape)))
             self.broadcast_buffers(model)
-        held: dict[Any, Any] = {p: state for o in optimizers for p, state in o.state.items()}
-        elsewhere = self.states_of_others(held, optimizers)
+        states: dict[Any, Any] = {p: state for o in optimizers for p, state in o.state.items()}
+        other_states = self.gather_other_states(states, optimizers)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    if parameter in elsewhere:
-                        optimizer.state[parameter] = elsewhere[parameter]
+                    # The state of a parameter that this rank trains is in the optimizer already.
+                    if parameter in other_states:
+                        optimizer.state[parameter] = other_states[parameter]
 
 
 class CopyGuard:
-    """Hooks that refuse state_dict() and load_state_dict() of modules with parameters elsewhere."""
+    """Refuses state_dict() and load_state_dict() of modules whose parameters are on other ranks."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Each hook checks again: the parameters are whole inside engine.full_parameters().
+        # Each hook checks again, because the parameters are whole in engine.full_parameters().
         self._handles = [
             handle
             for module in model.modules()
             if _is_elsewhere(module)
             for handle in (
-                attach(module.register_state_dict_pre_hook, _refuse_state_dict),
-                attach(module.register_load_state_dict_pre_hook, _refuse_load),
+                attach(
+                    module.register_state_dict_pre_hook,
+                    partial(_refuse, "state_dict()", "to read or copy it"),
+                ),
+                attach(
+                    module.register_load_state_dict_pre_hook,
+                    partial(_refuse, "load_state_dict()", "with write=True"),
+                ),
             )
         ]
 
@@ -178,26 +188,21 @@ class CopyGuard:
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Whether another rank has the values of a parameter of `module` itself."""
-    held = [p for p in module._parameters.values() if p is not None]
-    return any(p.numel() > 1 and p.untyped_storage().nbytes() == p.itemsize for p in held)
+    """Return whether another rank has the values of a parameter that `module` holds directly."""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    # A placeholder is one element, expanded to the parameter's shape.
+    return any(p.numel() > 1 and p.untyped_storage().nbytes() == p.itemsize for p in parameters)
 
 
-def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    del prefix, keep_vars
+def _refuse(what: str, how: str, module: nn.Module, *_: Any) -> None:
+    """Raise UsageError in a hook of `module` if it has parameters elsewhere."""
     if _is_elsewhere(module):
-        raise copy_error("state_dict()", "to read or copy it")
-
-
-def _refuse_load(module: nn.Module, state: Any, *_: Any) -> None:
-    del state
-    if _is_elsewhere(module):
-        raise copy_error("load_state_dict()", "with write=True")
+        raise copy_error(what, how)
 
 
 def copy_error(what: str, how: str) -> UsageError:
-    """The error for a call that would need layers of other ranks."""
+    """Return the error for a call that needs the layers of other ranks."""
     return UsageError(
-        f"{what} of a model of which this worker has some layers only (--pipeline). Inside with "
+        f"{what} of a model when this worker has only some of its layers (--pipeline). Inside with "
         f"engine.full_parameters(), {how}; engine.save and engine.export write whole models."
     )

@@ -1,8 +1,9 @@
 """Divides a model into pipeline stages: finds its layers, and assigns each to a stage.
 
-A *layer* is one of the model's repeated blocks, or a module outside of them that computes by
-itself: an embedding, a norm, a head. Stages are rows of layers in the order of registration. A
-module without parameters (dropout, an activation) is *floating*: it runs where its input is.
+A *layer* is one of the model's repeated blocks, or a module outside of them that has parameters,
+such as an embedding, a norm or a head. A stage is a contiguous sequence of layers in the order of
+registration. A module without parameters (dropout, an activation) is *floating*: it runs on the
+stage of its input.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ class Layer:
 
     @property
     def size(self) -> int:
-        """The number of elements of its parameters."""
+        """Number of elements of its parameters."""
         return sum(p.numel() for p in self.module.parameters())
 
 
 @runtime_checkable
 class StagedModel(Protocol):
-    """A model that says itself what each stage runs: one module for each, in order.
+    """A model that defines its stages: one module for each stage, in order.
 
-    Those modules share its parameters, and need not be among its own modules. Parameters that are
-    in none of them are the last stage's, which computes the loss.
+    These modules share the model's parameters, and need not be submodules of the model. Parameters
+    that are in none of them belong to the last stage, which computes the loss.
     """
 
     def modules_of_stages(self, stages: int) -> Sequence[tuple[str, nn.Module]]:
-        """The modules that `stages` stages run, with names for messages, alike on all ranks."""
+        """Return the module of each stage with a name for messages, the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The layers of each stage, and the parameters that each stage owns, that is trains.
+    """The layers of each stage, and the parameters that each stage owns (trains).
 
-    A parameter of several stages is owned by the first of them and sent to the others.
+    A parameter of several stages is owned by the first of them, which sends it to the others.
     """
 
     layers: Sequence[Layer]
@@ -58,10 +59,10 @@ class Partition:
     starts: Sequence[int]
     """The first layer of each stage."""
     outside_parameters: Mapping[nn.Parameter, int]
-    """Parameters that lie in no layer, each with the layer before which it is used."""
+    """Parameters that are in no layer, each with the layer before which it is used."""
     owners: dict[nn.Parameter, int] = field(default_factory=dict)
     tied: dict[nn.Parameter, list[int]] = field(default_factory=dict)
-    """Tied parameters, each with the stages that use it beside its owner."""
+    """Tied parameters, each with the stages other than its owner that use it."""
 
     def __post_init__(self) -> None:
         users: dict[nn.Parameter, set[int]] = {}
@@ -71,14 +72,14 @@ class Partition:
         for parameter, number in self.outside_parameters.items():
             users.setdefault(parameter, set()).add(self.stage_of(number))
         for parameter, stages in users.items():
-            # The first stage owns it: its forward comes first, and the value has to be sent before.
+            # The first stage owns it: its forward runs first, and values only go to later stages.
             first, *others = sorted(stages)
             self.owners[parameter] = first
             if others:
                 self.tied[parameter] = others
 
     def stage_of(self, number: int) -> int:
-        """The stage of layer `number`."""
+        """Return the stage of layer `number`."""
         return sum(number >= start for start in self.starts) - 1
 
     @property
@@ -87,12 +88,12 @@ class Partition:
         return len(self.starts)
 
     def layers_of(self, stage: int) -> Sequence[Layer]:
-        """The layers of a stage, in order."""
+        """Return the layers of a stage, in order."""
         ends = [*self.starts[1:], len(self.layers)]
         return self.layers[self.starts[stage] : ends[stage]]
 
     def describe_stage(self, stage: int) -> str:
-        """The first and the last module of a stage."""
+        """Return the names of the first and the last module of a stage."""
         names = [layer.name for layer in self.layers_of(stage)]
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
@@ -100,9 +101,11 @@ class Partition:
 def find_layers(
     model: nn.Module, patterns: Sequence[str] | None
 ) -> tuple[list[Layer], list[nn.Module], dict[nn.Parameter, int]]:
-    """The layers of `model` in order, its floating modules, and the parameters outside of layers
-    with the number of the first layer in the module that has them. `patterns` name the blocks, as
-    `units` do."""
+    """Find the layers of `model`, its floating modules, and its parameters outside of layers.
+
+    `patterns` name the repeated blocks, as `units` do. Each parameter outside of layers is mapped
+    to the number of the first layer in the module that holds it.
+    """
     blocks = {module for _, module in find_units(model, patterns)}
     containers = {outer for outer in model.modules() if not blocks.isdisjoint(outer.modules())}
     layers: list[Layer] = []
@@ -111,9 +114,12 @@ def find_layers(
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module, name: str) -> None:
+        # A shared module is one layer, at its first place.
         if module in seen:
             return
         seen.add(module)
+        # Descend only into containers of blocks. Any other module may use its children in any
+        # order, so it is one layer as a whole.
         opens = module in containers or isinstance(module, _LISTS) or module is model
         if module in blocks or not opens or not any(True for _ in module.children()):
             if next(module.parameters(), None) is None:
@@ -128,6 +134,7 @@ def find_layers(
             walk(child, f"{name}.{key}" if name else key)
 
     walk(model, "")
+    # A parameter after the last layer belongs to the last layer.
     return layers, floating, {p: min(n, len(layers) - 1) for p, n in outside_parameters.items()}
 
 
@@ -138,10 +145,19 @@ def partition_model(
     names: Sequence[str] | None = None,
     costs: Mapping[str, float] | None = None,
 ) -> Partition:
-    """Divide `model` into `stages` rows of layers: before the layers that `names` name (patterns as
-    of `units`), else so that the largest is as small as can be, by `costs` or by parameters.
+    """Divide `model` into `stages` contiguous sequences of layers.
 
-    Raises ModelError for more stages than layers, ConfigError for a name of no layer or of several.
+    Args:
+        model: The whole model.
+        stages: Number of stages.
+        patterns: Names of the repeated blocks, as in `units`.
+        names: The first module of each stage except the first one (patterns as in `units`). By
+            default the largest stage is made as small as possible.
+        costs: Cost of each layer by name, such as its time. By default its number of parameters.
+
+    Raises:
+        ModelError: The model has fewer layers than stages.
+        ConfigError: A name matches no layer, or several.
     """
     if isinstance(model, StagedModel):
         return _own_partition(model, stages, names)
@@ -149,16 +165,16 @@ def partition_model(
     if len(layers) < stages:
         raise ModelError(
             f"{type(model).__name__} has {len(layers)} layer(s) "
-            f"({_listed([layer.name or 'itself' for layer in layers])}), which are fewer than "
-            f"{stages} stages. Start fewer with --pipeline, or name finer ones: "
+            f"({_listed([layer.name or 'itself' for layer in layers])}), fewer than {stages} "
+            "stages. Use fewer stages (--pipeline), or name finer layers: "
             "--units 'encoder.layer.*'."
         )
     if names is not None:
         starts = [0, *(_layer_number(layers, name) for name in names)]
         if starts != sorted(set(starts)) or len(starts) != stages:
             raise ConfigError(
-                f"--stages takes the first module of each stage but the first one, "
-                f"{stages - 1} of them in the order of the layers, not {', '.join(names)}."
+                f"--stages takes the first module of each stage except the first one: "
+                f"{stages - 1} modules in the order of the layers, not {', '.join(names)}."
             )
     else:
         sizes = [costs[layer.name] if costs else float(layer.size) for layer in layers]
@@ -168,68 +184,73 @@ def partition_model(
 
 
 def _own_partition(model: StagedModel, stages: int, names: Sequence[str] | None) -> Partition:
-    """The stages that `model` names itself. Raises ConfigError where `names` names others."""
+    """Return the stages that `model` chooses. Raises ConfigError if `names` is given."""
     if names is not None:
         raise ConfigError(
-            f"--stages {','.join(names)}: a {type(model).__name__} says itself where its stages "
-            "begin, by its partition_method. Leave --stages out."
+            f"--stages {','.join(names)}: a {type(model).__name__} chooses its stages by its "
+            "partition_method. Remove --stages."
         )
     layers = [Layer(name, module) for name, module in model.modules_of_stages(stages)]
     inside = {parameter for layer in layers for parameter in layer.module.parameters()}
-    # A parameter in no stage belongs to the loss, which is computed by the last stage.
+    # The loss has the parameters that are in no stage, and the last stage computes it.
     last = {p: stages - 1 for p in cast("nn.Module", model).parameters() if p not in inside}
     return Partition(layers, [], range(stages), last)
 
 
 def check_names(model: nn.Module, patterns: Sequence[str] | None, names: Sequence[str]) -> None:
-    """Raise ConfigError for one of `names` at which no stage can begin; see `partition_model`."""
-    found, _, _ = find_layers(model, patterns)
+    """Raise ConfigError if no stage can begin at one of `names`; see `partition_model`."""
+    layers, _, _ = find_layers(model, patterns)
     for name in names:
-        _layer_number(found, name)
+        _layer_number(layers, name)
 
 
 def adds_parameters(layers: Sequence[Layer]) -> list[bool]:
-    """Whether each layer has a parameter to train that no earlier one has."""
+    """Return for each layer whether it has a trainable parameter that no earlier layer has."""
     seen: set[nn.Parameter] = set()
-    found = []
+    adds = []
     for layer in layers:
         own = {p for p in layer.module.parameters() if p.requires_grad} - seen
-        found.append(bool(own))
+        adds.append(bool(own))
         seen |= own
-    return found
+    return adds
 
 
 def with_trainable_stages(starts: Sequence[int], adds: Sequence[bool]) -> list[int]:
-    """`starts` with stages that have nothing to train begun earlier, as long as the one before
-    keeps a layer; `adds` says which layers add parameters."""
-    moved = list(starts)
-    for stage in range(len(moved) - 1, 0, -1):
-        end = moved[stage + 1] if stage + 1 < len(moved) else len(adds)
-        while not any(adds[moved[stage] : end]) and moved[stage] - 1 > moved[stage - 1]:
-            moved[stage] -= 1
-    return moved
+    """Return `starts`, with a stage begun earlier if it would have nothing to train.
+
+    `adds` has the result of `adds_parameters`. A stage keeps at least one layer.
+    """
+    result = list(starts)
+    for stage in range(len(result) - 1, 0, -1):
+        end = result[stage + 1] if stage + 1 < len(result) else len(adds)
+        while not any(adds[result[stage] : end]) and result[stage] - 1 > result[stage - 1]:
+            result[stage] -= 1
+    return result
 
 
 def _layer_number(layers: Sequence[Layer], pattern: str) -> int:
-    found = [n for n, layer in enumerate(layers) if fnmatchcase(layer.name, pattern)]
-    if len(found) == 1:
-        return found[0]
+    matches = [n for n, layer in enumerate(layers) if fnmatchcase(layer.name, pattern)]
+    if len(matches) == 1:
+        return matches[0]
     names = _listed([layer.name for layer in layers])
-    problem = f"is {len(found)} layers" if found else "names no layer"
+    problem = f"matches {len(matches)} layers" if matches else "matches no layer"
     raise ConfigError(f"--stages: {pattern!r} {problem}. A stage begins at one of {names}.")
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
-    few = ", ".join(names[:most])
-    return few if len(names) <= most else f"{few} and {len(names) - most} more"
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def balanced_starts(sizes: Sequence[float], parts: int) -> list[int]:
-    """The first index of each of `parts` rows of `sizes`, none empty, with the least largest sum;
-    among those, with the least sum of squares."""
+    """Cut `sizes` into contiguous parts, so that the largest sum is as small as possible.
+
+    Returns the first index of each part. No part is empty. Ties are broken by the sum of squares.
+    """
     edges = [0.0, *accumulate(sizes)]
-    # Dynamic programming over (rows, end). Ties of the largest sum are common (equal blocks), and
-    # the sum of squares then prefers even rows. The start makes all ranks choose alike.
+    # Dynamic programming over (part, end). Ties of the largest sum are common, because blocks are
+    # equal; the sum of squares then prefers even parts. The start index breaks the remaining ties,
+    # so that all ranks choose the same cuts.
     best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
     for part in range(1, parts + 1):
         for end in range(part, len(sizes) - (parts - part) + 1):
@@ -254,5 +275,5 @@ def _candidates(
 
 
 def ranges_of(starts: Sequence[int], count: int) -> list[range]:
-    """The layer numbers of each row."""
+    """Return the layer numbers of each stage."""
     return [range(a, b) for a, b in pairwise([*starts, count])]

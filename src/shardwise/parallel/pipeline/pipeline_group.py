@@ -1,4 +1,4 @@
-"""The ranks of one pipeline, as this rank sees them: its stages, their channels and parameters."""
+"""One pipeline as a rank sees it: its stages, channels and parameters."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Undoable(Protocol):
 
 
 class TensorParallelParameters(Protocol):
-    """The tensor-parallel state, as far as pipelines use it."""
+    """The part of the tensor-parallel state that pipelines use."""
 
     def whole_of(self, parameter: nn.Parameter) -> Tensor:
-        """The whole of a parameter of which this rank has a part. Collective."""
+        """Gather the whole of a parameter that is split over ranks. Collective."""
 
     def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...] | None:
-        """The shape of the whole; None for a parameter that is not split."""
+        """Return the shape of the whole parameter, or None if it is not split."""
 
 
 class PipelineGroup(Stages):
-    """The stages of a pipeline, and everything that they exchange.
+    """Holds the stages of a pipeline, and exchanges values between them.
 
-    `replaced_forwards` are the replacements of the model's and its layers' forwards.
+    `replaced_forwards` holds the replaced forwards of the model and its layers.
     """
 
     def __init__(self, group: Collectives, device: torch.device) -> None:
@@ -50,12 +50,12 @@ class PipelineGroup(Stages):
         self.fake_outputs = FakeOutputs(self)
         self.replaced_forwards: list[Undoable] = []
         self.tensor_parallel: TensorParallelParameters | None = None
-        """The tensor-parallel split of the layers on this rank, if any."""
+        """The tensor-parallel split of the layers on this rank, or None."""
         self._seed, self._draws = 0, 0
         self._in_forward = False
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """The parameters that get gradients on this rank."""
+        """Return the parameters that get gradients on this rank."""
         own = [p for p, owner in self.partition.owners.items() if owner in self.stages]
         return [p for p in [*own, *self.tied_weights.received] if p.requires_grad]
 
@@ -70,8 +70,7 @@ class PipelineGroup(Stages):
         )
 
     def reset(self) -> None:
-        """Forget the run in progress, and close the channels on which its messages may still
-        come."""
+        """Drop the current run, and close its channels, because late messages may still arrive."""
         self.run = StageRun(self.stages)
         self.tied_weights.invalidate()
         self.channels.close()
@@ -81,18 +80,18 @@ class PipelineGroup(Stages):
         for forward in reversed(self.replaced_forwards):
             forward.undo()
         self.replaced_forwards.clear()
-        # No rank may still wait for a message of a channel that closes.
+        # A rank may still be waiting for a message on a channel.
         self.group.barrier()
         self.channels.close()
 
     # -- runs -------------------------------------------------------------------------------
 
     def seed_forward(self, seed: int) -> None:
-        """Derive the random numbers that follow from `seed`."""
+        """Set the seed of the random numbers of this forward's layers."""
         self._seed, self._draws = seed, 0
 
     def next_draw(self) -> int:
-        """A seed for the next layer or floating module, equal on all ranks of the pipeline."""
+        """Return a seed for the next layer or floating module, the same on all ranks."""
         self._draws += 1
         return seed_from("stages", self._seed, self._draws)
 
@@ -105,11 +104,14 @@ class PipelineGroup(Stages):
     # -- exchange between stages -----------------------------------------------------------
 
     def add_user(self, parameter: nn.Parameter, stage: int) -> None:
-        """Let `stage` use a parameter that another stage owns."""
+        """Record that `stage` uses a parameter that another stage owns, and exchange it."""
         self.tied_weights.add_user(parameter, stage)
 
     def open_channels(self, source: int, target: int) -> None:
-        """Open the channels between two stages, on all ranks: not while a schedule runs."""
+        """Open the channels between two stages. Collective if they are not open yet.
+
+        Raises UsageError while a schedule runs, because the other ranks cannot take part then.
+        """
         if self.channels.are_open(source, target):
             return
         if self.run.scheduled and not self.run.is_trial:
@@ -118,18 +120,18 @@ class PipelineGroup(Stages):
         self.channels.open("backward", target, source)
 
     def settle(self) -> None:
-        """Wait until everything that was sent has been received."""
+        """Wait until all sent messages have been received."""
         self.channels.wait_all()
 
     def renew_run(self) -> None:
-        """Start another run if a backward has used the present one up."""
+        """Start a new run if a backward has used up the current one."""
         if self.run.is_over:
             self.run = StageRun(self.stages)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run a forward of the model inside the block: as a run of its own, unless a schedule or an
-        outer forward has started one."""
+        """Start a new run for a forward of the model, unless a schedule or an outer forward has
+        started one."""
         if not self.run.scheduled and not self._in_forward:
             self.channels.release_old()
             self.run = StageRun(self.stages)
@@ -140,32 +142,33 @@ class PipelineGroup(Stages):
             self._in_forward = before
 
     def receive_gradient(self, source: int, target: int, value: Tensor) -> Tensor:
-        """Receive the gradient of a value that `source`, here, has sent to `target`."""
+        """Receive the gradient of a value that `source`, on this rank, has sent to `target`."""
         return self.channels.receive("backward", target, source, value, self.device)
 
     def release_sent(self, run: StageRun) -> None:
-        """Release the buffers of values sent in `run`: their gradients have come, so they have been
-        received."""
+        """Release the buffers of values sent in `run`. Call it once their gradients are here,
+        which proves that the values were received."""
         while run.in_flight:
             self.channels.release(run.in_flight.pop())
 
     def send_gradient(self, source: int, target: int, leaf: Tensor) -> None:
-        """Send the gradient of a value that `target`, here, has received from `source`."""
-        # Zeros if the loss does not depend on the value: its sender waits for a gradient.
+        """Send the gradient of a value that `target`, on this rank, has received."""
+        # Send zeros if the loss does not depend on the value: the receiver waits for a gradient.
         grad, leaf.grad = leaf.grad, None
         self.channels.send(
             "backward", target, source, torch.zeros_like(leaf) if grad is None else grad
         )
 
     def send(self, run: StageRun, source: int, target: int, value: Tensor) -> None:
-        """Send a value forward."""
+        """Send a value to a later stage."""
         handle = self.channels.send("forward", source, target, value)
         if value.requires_grad and torch.is_grad_enabled():
+            # Only these values get a gradient back.
             run.sent.append((source, target, value))
             run.in_flight.append(handle)
 
     def receive(self, run: StageRun, source: int, target: int, like: Tensor) -> Tensor:
-        """Receive a value. If it carries gradients, it hangs on a leaf of this rank's graph."""
+        """Receive a value. If it needs a gradient, attach it to a new leaf of this rank's graph."""
         value = self.channels.receive("forward", source, target, like, self.device)
         if like.requires_grad and torch.is_grad_enabled():
             # The value itself must not be a leaf: see `_OfLeaf`.
@@ -175,41 +178,42 @@ class PipelineGroup(Stages):
         return value
 
     def whole_parameter(self, parameter: nn.Parameter) -> Tensor:
-        """The whole of a parameter on this rank. Collective where layers are split further."""
+        """Return the whole parameter. Collective if tensor parallelism splits it."""
         return (
             parameter if self.tensor_parallel is None else self.tensor_parallel.whole_of(parameter)
         )
 
     def fake_parameter(self, parameter: nn.Parameter) -> FakeTensor:
-        """A fake tensor with the shape of the whole parameter."""
+        """Return a fake tensor with the shape of the whole parameter."""
         shape = (
             None if self.tensor_parallel is None else self.tensor_parallel.whole_shape(parameter)
         )
         if shape is None:
             return fake_like(parameter)
         with fake_mode():
-            made = torch.empty(shape, dtype=parameter.dtype, device=self.device)
-        assert isinstance(made, FakeTensor)
-        made.requires_grad_(parameter.requires_grad)
-        return made
+            fake = torch.empty(shape, dtype=parameter.dtype, device=self.device)
+        assert isinstance(fake, FakeTensor)
+        fake.requires_grad_(parameter.requires_grad)
+        return fake
 
     def broadcast(self, source: int, value: Tensor | None, like: Tensor) -> Tensor:
-        """Broadcast a value of `source` to all ranks. Collective."""
+        """Broadcast a value of stage `source` to all ranks. Collective."""
         if value is None:
             value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         value = value.detach().contiguous()
         rank = self.rank_of(source)
-        near = value.to(self.group.small_device) if value.device.type == "cpu" else value
-        if near.numel():
-            self.group.broadcast(near.view(-1), rank).wait()
-        return near.to(value.device)
+        # `small_device` is the device of the transport's collectives, such as the GPU for NCCL.
+        staged = value.to(self.group.small_device) if value.device.type == "cpu" else value
+        if staged.numel():
+            self.group.broadcast(staged.view(-1), rank).wait()
+        return staged.to(value.device)
 
 
 class _OfLeaf(torch.autograd.Function):
-    """Gives `value` the gradients of `leaf`, which has the same memory."""
+    """Routes the gradient of `value` to `leaf`, which shares its memory."""
 
-    # Not a view of the leaf: autograd forbids writing to a view of a leaf in place, and a stage may
-    # begin with such an operation. `mark_dirty` makes `value` an output without a copy.
+    # Why not a view of the leaf: autograd forbids in-place writes to a view of a leaf, and a stage
+    # may begin with such an operation. `mark_dirty` makes `value` an output without a copy.
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, value: Tensor) -> Tensor:

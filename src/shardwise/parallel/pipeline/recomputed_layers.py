@@ -1,8 +1,8 @@
 """Handles the user's own checkpoints (torch.utils.checkpoint) around layers of several stages.
 
-A recomputation of such a checkpoint would run the pipeline again: it would send, receive and draw
-anew in the middle of another micro-batch. So each layer inside it becomes a checkpoint by itself,
-whose recomputation stays on its stage, and the outer one has nothing left to run again.
+Recomputing such a checkpoint would run the pipeline again: it would send, receive and draw random
+numbers in the middle of another micro-batch. So each layer inside it becomes a checkpoint itself,
+whose recomputation stays on one stage, and nothing is left for the outer checkpoint to recompute.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from shardwise.model.recomputation import RecomputedForward
 
 
 def in_checkpoint() -> bool:
-    """Whether tensors that autograd saves now would go into a checkpoint, directly or through
-    others."""
+    """Return whether a checkpoint, directly or through other hooks, would handle the tensors that
+    autograd saves now."""
+    # Hooks on saved tensors form a stack. Hooks of ours hold the ones below them in `outer`.
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     while hooks is not None:
         pack = hooks[0]
@@ -33,19 +34,19 @@ def in_checkpoint() -> bool:
 
 
 def saved_outside_checkpoint() -> AbstractContextManager[Any]:
-    """Save tensors for backward as they are inside the block, even within a checkpoint."""
+    """Keep tensors that autograd saves inside the block, even within a checkpoint."""
     return saved_tensors_hooks(Kept, Kept.value) if in_checkpoint() else nullcontext()
 
 
 def checkpoint_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward `original` of a layer; inside a checkpoint, as a checkpoint of its own."""
-    # Outside of a checkpoint nothing is recomputed, so the layer stays as it is.
+    """Return the forward `original` of a layer, as a checkpoint itself if inside a checkpoint."""
+    # Outside of a checkpoint nothing is recomputed, so the layer stays unchanged.
     if not in_checkpoint():
         return original
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Around the layer, what the outer checkpoint's hooks would see is kept instead: they find
-        # nothing to recompute.
+        # These hooks keep the tensors saved around the layer, which the hooks of the outer
+        # checkpoint would otherwise drop and recompute.
         with saved_tensors_hooks(Kept, Kept.value):
             if isinstance(original, RecomputedForward):
                 return original(*args, **kwargs)
@@ -55,17 +56,19 @@ def checkpoint_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_autograd_function() -> bool:
-    """Return whether this is the forward of a torch.autograd.Function."""
-    # There torch turns off forward-mode gradients too, which torch.no_grad() leaves on.
+    """Return whether the forward of a torch.autograd.Function is running."""
+    # torch turns off forward-mode gradients there. torch.no_grad() leaves them on.
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def autograd_function_error() -> UsageError:
-    """The error for a tensor with gradients in such a forward: its backward would give none to
-    other stages."""
+    """Return the error for a stage tensor with gradients in the forward of an autograd function.
+
+    The function's backward would give no gradient to the other stages.
+    """
     return UsageError(
         "A tensor of a model whose layers are on several workers (--pipeline) went into a "
-        "torch.autograd.Function, whose backward cannot be followed from worker to worker. Where "
-        "that is checkpointing, write checkpoint(..., use_reentrant=False); else let a layer of "
-        "the model call the function in its own forward, or start without --pipeline."
+        "torch.autograd.Function, whose backward cannot reach the other workers. If this is "
+        "checkpointing, write checkpoint(..., use_reentrant=False). Otherwise call the function "
+        "in the forward of one of the model's layers, or start without --pipeline."
     )

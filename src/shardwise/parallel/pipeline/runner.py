@@ -1,8 +1,8 @@
 """Runs a batch through the stages of a pipeline, in micro-batches by a schedule.
 
 For each micro-batch, and for each stage of this rank, the user's program runs once and computes
-that stage's layers only. The schedule says when; gradients of a stage's inputs go back to the stage
-that sent them.
+only the layers of that stage. The schedule gives the order. The gradients of a stage's inputs go
+back to the stage that sent them.
 """
 
 from __future__ import annotations
@@ -29,32 +29,39 @@ from shardwise.world.nested_batch import Rows
 from shardwise.world.randomness import seed_everything, seed_from
 
 MICROBATCHES_PER_STAGE = 4
-"""Default number of micro-batches for each worker of a pipeline: a fifth of the time is idle."""
+"""Default number of micro-batches per pipeline rank. About a fifth of the time is idle then."""
 
 
 def microbatch_count(settings: Settings, batch: Any, group: Collectives) -> int:
-    """The number of micro-batches of `batch`, equal in all replicas, whose ranks of this place are
-    `group`. Collective where it is not set."""
+    """Return the number of micro-batches of `batch`, equal in all replicas.
+
+    Collective over `group`, the ranks with this position in each replica, if the setting
+    `microbatches` is None.
+    """
     if settings.microbatches is not None:
         return settings.microbatches
     size = settings.pipeline
     if size == 1:
         return 1
     rows_here = torch.tensor([float(row_count(batch))], device=group.small_device)
+    # The largest batch of all replicas decides, because the number must be equal everywhere. The
+    # last batch of an epoch may be smaller in some replicas.
     most = int(group.gather_rows(rows_here).max())
     return max(1, min(MICROBATCHES_PER_STAGE, most // size)) * size
 
 
 def split_batch(batch: Any, count: int) -> list[tuple[int, Any]]:
-    """`batch` in `count` parts of nearly equal size, with the rows of each; where there are fewer
-    rows, the parts that get none have one row to run with."""
+    """Split `batch` into `count` parts of nearly equal size; returns each with its number of rows.
+
+    If there are fewer rows than parts, the parts with zero rows get one row to run with.
+    """
     rows = _rows(batch)
     cuts = even_cuts(rows.total, count)
     return [(end - first, rows.taken(first, end)) for first, end in pairwise(cuts)]
 
 
 def row_count(batch: Any) -> int:
-    """The number of rows of a batch. Raises UsageError where it cannot be found."""
+    """Return the number of rows of a batch. Raises UsageError if it cannot be determined."""
     return _rows(batch).total
 
 
@@ -66,32 +73,35 @@ def _rows(batch: Any) -> Rows:
         return rows
     except DataError as error:
         raise UsageError(
-            f"{error} It cuts the batch into micro-batches: give what is not cut to loss_of in "
-            "another way."
+            f"{error} It cuts the batch into micro-batches. Pass values that must not be cut to "
+            "loss_of in another way, such as a closure."
         ) from None
 
 
 Part = tuple[float, Any, float]
-"""A micro-batch: its weight, the arguments of `loss_of`, and which part of the loss of one process
-its loss is."""
+"""A micro-batch: its weight, the arguments of `loss_of`, and its share of the loss that one process
+would compute."""
 
 BucketsByKey = Callable[[Callable[[nn.Parameter], int]], Mapping[int, frozenset[int]]]
-"""Maps a key of parameters to the numbers of the buckets that have such parameters, by key."""
+"""Groups parameters by a key; returns the numbers of the buckets that hold each group."""
 
 Refusal = Callable[[Sequence[nn.Parameter]], str | None]
-"""What to say if one of these parameters is of this rank and has no values between forwards."""
+"""Returns the error message if this rank owns one of these parameters and its values are freed
+between forwards; else None."""
 
 OnStage = Callable[[int | None], None]
-"""Called with the stage that runs next; None when the schedule has ended."""
+"""Called with the stage that runs next, and with None at the end of the schedule."""
 
 
 LookAtLoss = Callable[[Tensor, int], None]
-"""Called with the loss of each micro-batch, before its backward, and the micro-batch's number."""
+"""Called before each backward, with the loss and the number of the micro-batch."""
 
 
 class CollectGradients(Protocol):
-    """A block in which gradients are collected: of the buckets `among`, if given. A backward that
-    is not `usual` does not count for which gradients are expected."""
+    """A context manager that collects gradients into the buckets `among`, by default into all.
+
+    If not `usual`, the backward is not counted when learning which gradients to expect.
+    """
 
     def __call__(
         self,
@@ -107,16 +117,18 @@ class CollectGradients(Protocol):
 
 
 class BackwardSeeds(Protocol):
-    """Gives the gradient that a backward starts from; the engine's exact mean is one."""
+    """Computes the initial gradient of a backward, such as for the engine's exact mean."""
 
     def begin(self, weight: float | Tensor, share: float) -> None:
-        """Prepare for a step in which this rank's first loss has this weight, and is this part of
-        the loss of one process. Collective once."""
+        """Prepare for a step, given weight and share of this rank's first loss.
+
+        Collective the first time.
+        """
 
     def seed(
         self, loss: Tensor, weight: float | Tensor, share: float
     ) -> tuple[Tensor, float | Tensor]:
-        """The gradient of `loss`, and the factor by which gradients are still to be multiplied."""
+        """Return the gradient of `loss`, and the factor that remains to multiply gradients by."""
 
 
 @dataclass(eq=False)
@@ -137,13 +149,12 @@ class _PipelineBatch:
     loss_of: Callable[..., Tensor]
     parts: Sequence[Part]
     seed: int
-    last: bool
-    """Whether this is the last batch of the step."""
+    last: bool  # the last batch of the step
     collect: CollectGradients
     look_at: LookAtLoss | None = None
     passes: dict[tuple[int, int], _MicroBatchPass] = field(default_factory=dict)
     inputs: Sequence[Tensor] | None = None
-    """The tensors that get gradients, where the graph may reach further."""
+    """The tensors that get gradients, or None for all tensors of the graph."""
     tied_gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     loss_stage: int = 0
@@ -158,7 +169,7 @@ class PipelineRunner:
         self._pipeline = pipeline
         self._settings = settings
         self._weighting = weighting
-        self._has_tried = False
+        self._is_trial_done = False
 
     def train(
         self,
@@ -174,83 +185,88 @@ class PipelineRunner:
         collect: CollectGradients,
         look_at: LookAtLoss,
     ) -> Tensor:
-        """Run forward and backward of all `parts`; returns their mean loss, in fp64, on all
-        ranks."""
+        """Run forward and backward of all `parts`; returns their mean loss in fp64 on all ranks."""
         pipeline, partition = self._pipeline, self._pipeline.partition
         rank, ranks = pipeline.group.rank, pipeline.group.size
         order = actions_of(self._settings.schedule, ranks, partition.stages, len(parts), rank)
         batch = _PipelineBatch(loss_of, parts, seed, last, collect, look_at, inputs=inputs)
-        # User code may have written to weights since the last batch: send them again.
+        # User code may have changed weights since the last batch, so send them again.
         pipeline.tied_weights.invalidate()
         self._weighting.begin(
             sum(weight for weight, _, _ in parts), sum(share for _, _, share in parts)
         )
         self._run_trial(batch, refusal)
+        # The number of the last backward of each stage: its buckets may start after it.
         ends = {a.stage: n for n, a in enumerate(order) if a.kind in "BW"}
-        has_several = len(pipeline.stages) > 1
-        by_stage = has_several and not pipeline.has_local_ties
-        among = buckets(lambda p: partition.owners[p]) if by_stage else {}
+        has_several_stages = len(pipeline.stages) > 1
+        # With several stages on this rank, each backward fills only its own stage's buckets. Ties
+        # between two stages of one rank mix their buckets, and so all backwards fill all buckets.
+        by_stage = has_several_stages and not pipeline.has_local_ties
+        buckets_of_stage = buckets(lambda p: partition.owners[p]) if by_stage else {}
         for number, action in enumerate(order):
-            on_stage(action.stage if has_several else None)
+            on_stage(action.stage if has_several_stages else None)
             if action.kind == "F":
                 self._forward(batch, action)
             else:
                 is_last = ends[action.stage] == number
-                self._backward(batch, action, among.get(action.stage), is_last=is_last)
+                self._backward(batch, action, buckets_of_stage.get(action.stage), is_last=is_last)
         on_stage(None)
-        # All ranks send before any receives: two ranks may each own a weight that the other uses.
+        # All ranks send before any receives, because two ranks may each own a weight that the other
+        # uses, and would then wait for each other.
         pipeline.tied_weights.send_gradients(batch.tied_gradients)
         for stage in sorted(pipeline.stages):
             self._receive_tied_gradients(batch, stage, buckets)
         mean = self._mean_loss(batch)
-        # Channels are ordered, but not against each other: the next batch must not overtake
-        # messages of this one.
+        # Each channel is ordered, but there is no order between channels. The next batch must not
+        # overtake messages of this one.
         pipeline.settle()
         return mean
 
     def reset(self) -> None:
-        """Recover from a failed batch, so that its late messages are not taken for those of
-        another."""
+        """Recover from a failed batch, so that the next one cannot receive its late messages."""
         self._pipeline.reset()
-        self._has_tried = False
+        self._is_trial_done = False
 
     def _run_trial(self, batch: _PipelineBatch, refusal: Refusal) -> None:
         """Run the program once without computing, to open the channels that it needs. Collective.
 
-        Raises ParameterAccess, on all ranks, where a line outside of all layers computes with what
-        only forwards have: in the schedule its owner alone would raise, and others wait for it."""
-        if self._has_tried:
+        Raises ParameterAccess on all ranks if code outside of all layers uses a parameter whose
+        values exist only during a forward.
+        """
+        # Without the trial only the owner would raise, and the other ranks would wait for it.
+        if self._is_trial_done:
             return
         run = StageRun(frozenset(), scheduled=True, is_trial=True)
         seed_everything(batch.seed)
         with self._pipeline.running(run), torch.enable_grad():
             self._check_loss(batch.loss_of(*batch.parts[0][1]))
         if run.outside_uses:
-            said = self._pipeline.group.gather_plain(refusal(run.outside_uses))
-            if any(said):
-                raise ParameterAccess(next(filter(None, said)))
-        self._has_tried = True
+            # Each rank may refuse another parameter. All raise the first message.
+            refusals = self._pipeline.group.gather_plain(refusal(run.outside_uses))
+            if any(refusals):
+                raise ParameterAccess(next(filter(None, refusals)))
+        self._is_trial_done = True
 
     def _check_loss(self, loss: Any) -> StageTensor:
         if not isinstance(loss, StageTensor):
             shown = type(loss).__name__
             raise UsageError(
                 f"engine.forward_backward: loss_of returned a {shown} that no layer of the model "
-                "has made. It takes the batch, calls the model and returns the loss: "
+                "computed. It must take the batch, call the model and return the loss: "
                 "lambda x, y: F.cross_entropy(model(x), y)."
             )
         if loss.numel() != 1 or not loss.dtype.is_floating_point:
             raise UsageError(
-                "engine.forward_backward: loss_of returns a scalar loss, a mean over the items of "
-                f"its micro-batch, not {loss.dtype} of shape {tuple(loss.shape)}."
+                "engine.forward_backward: loss_of must return a scalar loss, the mean over the "
+                f"items of its micro-batch, not {loss.dtype} of shape {tuple(loss.shape)}."
             )
         return loss
 
     def _forward(self, batch: _PipelineBatch, action: Action) -> None:
         pipeline, stage = self._pipeline, action.stage
         run = StageRun(frozenset([stage]), scheduled=True)
-        # The same seed on every stage: each runs the whole program, and must draw alike outside
-        # of the layers.
+        # The same seed on every stage, because each runs the whole program, and must draw the same
+        # random numbers outside of the layers.
         seed = seed_from(batch.seed, "micro", action.micro)
         seed_everything(seed)
         pipeline.seed_forward(seed)
@@ -277,12 +293,14 @@ class PipelineRunner:
             action.kind == "I" and bool(micro.run.received) and micro.backward.is_in_one_piece
         )
         if action.kind == "I" and not in_one_piece:
-            # The first half, which the stage before waits for. The weights' half is an action "W".
+            # Run only the first half: the previous stage waits for it. "W" runs the second half.
             if micro.run.received:
                 micro.backward.input_backward()
                 self._send_input_gradients(micro.run)
             return
+        # A pass in one piece stays until its "W", which ends the accounting of the stage.
         if not in_one_piece:
+            # The graph of the pass is freed after its backward.
             del batch.passes[stage, action.micro]
         with batch.collect(
             weight,
@@ -291,8 +309,8 @@ class PipelineRunner:
             by_hand=micro.backward.writes_grads_itself,
             among=among,
         ):
-            # The second half of a pass that went in one piece has nothing left to do. It may still
-            # be the last one of the step, after which buckets start.
+            # If the pass ran in one piece, its second half has nothing left to do. It may still be
+            # the last action of the step, after which buckets start.
             if not micro.backward.is_done:
                 micro.backward.weight_backward()
                 if not micro.backward.inputs_done:
@@ -303,8 +321,8 @@ class PipelineRunner:
     def _receive_tied_gradients(
         self, batch: _PipelineBatch, stage: int, buckets: BucketsByKey
     ) -> None:
-        """Collect the gradients of weights that `stage` owns and others use: sums over all
-        micro-batches."""
+        """Collect the gradients, summed over micro-batches, of weights that `stage` owns and other
+        ranks use."""
         grads = self._pipeline.tied_weights.receive_gradients(stage)
         if not grads:
             return
@@ -312,13 +330,13 @@ class PipelineRunner:
         tied = buckets(lambda p: int(p in shared))[1]
         with batch.collect(1.0, 1.0, last=batch.last, among=tied, usual=False):
             parameters, values = zip(*grads, strict=True)
+            # A backward of the weights themselves runs their gradient hooks.
             torch.autograd.backward(parameters, values)
 
     def _prepare_backward(
         self, batch: _PipelineBatch, micro: _MicroBatchPass, weight: float, share: float
     ) -> None:
-        """Set up the backward of a pass: its roots, and their gradients, which are received
-        here."""
+        """Set up the backward of a pass, and receive the gradients of its roots."""
         roots: list[Tensor] = []
         grads: list[Tensor] = []
         like = torch.empty((), dtype=micro.dtype, device=self._pipeline.device)
@@ -329,7 +347,7 @@ class PipelineRunner:
         for source, target, value in micro.run.sent:
             roots.append(value)
             grads.append(self._pipeline.receive_gradient(source, target, value))
-        # The gradients of sent values are here, so the values were received: free their buffers.
+        # The gradients of the sent values have arrived, so the values were received.
         self._pipeline.release_sent(micro.run)
         leaves = [leaf for _, _, leaf in micro.run.received]
         inputs = None if batch.inputs is None else [*batch.inputs, *leaves]
@@ -344,20 +362,21 @@ class PipelineRunner:
     def _keep_tied_gradients(
         self, batch: _PipelineBatch, weight: float, factor: float | Tensor
     ) -> None:
-        """Add up the gradients of weights that another rank owns, until all micro-batches are
-        done."""
+        """Accumulate gradients of weights that another rank owns, to send them after the last
+        micro-batch."""
         for parameter in self._pipeline.tied_weights.received:
             if (grad := parameter.grad) is not None:
                 parameter.grad = None
                 if not weight:
-                    continue  # a micro-batch of weight 0 counts for nothing, even if it is NaN
+                    continue  # weight 0 must cancel the gradient even if it is NaN
                 grad = (grad.float() if grad.dtype in NARROW else grad) * factor
-                held = batch.tied_gradients.get(parameter)
-                batch.tied_gradients[parameter] = grad if held is None else held.add_(grad)
+                total = batch.tied_gradients.get(parameter)
+                batch.tied_gradients[parameter] = grad if total is None else total.add_(grad)
 
     def _mean_loss(self, batch: _PipelineBatch) -> Tensor:
-        """The mean loss, broadcast from the rank that has it. Collective."""
+        """Return the mean loss, broadcast from the rank that has it. Collective."""
         pipeline = self._pipeline
+        # In fp64, so that rounding hardly depends on the number of micro-batches.
         weights = torch.tensor([weight for weight, *_ in batch.parts], dtype=torch.float64)
         losses = torch.zeros(
             len(batch.parts), dtype=torch.float64, device=pipeline.group.small_device
@@ -366,6 +385,7 @@ class PipelineRunner:
             rows = [batch.losses[micro].double() for micro in range(len(batch.parts))]
             losses.copy_(torch.stack([row.reshape(()) for row in rows]))
         pipeline.group.broadcast(losses, pipeline.rank_of(batch.loss_stage)).wait()
+        # Not losses * weights alone: a NaN in a micro-batch of weight 0 must not count.
         counted = torch.where(weights > 0, losses.cpu() * weights, 0.0)
         return counted.sum() / weights.sum() if float(weights.sum()) else counted.sum()
 
@@ -382,19 +402,20 @@ class PipelineRunner:
         inputs: Sequence[Tensor] | None,
         collect: CollectGradients,
     ) -> Tensor:
-        """Run backward of a loss from a plain loop, stage after stage; returns its value."""
+        """Run the backward of a loss from a plain loop, stage by stage; returns its value."""
         pipeline = self._pipeline
         if pipeline.partition.stages > pipeline.group.size:
             raise UsageError(
-                "engine.backward with several stages on each worker (--schedule "
-                f"{self._settings.schedule}): write loss = engine.forward_backward(loss_of, "
-                "*batch), which knows their order."
+                "engine.backward does not support several stages on each worker (--schedule "
+                f"{self._settings.schedule}). Write loss = engine.forward_backward(loss_of, "
+                "*batch), which runs them in the right order."
             )
         if any(run.is_over for run in loss.runs):
             raise UsageError(
-                "engine.backward of a loss whose forward another backward has used up: write "
-                "retain_graph=True there, or give the sum of the losses to one backward."
+                "engine.backward of a loss whose forward another backward has already used. "
+                "Write retain_graph=True there, or call backward once on the sum of the losses."
             )
+        # A loss may depend on several forwards. Merge their runs into one backward.
         run = StageRun(pipeline.stages)
         for part in loss.runs:
             run.sent += part.sent

@@ -1,13 +1,13 @@
-"""Schedules: the order in which each rank runs its stages, micro-batch by micro-batch.
+"""Schedules: the order of each rank's forwards and backwards, micro-batch by micro-batch.
 
-torch.distributed.pipelining makes most of them as tables of actions, a row for each rank; that of
-1f1b, which it has not, is made here. What runs for an action, and what is sent, is this package's
-own.
+torch.distributed.pipelining builds most schedules, as tables with a row of actions for each rank.
+This module builds the table of 1f1b, which torch does not have. `runner.py` runs the actions.
 
-- gpipe: all forwards, then all backwards (Huang et al., 2019); - 1f1b: a backward as soon as there
-is one, so that few micro-batches are held (PipeDream-Flush,   Narayanan et al., 2021); -
-interleaved: the same with several stages on each rank (ibid.); - zero-bubble: backward in two, what
-the stage before waits for and what fills the gaps (ZB1P, Qi   et al., 2023).
+- gpipe: all forwards, then all backwards (Huang et al., 2019).
+- 1f1b: each backward as early as possible, so that a rank holds few micro-batches
+  (PipeDream-Flush, Narayanan et al., 2021).
+- interleaved: 1f1b with several stages on each rank (Narayanan et al., 2021).
+- zero-bubble: each backward in two halves; the second one fills gaps (ZB1P, Qi et al., 2023).
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ ActionKind = Literal["F", "B", "I", "W"]
 
 @dataclass(frozen=True)
 class Action:
-    """A step of a schedule: micro-batch `micro` on `stage`, its forward (F), its backward (B), or
-    the backward in two: for the stage's inputs (I), then for its parameters (W)."""
+    """One action of a schedule: a forward or backward of micro-batch `micro` on `stage`.
+
+    F is a forward and B a backward. A backward may be split in two: I computes the gradients of
+    the stage's inputs, then W computes the gradients of its parameters.
+    """
 
     stage: int
     kind: ActionKind
@@ -43,18 +46,20 @@ class Action:
 
 
 ScheduleTable = tuple[tuple[Action | None, ...], ...]
-"""The actions of each rank in order; None where it would wait if all took one unit of time."""
+"""The actions of each rank, one per unit of time, with None for a wait."""
 
 
 @lru_cache(maxsize=64)
 def table(name: str, ranks: int, stages: int, micros: int) -> ScheduleTable:
-    """The table of a schedule; stage s is on rank s % ranks. Raises ConfigError where the schedule
-    cannot have so many micro-batches."""
+    """Return the table of a schedule; stage s is on rank s % ranks.
+
+    Raises ConfigError if the schedule does not support this number of micro-batches.
+    """
     if name == "1f1b" and stages == ranks:
         rows = []
         for rank in range(ranks):
-            # As many forwards as there are stages after this one, then in turn a forward and a
-            # backward, then the remaining backwards.
+            # Warm up with one forward for each later stage. Then alternate forwards and backwards,
+            # and end with the remaining backwards.
             ahead = min(ranks - 1 - rank, micros)
             row = [Action(rank, "F", micro) for micro in range(ahead)]
             for micro in range(micros - ahead):
@@ -62,25 +67,27 @@ def table(name: str, ranks: int, stages: int, micros: int) -> ScheduleTable:
             row += [Action(rank, "B", micro) for micro in range(micros - ahead, micros)]
             rows.append(tuple(row))
         return tuple(rows)
-    # Imported here, because it takes seconds that every rank would wait for at its start.
+    # Imported on first use, because the import takes seconds at the start of every rank.
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    mine = [_Stage(stage, stages, ranks) for stage in range(0, stages, ranks)]
+    stages_here = [_Stage(stage, stages, ranks) for stage in range(0, stages, ranks)]
     try:
-        made: Any = get_schedule_class(_NAMES[name])(mine, micros)
+        schedule: Any = get_schedule_class(_NAMES[name])(stages_here, micros)
     except ValueError as error:
         raise ConfigError(
-            f"--schedule {name} on {ranks} workers cannot have {micros} micro-batches ({error}): "
-            f"write --microbatches with a multiple of {ranks}."
+            f"--schedule {name} on {ranks} workers does not support {micros} micro-batches "
+            f"({error}). Write --microbatches with a multiple of {ranks}."
         ) from error
     return tuple(
-        tuple(None if action is None else _parse(str(action)) for action in made.pipeline_order[r])
+        tuple(
+            None if action is None else _parse(str(action)) for action in schedule.pipeline_order[r]
+        )
         for r in range(ranks)
     )
 
 
 class _Stage(SimpleNamespace):
-    """The attributes of a stage that torch's schedules read to make their tables; it runs
+    """The attributes of a stage that torch's schedules read to build their tables. It runs
     nothing."""
 
     def __init__(self, number: int, stages: int, ranks: int) -> None:
@@ -99,14 +106,14 @@ class _Stage(SimpleNamespace):
 
 
 def _parse(text: str) -> Action:
-    found = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
-    assert found is not None, f"torch's schedule has an action that is not known: {text}"
-    stage, kind, micro = found.groups()
+    match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
+    assert match is not None, f"unknown action in torch's schedule: {text}"
+    stage, kind, micro = match.groups()
     return Action(int(stage), kind, int(micro))  # type: ignore[arg-type]
 
 
 def actions_of(name: str, ranks: int, stages: int, micros: int, rank: int) -> list[Action]:
-    """The actions of `rank`, in order."""
+    """Return the actions of `rank`, in order."""
     return [action for action in table(name, ranks, stages, micros)[rank] if action is not None]
 
 
@@ -117,7 +124,10 @@ def idle_fraction(
     micros: int,
     times: Mapping[ActionKind, Sequence[float]],
 ) -> float:
-    """The fraction of time in which ranks wait, from 0 to 1; `times` are by kind and stage."""
+    """Return the fraction of time that ranks spend waiting, from 0 to 1.
+
+    `times` has the seconds of each action by kind and stage. Communication takes no time.
+    """
     rows = [actions_of(name, ranks, stages, micros, rank) for rank in range(ranks)]
     end = max(_simulated(rows, times))
     busy = sum(times[action.kind][action.stage] for row in rows for action in row)
@@ -127,32 +137,33 @@ def idle_fraction(
 def _simulated(
     rows: Sequence[Sequence[Action]], times: Mapping[ActionKind, Sequence[float]]
 ) -> list[float]:
-    """The time at which each rank has finished its row, if communication takes no time."""
+    """Return each rank's end time."""
     stages = len(times["F"])
-    done: dict[Action, float] = {}
+    end_times: dict[Action, float] = {}
     clocks, positions = [0.0] * len(rows), [0] * len(rows)
     while any(position < len(row) for position, row in zip(positions, rows, strict=True)):
-        moved = False
+        has_progressed = False
         for rank, row in enumerate(rows):
             while positions[rank] < len(row):
                 action = row[positions[rank]]
-                needs = _needed(action, stages, done)
+                # A rank runs its actions in order, so it waits here for its next one.
+                needs = _needed(action, stages, end_times)
                 if needs is None:
                     break
                 clocks[rank] = max(clocks[rank], needs) + times[action.kind][action.stage]
-                done[action] = clocks[rank]
+                end_times[action] = clocks[rank]
                 positions[rank] += 1
-                moved = True
-        assert moved, "the schedule waits for itself"
+                has_progressed = True
+        assert has_progressed, "the schedule has a deadlock"
     return clocks
 
 
-def _needed(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
-    """The time at which the inputs of an action are there; None where it is not known yet."""
+def _needed(action: Action, stages: int, end_times: Mapping[Action, float]) -> float | None:
+    """Return when the inputs of an action are ready; None if not known yet."""
     stage = action.stage
 
     def end_of(other: int, *kinds: ActionKind) -> float | None:
-        ends = (done.get(Action(other, kind, action.micro)) for kind in kinds)
+        ends = (end_times.get(Action(other, kind, action.micro)) for kind in kinds)
         return next((end for end in ends if end is not None), None)
 
     if action.kind == "F":

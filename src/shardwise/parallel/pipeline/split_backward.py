@@ -1,14 +1,14 @@
-"""Splits a backward in two, as zero-bubble schedules run it (Qi et al., 2023).
+"""Splits a backward in two halves, for zero-bubble schedules (Qi et al., 2023).
 
-The first half computes the gradients of a stage's inputs, for which the stage before waits; the
-second those of parameters. torch's pipelining finds the boundary in the graph; gradients there are
-kept, for both halves need them.
+The first half computes the gradients of a stage's inputs, because the previous stage waits for
+them. The second half computes the gradients of parameters. torch's pipelining finds the boundary
+between them in the graph. The gradients at the boundary are kept, because both halves need them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from shardwise.errors import UsageError
 class SplitBackward:
     """The backward of `roots` from `grads` to `leaves` and to the trained parameters.
 
-    Of `inputs` only, where these are given. Where a root depends on no leaf, the second half starts
-    from the roots again, and their common part is computed twice.
+    If `inputs` is given, only these tensors get gradients. If a root depends on no leaf, the second
+    half starts from the roots again, and computes the part that both halves share twice.
     """
 
     def __init__(
@@ -46,13 +46,12 @@ class SplitBackward:
 
     @property
     def writes_grads_itself(self) -> bool:
-        """Whether the second half writes gradients into `grad` itself, so that no hook is
-        called."""
+        """Whether the second half writes into `grad` directly, so that no gradient hook runs."""
         return self._groups is not None
 
     @cached_property
     def _graph(self) -> tuple[list[Any], dict[Any, Any]]:
-        """The nodes of the roots, and the graph below them from the leaves upwards."""
+        """The autograd nodes of the roots, and the graph from the leaves to the roots."""
         torch_backward = _torch_backward()
         find = torch_backward._get_grad_fn_or_grad_acc
         nodes = [node for root in self._roots if (node := find(root)) is not None]
@@ -60,54 +59,54 @@ class SplitBackward:
 
     @property
     def is_in_one_piece(self) -> bool:
-        """Whether the graph cannot be split: a reentrant checkpoint has only one backward.
+        """Whether the graph cannot be split, because a reentrant checkpoint has only one backward.
 
-        Raises UsageError for one that must not compute all gradients either.
+        Raises UsageError if such a backward would also reach parameters outside of `inputs`.
         """
         _, reverse = self._graph
         if not any(isinstance(node, CheckpointFunction._backward_cls) for node in reverse):
             return False
         if self._inputs is not None:
             raise UsageError(
-                "torch.utils.checkpoint(..., use_reentrant=True) in a layer computes the gradients "
-                "of all engines of its graph, and here are several. Write use_reentrant=False."
+                "torch.utils.checkpoint(..., use_reentrant=True) in a layer computes gradients for "
+                "all engines of its graph, and there are several. Write use_reentrant=False."
             )
         return True
 
     @property
     def is_done(self) -> bool:
-        """Whether both halves have been run."""
+        """Whether both halves have run."""
         return self.inputs_done and not self._roots and self._groups is None
 
     def input_backward(self) -> None:
-        """Run the first half: the gradients of the leaves, into their `grad`."""
+        """Run the first half: write the gradients of the leaves into their `grad`."""
         self.inputs_done = True
         groups = self._find_boundary()
-        # The second half starts from the gradients at the boundary: hooks keep them while the first
-        # half computes them anyway.
+        # The second half starts from the gradients at the boundary. The first half computes them
+        # anyway, and hooks keep them.
         handles = []
         for group in groups or []:
             group["intermediates"] = list(group["intermediates"])
             group["grads"] = [None] * len(group["intermediates"])
             for place, node in enumerate(group["intermediates"]):
-                handles.append(node.register_prehook(_keep(group, place)))
+                keep = partial(group["grads"].__setitem__, place)
+                handles.append(node.register_prehook(keep))
         try:
-            found = torch.autograd.grad(
+            leaf_grads = torch.autograd.grad(
                 self._roots, self._leaves, self._grads, retain_graph=True, allow_unused=True
             )
         finally:
             for handle in handles:
                 handle.remove()
-        for leaf, grad in zip(self._leaves, found, strict=True):
+        for leaf, grad in zip(self._leaves, leaf_grads, strict=True):
             leaf.grad = grad
-        del self._graph  # it holds every node, and with them what they have saved
+        del self._graph  # it references every node, and so all saved tensors
         self._groups = groups
         if groups is not None:
             self._roots, self._grads = [], []
 
     def _find_boundary(self) -> list[dict[str, Any]] | None:
-        """Groups of parameters with the nodes at the boundary; None where a root is not reached
-        from the leaves."""
+        """Group parameters with their nodes at the boundary; None if a root depends on no leaf."""
         torch_backward = _torch_backward()
         find = torch_backward._get_grad_fn_or_grad_acc
         nodes, reverse = self._graph
@@ -120,8 +119,10 @@ class SplitBackward:
         return groups
 
     def weight_backward(self, *, keep_graph: bool = False) -> None:
-        """Run the rest: the gradients of parameters, into their `grad`; of the leaves too, unless
-        that is done."""
+        """Run the second half: write the gradients of parameters into their `grad`.
+
+        Writes the gradients of the leaves too, if the first half has not run.
+        """
         if self._groups is not None:
             find = _torch_backward()._get_grad_fn_or_grad_acc
             owners = {node: p for p in self._trained() if (node := find(p)) is not None}
@@ -137,40 +138,34 @@ class SplitBackward:
 
 
 def _torch_backward() -> Any:
-    """torch's module for split backwards. Imported on first use: it takes seconds at every rank's
-    start."""
+    """Import torch's module for split backwards on first use, because the import takes seconds."""
     from torch.distributed.pipelining import _backward
 
     return _backward
 
 
-def _keep(group: dict[str, Any], place: int) -> Callable[[Any], None]:
-    def hook(grads: Any) -> None:
-        group["grads"][place] = grads
-
-    return hook
-
-
 def _add_gradients(group: dict[str, Any], owners: dict[Any, nn.Parameter]) -> None:
-    """Add to `grad` what the parameters of a group get from the gradients at the boundary.
+    """Add to `grad` the gradients of a group's parameters, starting from the boundary.
 
-    torch has a function for it; that of torch 2.9 adds up the gradients of all outputs of a node.
+    torch has a function for this. The one of torch 2.9 is wrong for nodes with several outputs: it
+    adds up the gradients of all outputs.
     """
     pairs = zip(group["intermediates"], group["grads"], strict=True)
-    kept = [(node, grads) for node, grads in pairs if grads is not None]
+    node_grads = [(node, grads) for node, grads in pairs if grads is not None]
     edges = [
         (GradientEdge(node, place), grad)
-        for node, grads in kept
+        for node, grads in node_grads
         for place, grad in enumerate(grads)
         if grad is not None
     ]
     if not edges:
         return
     parameters = [owners[node] for node in group["params"]]
-    # A node that another one leads to gets its own gradient only: the kept one is all of it.
-    handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in kept]
+    # If one node of the boundary leads to another one, autograd would add its contribution. The
+    # kept gradient already includes it, so a hook replaces the sum.
+    handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in node_grads]
     try:
-        found = torch.autograd.grad(
+        parameter_grads = torch.autograd.grad(
             [edge for edge, _ in edges],
             [GradientEdge(node, 0) for node in group["params"]],
             [grad for _, grad in edges],
@@ -179,5 +174,5 @@ def _add_gradients(group: dict[str, Any], owners: dict[Any, nn.Parameter]) -> No
     finally:
         for handle in handles:
             handle.remove()
-    for parameter, grad in zip(parameters, found, strict=True):
+    for parameter, grad in zip(parameters, parameter_grads, strict=True):
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad

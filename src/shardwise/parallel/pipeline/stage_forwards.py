@@ -20,7 +20,7 @@ from shardwise.parallel.tensor.sequence_parallel import gather_nested
 
 
 def install(pipeline: PipelineGroup, model: nn.Module) -> None:
-    """Replace the forwards of `model` and its layers, until `pipeline` is closed."""
+    """Replace the forwards of `model` and its layers until `pipeline` is closed."""
     partition = pipeline.partition
     for number, layer in enumerate(partition.layers):
         stage = partition.stage_of(number)
@@ -29,12 +29,13 @@ def install(pipeline: PipelineGroup, model: nn.Module) -> None:
         FloatingForward(pipeline, module) for module in partition.floating
     ]
     if model not in {layer.module for layer in partition.layers}:
+        # A model that is a single layer has a LayerForward already.
         pipeline.replaced_forwards.append(ModelForward(pipeline, model))
     pipeline.replaced_forwards.append(CopyGuard(model))
 
 
 class ReplacedForward(ABC):
-    """Replaces the forward of a module; copies and pickles of the module have their own."""
+    """Replaces the forward of a module. Copies of the module keep their own forward."""
 
     def __init__(self, pipeline: PipelineGroup, module: nn.Module) -> None:
         self._pipeline = pipeline
@@ -45,6 +46,7 @@ class ReplacedForward(ABC):
 
     def undo(self) -> None:
         """Restore the module's own forward."""
+        # Not if user code has replaced the forward since.
         if vars(self._module).get("forward") is self:
             del self._module.forward
             if self._before is not None:
@@ -52,16 +54,17 @@ class ReplacedForward(ABC):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the module."""
+        """Return the output of the module."""
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Called by pickle and copy.deepcopy, through the module's `forward` attribute.
         if not self._pipeline.is_whole:
             raise copy_error("A copy", "to copy it")
         return getattr, (self._module, "forward")
 
 
 class ModelForward(ReplacedForward):
-    """Runs the forward of the whole model as a run of its own."""
+    """Runs the forward of the whole model as a new run."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._pipeline.is_whole:
@@ -71,7 +74,7 @@ class ModelForward(ReplacedForward):
 
 
 class LayerForward(ReplacedForward):
-    """Runs a layer on its stage; elsewhere computes the shapes of its outputs."""
+    """Runs a layer on its stage. On other ranks it computes the shapes of the outputs."""
 
     def __init__(self, pipeline: PipelineGroup, module: nn.Module, name: str, stage: int) -> None:
         super().__init__(pipeline, module)
@@ -82,30 +85,34 @@ class LayerForward(ReplacedForward):
         if pipeline.is_whole:
             return self._original(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        late = [
+        later_stages = [
             leaf.stage for leaf in leaves if isinstance(leaf, StageTensor) and leaf.stage > stage
         ]
-        if late:
+        if later_stages:
             raise ModelError(
-                f"{self._name} is on stage {stage} and takes what stage {max(late)} makes. Let the "
-                "modules stand in the model in the order in which they run, or name where stages "
-                "begin: --stages. A model that is called on what it has made itself goes back to "
-                "its first stage, which --pipeline cannot do: --zero 3 or --tensor make room too."
+                f"{self._name} is on stage {stage} and takes the output of the later stage "
+                f"{max(later_stages)}. Register the modules in the order of their use, or "
+                "name the first module of each stage: --stages. If a model is called on its own "
+                "output, values return to the first stage, which --pipeline does not support. "
+                "Use --zero 3 or --tensor to save memory instead."
             )
+        # On every rank, because opening a channel is collective.
         pipeline.tied_weights.send_for_layer(self._module, stage)
         result = run_on_stage(pipeline, stage, self._module, self._original, leaves, spec)
         self._check(result)
         return result
 
     def _check(self, result: Any) -> None:
-        """Raise ModelError for tensors inside an object whose attributes cannot be replaced."""
+        """Raise ModelError if the output has tensors inside an object that is not a pytree."""
         for leaf in pytree.tree_leaves(result):
-            inside = getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, Tensor) else ()
-            if any(isinstance(value, Tensor) for value in inside):
+            attributes = (
+                getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, Tensor) else ()
+            )
+            if any(isinstance(value, Tensor) for value in attributes):
                 raise ModelError(
                     f"{self._name} returns a {type(leaf).__name__} with tensors in it, which "
-                    "cannot be followed to other workers. Return tensors, tuples, lists or dicts, "
-                    "or register it with torch.utils._pytree."
+                    "cannot be sent to other workers. Return tensors, tuples, lists or dicts, or "
+                    "register the type with torch.utils._pytree."
                 )
 
 
@@ -118,19 +125,22 @@ def run_on_stage(
     spec: pytree.TreeSpec,
 ) -> Any:
     """Run the forward of `module` on `stage`; returns stage tensors on all ranks."""
-    runs, drawn = runs_of(pipeline, leaves), pipeline.next_draw()
+    runs, seed = runs_of(pipeline, leaves), pipeline.next_draw()
     with pipeline.within_stage():
         with torch._C.DisableTorchFunctionSubclass():
             values = [value_at(pipeline, leaf, stage) for leaf in leaves]
         if is_here := stage in pipeline.run.stages:
-            pipeline.seed_generators(drawn, "stage", stage)
+            # The layer draws other numbers than the program around it, which all ranks run.
+            pipeline.seed_generators(seed, "stage", stage)
             args, kwargs = pytree.tree_unflatten(values, spec)
             result = gather_nested(recomputed_layers.checkpoint_alone(original)(*args, **kwargs))
         else:
-            likes = [leaf.like if isinstance(leaf, StageTensor) else leaf for leaf in leaves]
-            once = original.plain if isinstance(original, RecomputedForward) else original
-            result = pipeline.fake_outputs.outputs_of(module, once, likes, spec)
-        pipeline.seed_generators(drawn, "all")
+            fakes = [leaf.like if isinstance(leaf, StageTensor) else leaf for leaf in leaves]
+            # Shapes do not depend on recomputation, so skip the checkpoint.
+            plain = original.plain if isinstance(original, RecomputedForward) else original
+            result = pipeline.fake_outputs.outputs_of(module, plain, fakes, spec)
+        # The layer may have drawn any number of times on its stage. Seed all ranks the same again.
+        pipeline.seed_generators(seed, "all")
         return pytree.tree_map_only(
             Tensor,
             lambda value: StageTensor(pipeline, stage, value if is_here else None, value, runs),
@@ -146,6 +156,7 @@ class FloatingForward(ReplacedForward):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if pipeline.is_whole or not any(isinstance(leaf, StageTensor) for leaf in leaves):
             return self._original(*args, **kwargs)
+        # The last of the inputs' stages, because values only go to later stages.
         stage = max(leaf.stage for leaf in leaves if isinstance(leaf, StageTensor))
         pipeline.record_floating(self._module, stage)
         return run_on_stage(pipeline, stage, self._module, self._original, leaves, spec)

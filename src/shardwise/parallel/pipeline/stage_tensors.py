@@ -1,9 +1,10 @@
 """Stage tensors: the tensors of a forward whose layers are on several ranks.
 
-A `StageTensor` stands for a tensor that one stage has computed. Every rank runs the whole program:
-on the rank of its stage, operations on a stage tensor are computed; elsewhere only their shapes. An
-operation on tensors of several stages runs on the last of them, and the others are sent there,
-once. Other tensors (the batch, and what is made of it) are equal on all ranks.
+A `StageTensor` stands for a tensor that one stage has computed. Every rank runs the whole program.
+The rank of the stage computes operations on its stage tensors, and the other ranks compute only
+shapes. An operation on tensors of several stages runs on the last of them, and the others send
+their tensors there once. All other tensors (the batch, and values derived from it) are equal on all
+ranks.
 
     stage 0   x ─ embed ─▶ h0 ═ sent ═▷                        (h1, loss: fake)
     stage 1   x   (h0: fake)          ▷ h0 ─ blocks ─ head ─▶ loss
@@ -35,83 +36,82 @@ from shardwise.parallel.pipeline.fake_tensors import (
     fake_mode,
     without_saving,
 )
-from shardwise.parallel.tensor.torch_functions import FORM
+from shardwise.parallel.tensor.torch_functions import METADATA
 
 
 @dataclass(eq=False)
 class StageRun:
-    """A run: one micro-batch on the stages that this rank runs now, with what was sent and
+    """One micro-batch on the stages that this rank runs now, with the values it sent and
     received."""
 
     stages: frozenset[int]
     scheduled: bool = False
-    """Whether a schedule says when each stage runs it, so that other stages cannot be asked for
-    values."""
+    """Whether a schedule decides when each stage runs, so that no stage can request values."""
     is_trial: bool = False
-    """Whether nothing is computed: the run only finds out what would be sent."""
+    """Whether the run computes nothing, and only finds out what will be sent."""
     sent: list[tuple[int, int, Tensor]] = field(default_factory=list)
-    """Sent tensors that carry gradients, with source and target stage; in order."""
+    """Source stage, target stage and value of sent tensors that need gradients, in order."""
     received: list[tuple[int, int, Tensor]] = field(default_factory=list)
-    """Received ones: the leaves of this rank's graph."""
+    """The same for received tensors, which are the leaves of this rank's graph."""
     in_flight: list[Handle] = field(default_factory=list)
-    """Handles of sent tensors, whose buffers are not released yet."""
+    """Handles of sent tensors whose buffers are not released yet."""
     outside_uses: list[torch.nn.Parameter] = field(default_factory=list)
-    """The parameters of layers that a trial has seen used outside of all layers."""
+    """Parameters of layers that a trial has seen used outside of all layers."""
     is_over: bool = False
-    """Whether a backward has used the run up."""
+    """Whether a backward has used up the run."""
     number: int = field(default_factory=itertools.count().__next__)
-    """Its number among the runs of this process."""
+    """Number of this run in the process, in order of creation."""
 
 
 class StageExchange(Protocol):
-    """What stage tensors need of the pipeline: moves values between stages."""
+    """The part of the pipeline that stage tensors use: it moves values between stages."""
 
     @property
     def run(self) -> StageRun:
-        """The present run."""
+        """The current run."""
 
     def send(self, run: StageRun, source: int, target: int, value: Tensor) -> None:
-        """Send a value of `source`, here, to the rank of `target`."""
+        """Send a value of `source`, a stage of this rank, to the rank of `target`."""
 
     def receive(self, run: StageRun, source: int, target: int, like: Tensor) -> Tensor:
-        """Receive on `target`, here, what `source` has sent."""
+        """Receive on `target`, a stage of this rank, a value from `source`."""
 
     def broadcast(self, source: int, value: Tensor | None, like: Tensor) -> Tensor:
         """Broadcast a value of `source` to all ranks. Collective."""
 
     def open_channels(self, source: int, target: int) -> None:
-        """Open the channels between two stages, if there are none. Collective then."""
+        """Open the channels between two stages. Collective if they are not open yet."""
 
     def owner(self, parameter: Tensor) -> int | None:
-        """The stage that trains a parameter."""
+        """Return the stage that trains a parameter, or None if it is not in the model."""
 
     def add_user(self, parameter: torch.nn.Parameter, stage: int) -> None:
-        """Let `stage` use a parameter that another one trains."""
+        """Record that `stage` uses a parameter that another stage trains, and exchange it."""
 
     def whole_parameter(self, parameter: torch.nn.Parameter) -> Tensor:
-        """The whole of a parameter on this rank. Collective where layers are split further."""
+        """Return the whole parameter. Collective if tensor parallelism splits it."""
 
     def fake_parameter(self, parameter: torch.nn.Parameter) -> FakeTensor:
-        """A fake tensor with the shape of the whole parameter."""
+        """Return a fake tensor with the shape of the whole parameter."""
 
     @property
     def within_stage_depth(self) -> int:
-        """The number of open blocks of `within_stage`."""
+        """Number of open blocks of `within_stage`."""
 
     def within_stage(self) -> AbstractContextManager[None]:
-        """Mark operations inside the block as those of one stage."""
+        """Mark operations inside the block as belonging to one stage."""
 
 
 class StageTensor(Tensor):
-    """A tensor of one `stage`: `value` where this rank knows it, `like` a fake one with its
-    shape."""
+    """A tensor that `stage` has computed: its `value` if this rank knows it, and a fake tensor
+    `like` with its shape."""
 
     stage: int
     value: Tensor | None
     known_stages: set[int]
-    """The stages that have the value."""
+    """Stages that have the value."""
     runs: tuple[StageRun, ...]
-    """The runs in which it was made, in their order."""
+    """Runs that the tensor depends on, in order."""
     _exchange: StageExchange
     _like: FakeTensor | None
 
@@ -124,17 +124,18 @@ class StageTensor(Tensor):
         like: Tensor,
         runs: tuple[StageRun, ...],
     ) -> StageTensor:
-        made: StageTensor = Tensor._make_wrapper_subclass(
+        tensor: StageTensor = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.stage, made.value, made.known_stages, made._exchange = stage, value, {stage}, exchange
-        made._like = like if isinstance(like, FakeTensor) else None
-        made.runs = runs
-        return made
+        tensor.stage, tensor.value, tensor.known_stages = stage, value, {stage}
+        tensor._exchange = exchange
+        tensor._like = like if isinstance(like, FakeTensor) else None
+        tensor.runs = runs
+        return tensor
 
     @property
     def like(self) -> FakeTensor:
-        """The fake tensor."""
+        """The fake tensor, created on first use."""
         with torch._C.DisableTorchFunctionSubclass():
             if self._like is None:
                 assert self.value is not None
@@ -149,6 +150,7 @@ class StageTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # `apply` must reach torch's functions, not this one again.
         with torch._C.DisableTorchFunctionSubclass():
             return apply(func, args, kwargs or {})
 
@@ -156,15 +158,16 @@ class StageTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # Operations arrive at __torch_function__. Only calls that bypass it get here.
         raise UsageError(
-            f"{func} was called on a tensor of a pipeline-parallel model in a way that cannot be "
-            "followed to the rank that has it. Take what it needs out of the model's forward, or "
-            "start without --pipeline."
+            f"{func} was called on a tensor of a pipeline-parallel model in a way that bypasses "
+            "torch functions, so it cannot run on the rank that has the tensor. Move the call out "
+            "of the model's forward, or start without --pipeline."
         )
 
 
-_METADATA = FORM | {getattr(Tensor, name).__get__ for name in ("is_leaf", "requires_grad")}
-"""Functions of a tensor's form, which all ranks know."""
+_METADATA = METADATA | {getattr(Tensor, name).__get__ for name in ("is_leaf", "requires_grad")}
+"""Functions of a tensor's metadata, which all ranks know."""
 
 _READS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__float__,
@@ -172,10 +175,10 @@ _READS = {
     Tensor.cpu, Tensor.equal, torch.equal, torch.allclose, Tensor.allclose, torch.is_nonzero,
     Tensor.is_nonzero, Tensor.__reduce_ex__, Tensor.__deepcopy__,
 }  # fmt: skip
-"""Functions that read values: all ranks get them."""
+"""Functions that read values. The value is broadcast to all ranks."""
 
 _BACKWARDS = {torch.autograd.grad, Tensor.backward}
-"""Functions that traverse the graph, of which each rank has the part of its own stages."""
+"""Functions that traverse the graph. Each rank has only the part for its stages."""
 
 _SHAPED_BY_VALUES = {
     Tensor.__getitem__, Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select,
@@ -185,23 +188,23 @@ _SHAPED_BY_VALUES = {
 
 
 def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func`, with stage tensors among its arguments, on the right stage."""
+    """Run `func`, with stage tensors among its arguments, on the right stage."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, StageTensor)]
     exchange = tensors[0]._exchange
     if any(tensor._exchange is not exchange for tensor in tensors):
         raise UsageError(
-            "Tensors of two models meet, of which each has its layers on several workers "
-            "(--pipeline), and the stages of one are not those of the other. Put them into one "
-            "module, with one engine."
+            "An operation combines tensors of two models that are both split into stages "
+            "(--pipeline), and the stages do not match. Put the models into one module with one "
+            "engine."
         )
     if func in _METADATA:
         return _call(func, [_value_or_fake(leaf) for leaf in leaves], spec)
     if func in _READS:
-        found = [
+        values = [
             broadcast_value(leaf) if isinstance(leaf, StageTensor) else leaf for leaf in leaves
         ]
-        return _call(func, found, spec)
+        return _call(func, values, spec)
     if func in _BACKWARDS:
         raise _backward_error(func)
     return run_operation(exchange, func, leaves, spec)
@@ -210,18 +213,20 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def _backward_error(func: Callable[..., Any]) -> UsageError:
     if func is Tensor.backward:
         return UsageError(
-            "loss.backward() of a model whose layers are on several workers (--pipeline): write "
-            "engine.backward(loss), or loss = engine.forward_backward(loss_of, *batch)."
+            "loss.backward() does not work if the model's layers are on several workers "
+            "(--pipeline). Write engine.backward(loss), or loss = "
+            "engine.forward_backward(loss_of, *batch)."
         )
     return UsageError(
-        "torch.autograd.grad of what layers on several workers (--pipeline) have made: each worker "
-        "has a part of the graph only, so gradients inside of a loss (a gradient penalty) cannot "
-        "be had with --pipeline. Start without it: --zero 3 or --tensor make room as well."
+        "torch.autograd.grad does not work if the model's layers are on several workers "
+        "(--pipeline), because each worker has only a part of the graph. Start without --pipeline "
+        "to use gradients inside of a loss, such as a gradient penalty; --zero 3 or --tensor save "
+        "memory as well."
     )
 
 
 def _value_or_fake(leaf: Any) -> Any:
-    """The value of `leaf` if it is here, else a fake one."""
+    """Return the value of a stage tensor if this rank has it, else its fake tensor."""
     if not isinstance(leaf, StageTensor):
         return leaf
     return leaf.like if leaf.value is None else leaf.value
@@ -230,60 +235,65 @@ def _value_or_fake(leaf: Any) -> Any:
 def run_operation(
     exchange: StageExchange, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
 ) -> Any:
-    """Run `func` on the last stage that has one of its arguments; returns stage tensors."""
+    """Run `func` on the last stage among its arguments; returns stage tensors."""
     runs = runs_of(exchange, leaves)
     stages = [stage for leaf in leaves if (stage := _stage_of(exchange, leaf)) is not None]
-    # On the last one, because values only flow forwards: a schedule runs earlier stages first.
+    # The last one, because values only go to later stages: a schedule runs earlier stages first.
     stage = max(stages)
     _check_in_place(exchange, func, leaves, spec)
     if stage in exchange.run.stages:
         if func in _SHAPED_BY_VALUES:
-            # The other ranks need the shape and would raise; so that all raise, this one does too.
+            # The other ranks need the shape, and raise if it depends on values. Raise here too.
             _shapes(exchange, func, leaves, spec)
-        given = [value_at(exchange, leaf, stage) for leaf in leaves]
+        values = [value_at(exchange, leaf, stage) for leaf in leaves]
         with recomputed_layers.saved_outside_checkpoint():
-            found = _call(func, given, spec)
+            result = _call(func, values, spec)
         return pytree.tree_map_only(
-            Tensor, lambda v: StageTensor(exchange, stage, v, v, runs), found
+            Tensor, lambda v: StageTensor(exchange, stage, v, v, runs), result
         )
-    for leaf in leaves:  # sends what this rank has; the results are not used
+    # Send and receive the arguments. The returned values are not used here.
+    for leaf in leaves:
         value_at(exchange, leaf, stage)
-    found = _shapes(exchange, func, leaves, spec)
+    result = _shapes(exchange, func, leaves, spec)
     return pytree.tree_map_only(
-        Tensor, lambda v: StageTensor(exchange, stage, None, v, runs), found
+        Tensor, lambda v: StageTensor(exchange, stage, None, v, runs), result
     )
 
 
 def runs_of(exchange: StageExchange, leaves: Iterable[Any]) -> tuple[StageRun, ...]:
-    """The runs of a result of `leaves`: theirs, or the present one. Raises UsageError for a tensor
-    of another micro-batch."""
+    """Return the runs of a result of `leaves`: the runs of its stage tensors, or the current one.
+
+    Raises UsageError for a tensor of another micro-batch, or in an autograd function.
+    """
     tensors = [leaf for leaf in leaves if isinstance(leaf, StageTensor)]
     if recomputed_layers.in_autograd_function() and any(
         _value_or_fake(tensor).requires_grad for tensor in tensors
     ):
         raise recomputed_layers.autograd_function_error()
-    found = {run for tensor in tensors for run in tensor.runs}
-    if any(run.scheduled and run is not exchange.run for run in found):
+    runs = {run for tensor in tensors for run in tensor.runs}
+    if any(run.scheduled and run is not exchange.run for run in runs):
         raise UsageError(
-            "A tensor of the model was kept from inside engine.forward_backward, where each stage "
-            "has a part of each micro-batch: it cannot be used outside. Let loss_of return the "
-            "loss alone, and compute what else is wanted in a forward of its own."
+            "A tensor of the model was kept after engine.forward_backward, where each stage "
+            "has only a part of each micro-batch, so it cannot be used outside. Return only the "
+            "loss from loss_of, and compute other values in a forward outside of it."
         )
-    return tuple(sorted(found or {exchange.run}, key=lambda run: run.number))
+    # Sorted, so that the last run is the same on all ranks.
+    return tuple(sorted(runs or {exchange.run}, key=lambda run: run.number))
 
 
 def _check_in_place(
     exchange: StageExchange, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
 ) -> None:
-    """Raise UsageError where a tensor that all ranks have is written to with one stage's."""
+    """Raise UsageError if `func` writes a stage tensor into a tensor that all ranks have."""
     name = getattr(func, "__name__", "")
     args, kwargs = pytree.tree_unflatten(leaves, spec)
+    # Methods that write in place end with one underscore, such as add_.
     writes = func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
     targets = [kwargs["out"]] if kwargs.get("out") is not None else list(args[:1]) if writes else []
     if any(isinstance(t, Tensor) and _stage_of(exchange, t) is None for t in targets):
         raise UsageError(
-            f"{name}: a tensor that all ranks have is written to with what one stage has made, "
-            "which the others would not see. Make a new tensor of it: total = total + hits, "
+            f"{name} writes a value that only one stage has into a tensor that all ranks have, and "
+            "the other ranks would not see it. Create a new tensor instead: total = total + hits, "
             "torch.where, torch.cat."
         )
 
@@ -291,7 +301,10 @@ def _check_in_place(
 def _shapes(
     exchange: StageExchange, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
 ) -> Any:
-    """The output of `func` as fake tensors. Raises UsageError where its shape depends on values."""
+    """Compute the output of `func` as fake tensors.
+
+    Raises UsageError if its shape depends on values.
+    """
     try:
         with fake_mode(), without_saving():
             fakes = []
@@ -305,10 +318,10 @@ def _shapes(
             return _call(func, fakes, spec)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UsageError(
-            f"{getattr(func, '__name__', func)} of a tensor of the model gives a shape, or a "
-            "number, that depends on its values, which the ranks of other stages do not have. "
-            "Write it without: torch.where or ignore_index in place of a mask; or read the values "
-            "first: .tolist() outside of engine.forward_backward."
+            f"The output of {getattr(func, '__name__', func)} on a tensor of the model has a shape "
+            "or number that depends on values, which the ranks of other stages do not have. "
+            "Use torch.where or ignore_index instead of a mask, or read the values first with "
+            ".tolist(), outside of engine.forward_backward."
         ) from error
 
 
@@ -324,9 +337,9 @@ def _stage_of(exchange: StageExchange, leaf: Any) -> int | None:
 
 
 def value_at(exchange: StageExchange, leaf: Any, stage: int) -> Any:
-    """The value of `leaf` for `stage`, sent there if that stage does not have it yet.
+    """Return the value of `leaf` on `stage`, and send it there if the stage does not have it yet.
 
-    Where this rank does not run `stage`, the result must not be used.
+    If this rank does not run `stage`, the caller must not use the result.
     """
     if isinstance(leaf, torch.nn.Parameter) and (owner := exchange.owner(leaf)) is not None:
         if exchange.run.is_trial:
@@ -340,38 +353,37 @@ def value_at(exchange: StageExchange, leaf: Any, stage: int) -> Any:
         leaf.known_stages.add(stage)
         exchange.open_channels(leaf.stage, stage)
         run = leaf.runs[-1]
-        # Every rank comes here at the same place of the program: sender and receiver need no name
-        # for the message, and its order on the channel is the order of the program.
-        here, there = leaf.stage in exchange.run.stages, stage in exchange.run.stages
-        if here and not there:
+        # Every rank gets here at the same place of the program, so messages need no names: their
+        # order on a channel is the order of the program.
+        has_source, has_target = leaf.stage in exchange.run.stages, stage in exchange.run.stages
+        if has_source and not has_target:
             assert leaf.value is not None
             exchange.send(run, leaf.stage, stage, leaf.value)
-        elif there and not here:
+        elif has_target and not has_source:
             leaf.value = exchange.receive(run, leaf.stage, stage, leaf.like)
     return leaf.value
 
 
 def broadcast_value(tensor: StageTensor) -> Tensor:
-    """The value of a stage tensor, without its graph, on all ranks. Collective."""
+    """Return the value of a stage tensor, without its graph, on all ranks. Collective."""
     exchange = tensor._exchange
     if exchange.run.scheduled:
         raise UsageError(
-            "Inside engine.forward_backward a tensor of the model is on one stage, and the others "
-            "are in other micro-batches: its values cannot be read (.item(), if, print). Return "
-            "the loss, and read what comes back from engine.forward_backward."
+            "Inside engine.forward_backward only one stage has a tensor of the model, and the "
+            "other stages are in other micro-batches, so its values cannot be read (.item(), if, "
+            "print). Return the loss, and read the result of engine.forward_backward."
         )
     runs_of(exchange, [tensor])
-    here = tensor.stage in exchange.run.stages
-    return exchange.broadcast(tensor.stage, tensor.value if here else None, tensor.like)
+    has_value = tensor.stage in exchange.run.stages
+    return exchange.broadcast(tensor.stage, tensor.value if has_value else None, tensor.like)
 
 
 def apply_to_parameters(
     exchange: StageExchange, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Run an operation of the user's on parameters, outside of all layers, on the last stage among
-    them.
+    """Run an operation on parameters outside of all layers, on the last of their stages.
 
-    What it reads is broadcast to all ranks.
+    Values that the operation reads are broadcast to all ranks.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if func in _BACKWARDS:

@@ -1,4 +1,4 @@
-"""Maps stages to ranks, and tracks what this rank runs at present."""
+"""Maps stages to ranks, and tracks the current run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.parallel.pipeline.stage_tensors import StageRun
 
 
 class Stages:
-    """The stages of a model over the ranks of `group`: stage s is on rank s % size."""
+    """Maps the stages of a model to the ranks of `group`: stage s is on rank s % size."""
 
     partition: Partition
 
@@ -28,49 +28,48 @@ class Stages:
         """The stages on this rank."""
         self.run = StageRun(self.stages)
         self.is_whole = False
-        """Whether this rank has the whole model at present, so that forwards are the modules'
-        own."""
+        """Whether this rank holds the whole model now, and modules run their own forwards."""
         self.writes = False
-        """Whether writes into the whole model are kept."""
+        """Whether changes to the gathered model are kept."""
         self.within_stage_depth = 0
-        """The number of open blocks of `within_stage`."""
+        """Number of open blocks of `within_stage`."""
         self._stage_of: dict[nn.Module, int] = {}
 
     def assign(self, partition: Partition) -> None:
-        """Set the partition, and with it the stages of this rank."""
+        """Set the partition and this rank's stages."""
         self.partition = partition
         self._stage_of = {
             inner: partition.stage_of(number)
             for number, layer in enumerate(partition.layers)
             for inner in layer.module.modules()
         }
-        # Round robin (interleaved schedules): a rank with several stages works while others wait.
+        # Round robin, for interleaved schedules: a rank runs one stage while others wait.
         self.stages = frozenset(range(self.group.rank, partition.stages, self.group.size))
         self.run = StageRun(self.stages)
 
     def rank_of(self, stage: int) -> int:
-        """The rank of `group` that has a stage."""
+        """Return the rank of `group` that runs a stage."""
         return stage % self.group.size
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether this rank trains `parameter`."""
+        """Return whether this rank trains `parameter`."""
         owner = self.partition.owners.get(parameter)  # type: ignore[call-overload]
         return owner is None or owner in self.stages
 
     def owner(self, parameter: Tensor) -> int | None:
-        """The stage that trains a parameter; None for one that is not the model's."""
+        """Return the stage that trains a parameter, or None if it is not in the model."""
         return self.partition.owners.get(parameter)  # type: ignore[call-overload, no-any-return]
 
     def stage_of_module(self, module: nn.Module) -> int:
-        """The stage that runs `module`, or the first one that runs a part of it."""
-        if (found := self._stage_of.get(module)) is not None:
-            return found
+        """Return the stage that runs `module`, or the first stage that runs a part of it."""
+        if (stage := self._stage_of.get(module)) is not None:
+            return stage
         inside = set(module.modules())
         numbers = [n for n, layer in enumerate(self.partition.layers) if layer.module in inside]
         return self.partition.stage_of(min(numbers, default=0))
 
     def record_floating(self, module: nn.Module, stage: int) -> None:
-        """Record that a module without parameters has run on `stage`, where its input was."""
+        """Record that a module without parameters has run on `stage`, the stage of its input."""
         for inner in module.modules():
             self._stage_of[inner] = stage
 
@@ -85,7 +84,7 @@ class Stages:
 
     @contextmanager
     def with_own_forwards(self) -> Iterator[None]:
-        """Run the modules' own forwards inside the block."""
+        """Run the modules' own forwards inside the block, not the replaced ones."""
         before, self.is_whole = self.is_whole, True
         try:
             with self.within_stage():
@@ -95,8 +94,7 @@ class Stages:
 
     @contextmanager
     def within_stage(self) -> Iterator[None]:
-        """Mark operations inside the block as those of one stage, so that none is sent
-        elsewhere."""
+        """Mark operations inside the block as belonging to one stage, so that nothing is sent."""
         self.within_stage_depth += 1
         try:
             yield
@@ -104,9 +102,9 @@ class Stages:
             self.within_stage_depth -= 1
 
     def new_path_error(self, source: int, target: int) -> UsageError:
-        """The error for a batch that takes another path through the layers than the first."""
+        """Return the error for a micro-batch that takes another path through the layers."""
         return UsageError(
-            f"Stage {source} has something for stage {target} that it did not have in the first "
-            "micro-batch. Let the model's forward take the same way through its layers for every "
-            "batch, or use a plain loop: loss = ...; engine.backward(loss)."
+            f"Stage {source} sends a value to stage {target} that it did not send in the first "
+            "micro-batch. The model's forward must take the same path through its layers for every "
+            "batch. Otherwise use a plain loop: loss = ...; engine.backward(loss)."
         )

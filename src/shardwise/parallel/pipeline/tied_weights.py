@@ -1,4 +1,4 @@
-"""Tied weights: sends a weight that several stages use from its owner to the others, and gradients
+"""Tied weights: sends a weight from its owner to the other stages that use it, and gradients
 back."""
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from shardwise.parallel.pipeline.stages import Stages
 
 
 class TiedWeights:
-    """The tied weights of `pipeline`. Each is sent once after every change of parameters."""
+    """Sends the tied weights of `pipeline`, each once after every change of parameters."""
 
     def __init__(self, pipeline: Stages) -> None:
         self._pipeline = pipeline
         self._sent: set[nn.Parameter] = set()
 
     def invalidate(self) -> None:
-        """Mark all weights as changed, so that they are sent again when next used."""
+        """Mark all weights as changed, so that their next use sends them again."""
         self._sent.clear()
 
     def send_for_layer(self, layer: nn.Module, stage: int) -> None:
-        """Exchange the tied weights of a layer that `stage` is about to run."""
+        """Exchange the tied weights of a layer that `stage` will run next."""
         for parameter in layer.parameters():
             if parameter in self._pipeline.partition.tied:
                 if self._pipeline.run.is_trial or not self._pipeline.run.scheduled:
@@ -35,14 +35,15 @@ class TiedWeights:
 
     def add_user(self, parameter: nn.Parameter, stage: int) -> None:
         """Exchange a weight that `stage` uses outside of all layers."""
-        several = self._pipeline.partition.tied.setdefault(parameter, [])
-        if stage not in several:
+        users = self._pipeline.partition.tied.setdefault(parameter, [])
+        if stage not in users:
+            # Under a schedule the other ranks are in other micro-batches and cannot open a channel.
             if self._pipeline.run.scheduled and not self._pipeline.run.is_trial:
                 raise self._pipeline.new_path_error(
                     self._pipeline.partition.owners[parameter], stage
                 )
-            several.append(stage)
-            several.sort()
+            users.append(stage)
+            users.sort()
         if self._pipeline.run.is_trial or not self._pipeline.run.scheduled:
             self._open_channels(parameter)
         if not self._pipeline.run.is_trial:
@@ -50,8 +51,7 @@ class TiedWeights:
             self._send_or_receive(parameter, stage)
 
     def _send_or_receive(self, parameter: nn.Parameter, stage: int) -> None:
-        """Send or receive a weight, if `stage` is here and has not done so since the last
-        change."""
+        """Send or receive a weight, if `stage` is on this rank and the weight has changed."""
         if parameter in self._sent or stage not in self._pipeline.run.stages:
             return
         owner = self._pipeline.partition.owners[parameter]
@@ -81,14 +81,14 @@ class TiedWeights:
 
     def _receivers(self, parameter: nn.Parameter) -> list[int]:
         """Return the first stage of each rank that receives a weight."""
-        # By rank and not by stage: two stages of one rank share the tensor.
+        # One for each rank, because two stages of one rank share the tensor.
         ranks = {self._pipeline.rank_of(self._pipeline.partition.owners[parameter])}
-        found = []
+        receivers = []
         for stage in self._pipeline.partition.tied[parameter]:
             if self._pipeline.rank_of(stage) not in ranks:
                 ranks.add(self._pipeline.rank_of(stage))
-                found.append(stage)
-        return found
+                receivers.append(stage)
+        return receivers
 
     def _first_stage_here(self, parameter: nn.Parameter) -> int:
         return next(
@@ -97,7 +97,7 @@ class TiedWeights:
 
     @property
     def received(self) -> list[nn.Parameter]:
-        """The weights that this rank uses and another one owns."""
+        """Weights that this rank uses and another rank owns."""
         return [
             p
             for p, stages in self._pipeline.partition.tied.items()
@@ -107,7 +107,7 @@ class TiedWeights:
     def send_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Send the gradients of received weights to their owners."""
         for parameter in filter(_is_trained, self.received):
-            # The owner receives from every user, and cannot know that one had no gradient.
+            # Send zeros if there is no gradient: the owner waits for one from every user.
             if (gradient := gradients.get(parameter)) is None:
                 gradient = torch.zeros_like(parameter)
             owner, stage = (
@@ -122,20 +122,21 @@ class TiedWeights:
             )
 
     def receive_gradients(self, stage: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Receive the gradients of weights that `stage`, here, owns: one from each receiver."""
-        found = []
+        """Receive the gradients of weights that `stage` owns, one from each rank that uses them."""
+        gradients = []
         for parameter in self.owned_by(stage):
+            # On the meta device, because only shape and dtype are needed.
             like = torch.empty(parameter.shape, dtype=_gradient_dtype(parameter), device="meta")
             kind = self._channel_kind("gradient", parameter)
             for receiver in self._receivers(parameter):
                 grad = self._pipeline.channels.receive(
                     kind, receiver, stage, like, self._pipeline.device
                 )
-                found.append((parameter, grad.to(parameter.dtype)))
-        return found
+                gradients.append((parameter, grad.to(parameter.dtype)))
+        return gradients
 
     def owned_by(self, stage: int) -> list[nn.Parameter]:
-        """The weights that `stage` owns and other ranks use."""
+        """Return the trained weights that `stage` owns and other ranks use."""
         partition = self._pipeline.partition
         return [
             p
@@ -144,20 +145,20 @@ class TiedWeights:
         ]
 
     def _channel_kind(self, direction: str, parameter: nn.Parameter) -> str:
-        """Return the kind of the channel of a weight."""
-        # A channel for each: ranks may reach several weights in different orders.
+        """Return the channel for a weight."""
+        # One channel for each weight, because ranks may reach the weights in different orders.
         return f"{direction} {self._numbers[parameter]}"
 
     @cached_property
     def _numbers(self) -> dict[nn.Parameter, int]:
-        # Ranks count the weights of the whole model, so they have the same numbers.
+        # All ranks number the parameters of the whole model, so the numbers agree.
         return {
             parameter: number for number, parameter in enumerate(self._pipeline.partition.owners)
         }
 
 
 def _gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype in which gradients of a weight are summed and sent."""
+    """Return the dtype used to sum and send gradients of a weight."""
     return torch.float32 if parameter.dtype in NARROW else parameter.dtype
 
 

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that is split: no rank ever has all scores of a token."""
+"""Cross entropy over a split vocabulary: no rank ever has all scores of a token."""
 
 from __future__ import annotations
 
@@ -27,17 +27,36 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """torch's cross_entropy of the output of `head`, the model's last linear map.
+    """Compute torch's cross entropy from the output of `head`, the model's last linear map.
 
-    scores: (..., classes), as they came out of `head`; target: (...) int64. Where `tensor_plan`
-    splits the head "colwise", scores have this rank's classes only, and ranks exchange three
-    numbers for each token (Megatron-LM, Shoeybi et al., 2019); where it is whole, or gathers its
-    output, this is torch's own. The result is the same on all ranks of a replica; 16-bit scores are
-    summed in fp32.
+    If `tensor_plan` splits the head "colwise", each rank has the scores of its classes only, and
+    ranks exchange three numbers per token (Megatron-LM, Shoeybi et al., 2019). Otherwise this calls
+    `torch.nn.functional.cross_entropy`. The result is the same on all ranks of a replica. 16-bit
+    scores are summed in fp32.
 
-    Raises UsageError for scores that are not as wide as the output of `head`, or an unknown
-    reduction; IndexError for a target that is no class.
+    Args:
+        scores: The output of `head`, of shape (..., classes); (..., classes of this rank) if it is
+            split.
+        target: The classes, int64 of shape (...).
+        head: The module that computed `scores`.
+        ignore_index: Targets with this value do not count.
+        reduction: "mean", "sum" or "none".
+
+    Returns:
+        A scalar, or the losses of shape (...) with `reduction="none"`.
+
+    Raises:
+        UsageError: `scores` is not as wide as the output of `head`, or `reduction` is unknown.
+        IndexError: A target is not a class.
+
+    Example:
+        >>> import torch, shardwise as sw
+        >>> head = torch.nn.Linear(8, 10)
+        >>> scores, target = head(torch.randn(2, 5, 8)), torch.randint(10, (2, 5))
+        >>> sw.cross_entropy(scores, target, head, reduction="none").shape
+        torch.Size([2, 5])
     """
+    # Scores of a pipeline stage, or split by tokens, must reach their own rules first.
     if has_torch_function((scores, target)):
         return handle_torch_function(
             cross_entropy,
@@ -49,7 +68,7 @@ def cross_entropy(
             reduction=reduction,
         )
     if reduction not in _REDUCTIONS:
-        raise UsageError(f"reduction takes one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
+        raise UsageError(f"reduction must be one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
     is_split = isinstance(head, ColwiseParallel) and not (
         head._gather_output or head._replica.is_whole
     )
@@ -65,47 +84,53 @@ def cross_entropy(
     first, end = ranges[group.rank]
     if scores.shape[-1] != end - first:
         raise UsageError(
-            f"cross_entropy takes scores as the head gave them, {end - first} in the last "
+            f"cross_entropy takes the scores as the head returned them, {end - first} in the last "
             f"dimension, not {tuple(scores.shape)}."
         )
-    head._replica.close_region()  # the split region that the head has begun ends here
-    flat, wanted = scores.flatten(0, -2), target.flatten()
-    counts = wanted != ignore_index
-    wanted = wanted.masked_fill(~counts, 0)
-    check_in_range(wanted, ranges[-1][1], "Target out of bounds")
-    # In fp32: 16 bits are too few for a sum of exponentials over a vocabulary.
+    head._replica.close_region()  # the head opened it, and no row-wise layer follows
+    flat, classes = scores.flatten(0, -2), target.flatten()
+    # Ignored targets may be out of range, so replace them by a valid class.
+    is_counted = classes != ignore_index
+    classes = classes.masked_fill(~is_counted, 0)
+    check_in_range(classes, ranges[-1][1], "Target out of bounds")
+    # In fp32, because 16 bits are too few for a sum of exponentials over a vocabulary.
     losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat.float() if flat.dtype in NARROW else flat, wanted, first, group
+        flat.float() if flat.dtype in NARROW else flat, classes, first, group
     )
-    losses = losses.masked_fill(~counts, 0.0)
+    losses = losses.masked_fill(~is_counted, 0.0)
     if reduction == "none":
         return losses.view(target.shape)  # type: ignore[no-any-return]
-    return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()  # type: ignore[no-any-return]
+    return losses.sum() / is_counted.sum() if reduction == "mean" else losses.sum()  # type: ignore[no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each token from this rank's scores, the first of which is of class `first`."""
+    """Computes the loss of each token. This rank's scores begin at class `first`."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, target: Tensor, first: int, group: Collectives) -> Tensor:
-        own = target - first
-        elsewhere = (own < 0) | (own >= scores.shape[-1])
-        own = own.masked_fill(elsewhere, 0).unsqueeze(-1)
+        # scores: (tokens, classes of this rank); target: (tokens,).
+        local_target = target - first
+        elsewhere = (local_target < 0) | (local_target >= scores.shape[-1])
+        local_target = local_target.masked_fill(elsewhere, 0).unsqueeze(-1)
+        # Log-sum-exp in two steps: first with this rank's maximum, then rescaled to the global one.
         highest = scores.amax(-1)
         powers = (scores - highest.unsqueeze(-1)).exp_()
-        mine = scores.gather(-1, own).squeeze(-1).masked_fill(elsewhere, 0.0)
-        own_terms = torch.stack([highest, powers.sum(-1), mine])
+        target_scores = scores.gather(-1, local_target).squeeze(-1).masked_fill(elsewhere, 0.0)
+        own_terms = torch.stack([highest, powers.sum(-1), target_scores])
+        # (ranks, 3, tokens)
         gathered = torch.stack(all_gather_tensors(own_terms, group, [own_terms.shape] * group.size))
         top = gathered[:, 0].amax(0)
         total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0)
+        # The softmax over the whole vocabulary, in the memory of `powers`.
         ctx.save_for_backward(powers.mul_(((highest - top).exp() / total).unsqueeze(-1)))
-        ctx.own, ctx.elsewhere = own, elsewhere
+        ctx.local_target, ctx.elsewhere = local_target, elsewhere
         return total.log() + top - gathered[:, 2].sum(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (chances,) = ctx.saved_tensors
-        hits = (~ctx.elsewhere).to(chances.dtype).unsqueeze(-1)
-        slope = chances.scatter_add(-1, ctx.own, -hits)
-        return slope.mul_(grad.unsqueeze(-1)), None, None, None
+        (probabilities,) = ctx.saved_tensors
+        # The gradient of a score is its probability, minus 1 for the target.
+        is_target = (~ctx.elsewhere).to(probabilities.dtype).unsqueeze(-1)
+        grad_scores = probabilities.scatter_add(-1, ctx.local_target, -is_target)
+        return grad_scores.mul_(grad.unsqueeze(-1)), None, None, None

@@ -1,8 +1,8 @@
-"""Checks the operations between two split layers against those that a trial has seen.
+"""Checks the operations between two split layers against the operations in a trial.
 
-A trial shows what a forward computes at that moment. What it computes from some step on, or for
-some input only, shows in its autograd graph: an operation there that was not tried, and that may
-combine several features, is refused before its result is used.
+A trial shows the operations of a forward at that moment. A forward may compute something else from
+some step on, or for some inputs. Its autograd graph shows that. An operation that is refused was
+not tried and may combine features; its result is never used.
 """
 
 from __future__ import annotations
@@ -23,69 +23,74 @@ _FEATURE_WISE = frozenset(
      "FusedDropout", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute",
      "Unsqueeze", "Squeeze", "Clone", "Alias"]
 )  # fmt: skip
-"""Operations that treat every feature by itself, or move none from where it is."""
+"""Operations that treat every feature separately, or do not move features."""
 
 _ATTENTION = frozenset(["Bmm", "Softmax", "SafeSoftmax", "Expand", "Baddbmm", "Attention"])
-"""The operations of attention, which its kernels do as one."""
+"""Operations of attention. Fused kernels do them in one operation."""
 
 _OUTSIDE = "a value from outside"
 _MOST_NODES = 1000
-"""The number of graph nodes that are visited at most."""
+"""Maximum number of graph nodes to visit."""
 
 
 def operations_between(value: Tensor, starts: Sequence[Any]) -> set[str]:
-    """Names of the operations between the nodes `starts` and `value`."""
+    """Return the names of the operations between the nodes `starts` and `value`."""
+    # Autograd numbers nodes in order of creation.
     first = min(node._sequence_nr() for node in starts)
     ends = set(starts)
-    found: set[str] = set()
+    names: set[str] = set()
     seen: set[Any] = set()
-    waiting: list[Any] = [value.grad_fn]
-    while waiting and len(seen) < _MOST_NODES:
-        node = waiting.pop()
+    stack: list[Any] = [value.grad_fn]
+    while stack and len(seen) < _MOST_NODES:
+        node = stack.pop()
         if node is None or node in ends or node in seen:
             continue
         seen.add(node)
         # "torch::autograd::MulBackward0" becomes "Mul".
         name = re.sub(r"(Backward)?\d*$", "", node.name().rpartition("::")[2])
-        if name.startswith("ScaledDotProduct"):  # one name for all of torch's kernels
+        if name.startswith("ScaledDotProduct"):  # each of torch's kernels has its own name
             name = "Attention"
-        found.add(name)
+        names.add(name)
         if name == "AccumulateGrad":
             continue
+        # Older than the first split layer, so the path leads out of the region.
         if node._sequence_nr() < first:
-            found.add(_OUTSIDE)
+            names.add(_OUTSIDE)
             continue
-        waiting += [after for after, _ in node.next_functions]
-    return found
+        stack += [after for after, _ in node.next_functions]
+    return names
 
 
 class AllowedOperations:
-    """The operations allowed before a row-wise layer: those that were `tried`, and feature-wise
-    ones."""
+    """Allows the operations that a trial saw (`tried`) and feature-wise ones before a row-wise
+    layer."""
 
     def __init__(self, tried: Iterable[str] = ()) -> None:
         self.tried = set(tried)
         known = self.tried | _FEATURE_WISE
+        # A fused kernel may be replaced by its single operations later, for some shapes.
         self._known = known | _ATTENTION if "Attention" in known else known
 
     def check(self, value: Tensor, starts: Sequence[Any]) -> None:
-        """Raise UsageError for a `value` that an operation has produced that is not allowed."""
+        """Raise UsageError if an operation that is not allowed has produced `value`."""
+        # A recomputation in backward repeats a forward that was checked.
         if value.grad_fn is None or not starts or torch._C._current_graph_task_id() != -1:
             return
         if strange := operations_between(value, starts) - self._known:
             raise UsageError(
-                "Between two layers that are split (--tensor), where each worker has a part of "
-                f"the features, forward computes {', '.join(sorted(strange))}, which it did not "
-                "when the layers were tried at the start: whether it may be done with a part is "
-                "not known. Leave them whole, or say that it may: sw.Engine(..., tensor_plan="
-                '{"blocks.*.up": "whole"}), or "colwise" and for the second layer "rowwise".'
+                "Between two split layers (--tensor), where each worker has only a part of the "
+                f"features, forward computes {', '.join(sorted(strange))}, which it did not "
+                "compute when the layers were tried at the start. It is not known whether this "
+                "works on a part. Leave the layers whole: sw.Engine(..., tensor_plan="
+                '{"blocks.*.up": "whole"}). If it works on a part, write "colwise" for the first '
+                'layer and "rowwise" for the second.'
             )
 
 
 class RecordedOperations(AllowedOperations):
-    """Records the operations of a trial."""
+    """Records the operations in a trial."""
 
     def check(self, value: Tensor, starts: Sequence[Any]) -> None:
-        """Record the operations that lead to `value`."""
+        """Record the operations that produced `value`."""
         if value.grad_fn is not None and starts:
             self.tried |= operations_between(value, starts)

@@ -1,4 +1,4 @@
-"""Finds the splits of known attention and feed-forward modules, and of others by trial."""
+"""Finds splits for known attention and feed-forward modules, and tries splits of other modules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ATTENTION = {
         per_head=("relative_attention_bias",),
     ),
 }
-"""Attention modules of the transformers package, by class."""
+"""Attention modules of the transformers package, by class name."""
 
 PAIRS = {
     "GPT2MLP": (("c_fc",), "c_proj"),
@@ -46,7 +46,7 @@ PAIRS = {
     "TransformerEncoderLayer": (("linear1",), "linear2"),
     "TransformerDecoderLayer": (("linear1",), "linear2"),
 }
-"""Feed-forward modules: the layers that widen, and the one that narrows, by class."""
+"""Feed-forward modules by class name: the widening layers, and the narrowing one."""
 
 QUERIES = ("q", "q_proj", "query", "wq", "to_q", "q_lin")
 KEYS = ("k", "k_proj", "key", "wk", "to_k", "k_lin")
@@ -54,21 +54,21 @@ VALUES = ("v", "v_proj", "value", "wv", "to_v", "v_lin")
 FUSED = ("qkv", "qkv_proj", "c_attn", "in_proj", "to_qkv", "Wqkv", "mix", "query_key_value")
 OUT = ("out", "o", "out_proj", "o_proj", "proj", "c_proj", "to_out", "wo", "dense", "merge")
 HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
-"""Usual names of the parts of attention in other modules; a trial decides."""
+"""Usual names of the parts of attention in other modules. A trial decides whether they fit."""
 
 
 NOT_BY_HEADS = (
-    "it looks like attention, and its forward gave something else with a part of the heads (it may "
-    "take the width of a head from its input: write -1 for that in view; docs/parallel.md)"
+    "it looks like attention, but its forward computed something else with some of the heads (it "
+    "may derive the width of a head from its input: write -1 for that in view; docs/parallel.md)"
 )
 
 TrialResults = dict[tuple[str, tuple[str, ...]], TrialResult]
-"""The results of trials, by module name and the children that are split together."""
+"""Results of trials, by module name and the children that are split together."""
 
 
 class SplitTrials:
-    """Tries splits, modules of one signature once; or repeats the results `reported` by another
-    rank."""
+    """Tries splits, once for modules with the same signature. Given the results `reported` by
+    another rank, it repeats these."""
 
     def __init__(self, reported: TrialResults | None = None) -> None:
         self.results: TrialResults = {} if reported is None else reported
@@ -78,18 +78,20 @@ class SplitTrials:
     def accepts(
         self, name: str, module: nn.Module, children: tuple[str, ...], group: SplitGroup, parts: int
     ) -> bool:
-        """Whether `module` computes the same with these of its children split as `group` says."""
+        """Return whether `module` computes the same with these children split as in `group`."""
+        # One rank tries, and the others repeat its results. So all split alike, even if a trial
+        # depends on the machine.
         if not self._reported:
-            tried = module
+            tested = module
             if type(module).forward is nn.Sequential.forward:
-                # Only the run from the first of `children` to the last: the rest of a sequence
-                # says nothing about the split.
+                # Try only the sequence from the first of `children` to the last. The rest of an
+                # nn.Sequential does not matter for the split.
                 names = list(module._modules)
                 run = names[names.index(children[0]) : names.index(children[-1]) + 1]
-                tried = nn.Sequential(*(module.get_submodule(name) for name in run))
-            signature = (_signature(tried), children)
+                tested = nn.Sequential(*(module.get_submodule(name) for name in run))
+            signature = (_signature(tested), children)
             if signature not in self._by_signature:
-                self._by_signature[signature] = try_split(tried, group, parts)
+                self._by_signature[signature] = try_split(tested, group, parts)
             reported = self._by_signature[signature]
             if group.kind == "attention" and not reported and reported.why is None:
                 reported = replace(reported, why=NOT_BY_HEADS)
@@ -104,13 +106,13 @@ class SplitTrials:
         ]
         return True
 
-    def left_whole(self) -> dict[str, str]:
-        """Why modules, by name, stay whole, where that is worth a line."""
-        taken = {name for (name, _), result in self.results.items() if result}
+    def reasons_unsplit(self) -> dict[str, str]:
+        """Map the names of unsplit modules to the reason, if it is worth reporting."""
+        split_names = {name for (name, _), result in self.results.items() if result}
         return {
             name: result.why
             for (name, _), result in self.results.items()
-            if result.why and name not in taken
+            if result.why and name not in split_names
         }
 
 
@@ -118,34 +120,35 @@ def find(
     models: Sequence[nn.Module],
     prefixes: Sequence[str],
     parts: int,
-    taken: set[nn.Module],
+    skip: set[nn.Module],
     trials: SplitTrials | None = None,
 ) -> list[SplitGroup]:
-    """The splits found in `models`, into `parts`; modules in `taken` are skipped."""
-    found: list[SplitGroup] = []
+    """Find the splits of `models` into `parts`. Ignores modules in `skip`, and adds split ones."""
+    groups_found: list[SplitGroup] = []
     trials = trials or SplitTrials()
     for model, prefix in zip(models, prefixes, strict=True):
-        # A model of transformers may have a tp_plan of its own that splits attention by heads.
+        # A transformers model may have a tp_plan that splits attention by heads.
         plan: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
         styles = plan.items()
         has_own_plan = any(
             name.endswith(".q_proj") and "colwise" in style for name, style in styles
         ) and any(name.endswith(".o_proj") and style == "rowwise" for name, style in styles)
         for path, module in model.named_modules():
+            # torch.compile adds `_orig_mod` to the names of a module.
             name = ".".join(part for part in (prefix, path) if part).replace("_orig_mod.", "")
-            if has_own_plan and module not in taken and _is_as_llama(module):
-                groups = _known_attention(name, module, ATTENTION["LlamaAttention"], parts, taken)
+            if has_own_plan and module not in skip and _is_as_llama(module):
+                groups = _known_attention(name, module, ATTENTION["LlamaAttention"], parts, skip)
             else:
-                groups = _groups_of(name, module, parts, taken, trials)
+                groups = _groups_of(name, module, parts, skip, trials)
             for group in groups:
-                taken |= {cut.module for cut in group.splits}
-                found.append(group)
-    return found
+                skip |= {cut.module for cut in group.splits}
+                groups_found.append(group)
+    return groups_found
 
 
 def _is_as_llama(module: nn.Module) -> bool:
-    """Return whether attention has the four maps of Llama's and no other parameters."""
-    # A parameter between the maps (a norm of queries) would get a part of its gradient per rank.
+    """Return whether attention has exactly the four maps of Llama's, and no other parameters."""
+    # A parameter between the maps (a norm of queries) would get only a part of its gradient.
     from_transformers = type(module).__module__.startswith("transformers.")
     trained = {name.split(".")[0] for name, _ in module.named_parameters()}
     four = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -153,34 +156,36 @@ def _is_as_llama(module: nn.Module) -> bool:
 
 
 def _groups_of(
-    name: str, module: nn.Module, parts: int, taken: set[nn.Module], trials: SplitTrials
+    name: str, module: nn.Module, parts: int, skip: set[nn.Module], trials: SplitTrials
 ) -> Iterator[SplitGroup]:
-    if module in taken:
+    if module in skip:
         return
-    # By name only for classes of torch and transformers: a user's class may have the same name.
-    ours = type(module).__module__.split(".")[0] in ("torch", "transformers")
-    kind = type(module).__name__ if ours else ""
+        # By name only for classes of torch and transformers. A user's class may reuse a name.
+    is_library_class = type(module).__module__.split(".")[0] in ("torch", "transformers")
+    kind = type(module).__name__ if is_library_class else ""
     if type(module).forward is nn.MultiheadAttention.forward:
-        if not taken & set(module.children()):
+        if not skip & set(module.children()):
             yield split_multihead(name, module, parts)  # type: ignore[arg-type]
         return
     if kind in ATTENTION and not getattr(module, "is_cross_attention", False):
-        yield from _known_attention(name, module, ATTENTION[kind], parts, taken)
+        yield from _known_attention(name, module, ATTENTION[kind], parts, skip)
         return
     if kind in PAIRS:
         into, out = PAIRS[kind]
-        several = (*into, out)
-        are_free = not {module._modules[child] for child in several} & taken
-        if are_free and _are_linear(module, several):
+        children = (*into, out)
+        is_free = not {module._modules[child] for child in children} & skip
+        if is_free and _are_linear(module, children):
             yield _pair(name, module, into, out, parts)
         return
     free = [
         child
         for child, each in module.named_children()
-        if split_rules.is_linear(each) and each not in taken
+        if split_rules.is_linear(each) and each not in skip
     ]
+    # Attention is tried before pairs, so that no pair takes one of its maps.
     used: set[str] = set()
     for group, children in _candidates(name, module, free, parts):
+        # A child can be in several candidates. The first accepted one keeps it.
         if used & set(children):
             continue
         if trials.accepts(name, module, children, group, parts):
@@ -189,29 +194,34 @@ def _groups_of(
 
 
 def _known_attention(
-    name: str, module: nn.Module, how: Attention, parts: int, taken: set[nn.Module]
+    name: str, module: nn.Module, how: Attention, parts: int, skip: set[nn.Module]
 ) -> Iterator[SplitGroup]:
-    """Split attention of a known class; nothing where the plan names one of its maps, or one has
-    been replaced, as by an adapter around it."""
-    if not taken & set(module.children()) and _are_linear(module, how.maps):
+    """Split attention of a known class.
+
+    Yields nothing if the plan names one of its maps, or if one was replaced, such as by an adapter.
+    """
+    if not skip & set(module.children()) and _are_linear(module, how.maps):
         yield split_attention(name, module, how, parts)
 
 
 def _are_linear(module: nn.Module, children: Sequence[str]) -> bool:
-    found = [module._modules.get(child) for child in children]
-    return all(each is not None and split_rules.is_linear(each) for each in found)
+    maps = [module._modules.get(child) for child in children]
+    return all(each is not None and split_rules.is_linear(each) for each in maps)
 
 
 def _signature(module: nn.Module) -> object:
-    """What modules that compute the same have in common: classes, shapes and attributes of all
-    submodules. Values that cannot be compared (a function, a buffer) count by identity."""
+    """Return a value that is equal for modules that compute the same.
+
+    It has the classes, shapes and attributes of all submodules. Attributes that cannot be compared
+    (a function, a buffer) count by identity.
+    """
     return tuple(
-        (path, type(each), each.extra_repr(), *(_value(kept) for kept in _kept(each)))
+        (path, type(each), each.extra_repr(), *map(_value, _attributes_of(each)))
         for path, each in module.named_modules()
     )
 
 
-def _kept(module: nn.Module) -> Iterator[object]:
+def _attributes_of(module: nn.Module) -> Iterator[object]:
     for name, value in vars(module).items():
         if name == "_parameters":
             yield {key: None if p is None else tuple(p.shape) for key, p in value.items()}
@@ -219,35 +229,37 @@ def _kept(module: nn.Module) -> Iterator[object]:
             yield name, value
 
 
-def _value(kept: object) -> object:
-    if isinstance(kept, int | float | str | type(None)):
-        return type(kept), kept
-    if isinstance(kept, dict):
-        return type(kept), tuple((_value(key), _value(value)) for key, value in kept.items())
-    if isinstance(kept, tuple | list | set):
-        return type(kept), tuple(map(_value, kept))
-    return type(kept), id(kept)
+def _value(value: object) -> object:
+    if isinstance(value, int | float | str | type(None)):
+        return type(value), value
+    if isinstance(value, dict):
+        return type(value), tuple((_value(key), _value(item)) for key, item in value.items())
+    if isinstance(value, tuple | list | set):
+        return type(value), tuple(map(_value, value))
+    return type(value), id(value)
 
 
 def _candidates(
     name: str, module: nn.Module, free: Sequence[str], parts: int
 ) -> Iterator[tuple[SplitGroup, tuple[str, ...]]]:
-    """Possible attention or pairs, by the names and widths of linear maps."""
+    """Yield possible attention and feed-forward pairs, by names and widths of linear maps."""
     if (how := _attention(module, free)) is not None:
         children = how.maps
         try:
             yield split_attention(name, module, how, parts), children
         except ModelError:
-            return  # its widths are not those of attention
+            return  # the widths do not fit attention
     for first, second in pairwise(free):
-        one, other = (getattr(module, child) for child in (first, second))
-        if split_rules.widths(one)[1] == split_rules.widths(other)[0] >= parts:
+        up, down = (getattr(module, child) for child in (first, second))
+        if split_rules.widths(up)[1] == split_rules.widths(down)[0] >= parts:
+            # An output as wide as the next layer's input: a widening and a narrowing layer.
             yield _pair(name, module, (first,), second, parts), (first, second)
     for first, gate, second in zip(free, free[1:], free[2:], strict=False):
-        several = [getattr(module, child) for child in (first, gate, second)]
-        if len({split_rules.widths(several[0]), split_rules.widths(several[1])}) == 1:
-            width = split_rules.widths(several[0])[1]
-            if width == split_rules.widths(several[2])[0] >= parts:
+        maps = [getattr(module, child) for child in (first, gate, second)]
+        # Two layers of the same shape before the narrowing one: a gated feed-forward.
+        if len({split_rules.widths(maps[0]), split_rules.widths(maps[1])}) == 1:
+            width = split_rules.widths(maps[0])[1]
+            if width == split_rules.widths(maps[2])[0] >= parts:
                 yield _pair(name, module, (first, gate), second, parts), (first, gate, second)
 
 
@@ -266,7 +278,7 @@ def _attention(module: nn.Module, free: Sequence[str]) -> Attention | None:
 
 
 def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: int) -> SplitGroup:
-    """Split a feed-forward pair: widening layers by output features, the narrowing one by input
+    """Split a feed-forward pair: the widening layers by output features, the narrowing one by input
     features."""
     last = module._modules[out]
     assert last is not None
@@ -286,14 +298,17 @@ def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: in
 def disable_fused_inference(
     models: Sequence[nn.Module], prefixes: Sequence[str], parts: int, groups: Sequence[SplitGroup]
 ) -> None:
-    """Turn off torch's fused inference of encoder layers with a split inside: it takes the weights
-    and knows nothing of parts."""
+    """Turn off torch's fused inference of encoder layers with split modules inside.
+
+    The fused kernel takes the weights directly, and would compute with parts.
+    """
     group_of = {cut.module: group for group in groups for cut in group.splits}
     for model, prefix in zip(models, prefixes, strict=True):
         for path, module in model.named_modules():
             inside = [group_of[each] for each in module.modules() if each in group_of]
             if inside and hasattr(module, "activation_relu_or_gelu"):
                 name = ".".join(part for part in (prefix, path) if part)
+                # With 0, torch's encoder layer takes its plain path.
                 plain = [{"activation_relu_or_gelu": 0}] * parts
                 inside[0].splits.append(split_rules.local_module(name, module, {}, plain))
 

@@ -23,11 +23,11 @@ from shardwise.parallel.tensor.split_rules import ModuleSplit, SplitGroup
 
 
 class SplitMultiheadAttention(TensorParallelModule):
-    """An nn.MultiheadAttention of which each rank has some heads.
+    """An nn.MultiheadAttention with this rank's heads only.
 
-    torch's own function takes the width of all heads from its input, so this repeats its
-    computation: projections, scaled_dot_product_attention (or softmax where weights are asked for),
-    the output map.
+    torch's own function derives the width of all heads from its input, so it cannot compute some
+    heads. This class repeats its computation: projections, scaled_dot_product_attention (or softmax
+    if weights are requested), output map.
     """
 
     num_heads: int
@@ -39,7 +39,7 @@ class SplitMultiheadAttention(TensorParallelModule):
     in_proj_weight: Tensor
     in_proj_bias: Tensor | None
     ranges: Sequence[Span]
-    """The heads of each rank."""
+    """Heads of each rank."""
 
     def forward(
         self,
@@ -52,9 +52,9 @@ class SplitMultiheadAttention(TensorParallelModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute as nn.MultiheadAttention.forward does, with its shapes and masks.
+        """Compute the same as nn.MultiheadAttention.forward, with its shapes and masks.
 
-        Raises RuntimeError for is_causal without the mask that it is a hint about.
+        Raises RuntimeError for `is_causal` without `attn_mask`, like torch.
         """
         replica = self._replica
         if replica.is_whole:
@@ -62,35 +62,39 @@ class SplitMultiheadAttention(TensorParallelModule):
                 query, key, value, key_padding_mask, need_weights, attn_mask,
                 average_attn_weights, is_causal,
             )  # fmt: skip
-        if is_causal and attn_mask is None:  # a hint about a mask, as torch has it
+        if is_causal and attn_mask is None:
             raise RuntimeError(
-                "Need attn_mask if specifying the is_causal hint: give "
+                "Need attn_mask if specifying the is_causal hint. Pass "
                 "nn.Transformer.generate_square_subsequent_mask(length)."
             )
         batched = query.ndim == 3
-        q, k, v = self._projected((query, key, value))
+        q, k, v = self._project((query, key, value))
         mask = self._mask(q, k, key_padding_mask, attn_mask, batched=batched)
         drop = self.dropout if self.training else 0.0
         weights: Tensor | None = None
         if need_weights:
+            # Scores (N, heads of this rank, L, S). scaled_dot_product_attention does not return
+            # them.
             scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
             weights = F.softmax(scores if mask is None else scores + mask, -1)
             weights = F.dropout(weights, drop) if drop else weights
-            mixed = weights @ v
+            context = weights @ v
         else:
-            mixed = F.scaled_dot_product_attention(q, k, v, mask, drop)
-        mixed = mixed.transpose(1, 2).flatten(2)
+            context = F.scaled_dot_product_attention(q, k, v, mask, drop)
+        context = context.transpose(1, 2).flatten(2)
         if not batched:
-            mixed = mixed.squeeze(0)
+            context = context.squeeze(0)
         elif not self.batch_first:
-            mixed = mixed.transpose(0, 1)
-        out = replica.leave_region(lambda: F.linear(mixed, self.out_proj.weight))
+            context = context.transpose(0, 1)
+        out = replica.leave_region(lambda: F.linear(context, self.out_proj.weight))
+        # After the sum over ranks, which must include the bias once.
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias.to(out.dtype)
         if weights is not None:
-            # (N, this rank's heads, L, S) becomes (N, L, S), or (N, all heads, L, S).
+            # (N, heads of this rank, L, S) becomes (N, L, S), or (N, all heads, L, S).
             group, heads = self._replica.group, self.ranges[-1][1]
             if average_attn_weights:
+                # Each rank adds up its heads, and the average is over all heads.
                 weights = reduce_from_region(weights.sum(1), group) / heads
             else:
                 sharded = ShardedDim(1 - weights.ndim, self.ranges)
@@ -98,8 +102,8 @@ class SplitMultiheadAttention(TensorParallelModule):
             weights = weights if batched else weights.squeeze(0)
         return out, weights
 
-    def _projected(self, several: Sequence[Tensor]) -> list[Tensor]:
-        """Queries, keys and values of this rank's heads, each (N, heads, length, head_dim)."""
+    def _project(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return queries, keys and values, each (N, heads of this rank, length, head_dim)."""
         if self._qkv_same_embed_dim:
             matrices = self.in_proj_weight.chunk(3)
         else:
@@ -107,13 +111,13 @@ class SplitMultiheadAttention(TensorParallelModule):
             matrices = tuple(getattr(self, name) for name in names)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         projected = []
-        for each, matrix, bias in zip(several, matrices, biases, strict=True):
-            found = self._replica.enter_region(each, partial(F.linear, weight=matrix, bias=bias))
-            if each.ndim == 2:
-                found = found.unsqueeze(0)
+        for value, matrix, bias in zip(inputs, matrices, biases, strict=True):
+            heads = self._replica.enter_region(value, partial(F.linear, weight=matrix, bias=bias))
+            if value.ndim == 2:
+                heads = heads.unsqueeze(0)
             elif not self.batch_first:
-                found = found.transpose(0, 1)
-            projected.append(found.view(*found.shape[:-1], self.num_heads, -1).transpose(1, 2))
+                heads = heads.transpose(0, 1)
+            projected.append(heads.view(*heads.shape[:-1], self.num_heads, -1).transpose(1, 2))
         return projected
 
     def _mask(
@@ -125,35 +129,36 @@ class SplitMultiheadAttention(TensorParallelModule):
         *,
         batched: bool,
     ) -> Tensor | None:
-        """Join both masks to one that is added to the scores of this rank's heads."""
-        found: Tensor | None = None
+        """Join both masks into one that is added to the scores of this rank's heads."""
+        joined: Tensor | None = None
         if mask is not None:
-            found = _added(mask, q.dtype)
-            if found.ndim == 3:  # one for each head, of all ranks
+            joined = _additive(mask, q.dtype)
+            if joined.ndim == 3:  # (N * all heads, L, S)
                 first, end = self.ranges[self._replica.group.rank]
-                found = found.view(q.shape[0], -1, *found.shape[1:])[:, first:end]
+                joined = joined.view(q.shape[0], -1, *joined.shape[1:])[:, first:end]
         if padding is not None:
-            rows = _added(padding if batched else padding.unsqueeze(0), q.dtype)
+            rows = _additive(padding if batched else padding.unsqueeze(0), q.dtype)
             rows = rows.view(q.shape[0], 1, 1, k.shape[2])
-            found = rows if found is None else found + rows
-        return found
+            joined = rows if joined is None else joined + rows
+        return joined
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
 def split_multihead(name: str, module: nn.MultiheadAttention, parts: int) -> SplitGroup:
-    """Split nn.MultiheadAttention into `parts`, each with whole heads. Raises ModelError."""
+    """Split nn.MultiheadAttention into `parts` of whole heads. Raises ModelError if impossible."""
     if module.bias_k is not None or module.add_zero_attn:
         raise ModelError(
-            f"{name} has add_bias_kv or add_zero_attn, which --tensor does not split: leave it "
-            f'whole with tensor_plan={{"{name}": "whole"}}.'
+            f"{name} has add_bias_kv or add_zero_attn, which --tensor cannot split. Leave it whole "
+            f'with tensor_plan={{"{name}": "whole"}}.'
         )
     heads = split_rules.even_split(f"{name} of {module.num_heads} heads", module.num_heads, parts)
-    each = split_rules.even_split(name, module.embed_dim, parts, grain=module.head_dim)
+    width_ranges = split_rules.even_split(name, module.embed_dim, parts, grain=module.head_dim)
+    # in_proj_weight holds queries, keys and values, one block below the other.
     fused = split_rules.even_split(
         name, 3 * module.embed_dim, parts, grain=module.head_dim, blocks=3
     )
@@ -162,14 +167,14 @@ def split_multihead(name: str, module: nn.MultiheadAttention, parts: int) -> Spl
         tensors["in_proj_weight"] = (0, fused)
     else:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        tensors |= dict.fromkeys(names, (0, each))
+        tensors |= dict.fromkeys(names, (0, width_ranges))
     if module.in_proj_bias is not None:
         tensors["in_proj_bias"] = (0, fused)
     local = [{"num_heads": split_rules.range_length(part)} for part in heads]
     of_heads = [part[0] for part in heads]
     attend = ModuleSplit(name, module, SplitMultiheadAttention, tensors, local, of_heads)
-    width = [{"in_features": split_rules.range_length(part)} for part in each]
+    local_width = [{"in_features": split_rules.range_length(part)} for part in width_ranges]
     out = split_rules.local_module(
-        f"{name}.out_proj", module.out_proj, {"weight": (1, each)}, width
+        f"{name}.out_proj", module.out_proj, {"weight": (1, width_ranges)}, local_width
     )
     return SplitGroup("attention", name, [attend, out])

@@ -1,7 +1,7 @@
-"""The classes that split modules change to; their names and attributes stay as they are.
+"""The classes of split modules. A split module keeps its name and attributes.
 
-Copies and pickles of a split module are of its unsplit class again. While parameters are whole
-(`Replica.is_whole`) its forward is the unsplit one.
+Copies and pickles of a split module have its unsplit class. While parameters are whole
+(`Replica.is_whole`), it runs the unsplit forward.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from shardwise.parallel.tensor.replica import Replica
 from shardwise.parallel.tensor.sequence_parallel import SequenceShard, shard_arguments
 
 on_local_tensors = torch._C.DisableTorchFunctionSubclass
-"""Inside this block parameters are this rank's parts, whoever computes with them."""
+"""Inside this block every use of a parameter gets this rank's part."""
 
 
 class TensorParallelModule(nn.Module):
-    """A module of which each rank has a part.
+    """A module that has one part on each rank.
 
-    `_size_attributes` has by name the attributes that depend on its size (out_features, num_heads),
-    as they are of the whole and of this rank's part.
+    `_size_attributes` maps attributes that depend on the size (out_features, num_heads) to their
+    values for the whole and for this rank's part.
     """
 
     _unsplit_class: type[nn.Module]
@@ -44,7 +44,7 @@ class TensorParallelModule(nn.Module):
     _size_attributes: Mapping[str, tuple[Any, Any]]
 
     def set_sizes(self, *, whole: bool) -> None:
-        """Set the size attributes to those of the whole, or of this rank's part."""
+        """Set the size attributes for the whole module, or for this rank's part."""
         for name, (of_whole, of_part) in self._size_attributes.items():
             setattr(self, name, of_whole if whole else of_part)
 
@@ -60,13 +60,14 @@ class TensorParallelModule(nn.Module):
         """Raise UsageError unless parameters are whole now."""
         if not self._replica.is_whole:
             raise UsageError(
-                f"{call} of a split {self._unsplit_class.__name__}: this rank has a part of it "
-                f"only. Inside with engine.full_parameters(), {how}; engine.save and engine.export "
+                f"{call} of a split {self._unsplit_class.__name__}: this rank has only a part of "
+                f"it. Inside with engine.full_parameters(), {how}; engine.save and engine.export "
                 "write whole models."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._refuse("A copy", "to read or copy whole tensors")
+        # Unpickle as the unsplit class: the split class exists only in this process.
         reduced = list(super().__reduce_ex__(protocol))
         reduced[:2] = copyreg._reconstructor, (self._unsplit_class, object, None)  # type: ignore[attr-defined]
         reduced[2] = {k: v for k, v in dict(reduced[2]).items() if k not in _OWN_ATTRIBUTES}
@@ -85,10 +86,13 @@ class ColwiseParallel(TensorParallelModule):
     _gather_output: bool
     """Whether the output is gathered."""
     ranges: Sequence[Span]
-    """The output features of each rank."""
+    """Output features of each rank."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """value: (..., in_features), equal on all ranks, or some tokens on each."""
+        """Compute this rank's features of the output.
+
+        `value` (..., in_features) is equal on all ranks, or split by tokens.
+        """
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
@@ -103,15 +107,15 @@ class ColwiseParallel(TensorParallelModule):
 
 
 class RowwiseParallel(TensorParallelModule):
-    """A linear map split by input features; its bias is added once, to the sum."""
+    """A linear map split by input features. Its bias is added once, to the sum."""
 
     weight: Tensor
     bias: Tensor | None
     allowed_operations: AllowedOperations | None
-    """The operations allowed before it, if it was tried."""
+    """Operations allowed before the module, if a trial accepted the split."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """value: (..., this rank's in_features)."""
+        """Compute the output, summed over ranks. `value` is (..., in_features of this rank)."""
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
@@ -121,7 +125,7 @@ class RowwiseParallel(TensorParallelModule):
         whole = replica.leave_region(
             lambda: value @ self.weight if columns else F.linear(value, self.weight)
         )
-        # After the sum, or the bias would be added once per rank. In the dtype of the product,
+        # Add the bias after the sum, which must include it once. Use the dtype of the product,
         # which autocast may have chosen.
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)
 
@@ -132,73 +136,77 @@ class VocabParallelEmbedding(TensorParallelModule):
     weight: Tensor
     padding_idx: int | None
     ranges: Sequence[Span]
-    """The rows of each rank."""
+    """Rows of each rank."""
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """numbers: any shape, of the whole vocabulary, equal on all ranks."""
+        """Look up `numbers` (any shape), which are equal on all ranks, in the whole vocabulary."""
         replica = self._replica
         if replica.is_whole:
             return super().forward(numbers)  # type: ignore[no-any-return]
         check_in_range(numbers, self.ranges[-1][1], "index out of range in self")
         first, end = self.ranges[replica.group.rank]
         elsewhere = (numbers < first) | (numbers >= end)
+        # Rows on padding_idx get no gradient. Only the rank that has the row may name it.
         padding = self.padding_idx
         if padding is not None:
             padding = padding - first if first <= padding < end else None
-        # Each rank looks its own rows up and has zeros for the others, so the sum over ranks is the
-        # embedding: exactly one rank contributes to each row.
+        # Each rank looks up its own rows and has zeros for the others. Exactly one rank contributes
+        # to each row, so the sum over ranks is the embedding.
         rows = F.embedding((numbers - first).masked_fill(elsewhere, 0), self.weight, padding)
         return replica.reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
 class SequenceParallelModule(TensorParallelModule):
-    """A module that computes token by token, such as a norm; it runs on this rank's tokens if its
-    input is split."""
+    """A module that computes token by token, such as a norm. If its input is split, it runs on this
+    rank's tokens."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes and returns tensors (..., tokens, features); those returned have the same
-        tokens."""
-        found = (
+        """Compute tensors (..., tokens, features) with the same tokens as the input."""
+        shards = (
             each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, SequenceShard)
         )
-        tokens = next(found, None)
+        tokens = next(shards, None)
         if tokens is None:
             return super().forward(*args, **kwargs)
         args, kwargs = shard_arguments(tokens, (args, kwargs))
-        # Every rank has all parameters and some of the tokens, so gradients are parts of a sum:
-        # run on copies whose backward sums them.
+        # Every rank has all parameters but only some of the tokens, so gradients must be summed
+        # over ranks. The backward of these copies does that.
         before = dict(self._parameters)
         trained = {k: p for k, p in before.items() if p is not None and p.requires_grad}
         if trained and torch.is_grad_enabled():
             shared = copy_to_region(self._replica.group, *trained.values())
             self._parameters.update(zip(trained, shared, strict=True))  # type: ignore[arg-type]
         try:
+            # Dropout inside must draw per rank, because each rank has other tokens.
             with tokens.randomness.region() if self.training else nullcontext():
-                made = super().forward(*args, **kwargs)
+                output = super().forward(*args, **kwargs)
         finally:
             self._parameters.update(before)
-        return pytree.tree_map_only(Tensor, tokens.like, made)
+        return pytree.tree_map_only(Tensor, tokens.like, output)
 
     def _refuse(self, call: str, how: str) -> None:
-        """Do nothing: every rank has all of the module."""
+        """Do nothing, because every rank has the whole module."""
 
 
 class LocalModule(TensorParallelModule):
-    """A module inside a region, which computes with its part as the unsplit one would."""
+    """A module inside a region whose own forward also works on a part."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unsplit forward on this rank's part."""
+        # Without split parameters nothing needs this rank's parts.
         own = any(getattr(type(p), "is_split", False) for p in self._parameters.values())
         with on_local_tensors() if own else nullcontext():
             return super().forward(*args, **kwargs)
 
 
 def check_in_range(numbers: Tensor, count: int, text: str) -> None:
-    """Raise IndexError, as torch does, where `numbers` (any shape) are not all from 0 to `count` -
-    1; on an accelerator its assertion fails instead, and nothing waits for it."""
+    """Raise IndexError, like torch, if `numbers` (any shape) are not all in [0, count).
+
+    On an accelerator a device-side assertion fails instead, so that the host does not wait.
+    """
     if is_fake(numbers):
         return
-    # Out of range, a number would be masked on all ranks and give zeros silently.
+    # Without the check, all ranks would mask such a number, and the result would be zeros.
     within = ((numbers >= 0) & (numbers < count)).all()
     if numbers.device.type != "cpu":
         torch._assert_async(within, text)
@@ -207,8 +215,8 @@ def check_in_range(numbers: Tensor, count: int, text: str) -> None:
 
 
 def has_columns(unsplit: type[nn.Module]) -> bool:
-    """Whether class `unsplit` stores its weight as (in_features, out_features), as GPT-2's Conv1D
-    does."""
+    """Return whether a class stores its weight as (in_features, out_features), like GPT-2's
+    Conv1D."""
     return unsplit.__name__ == "Conv1D" and not issubclass(unsplit, nn.modules.conv._ConvNd)
 
 
@@ -218,8 +226,8 @@ _classes: dict[tuple[type[nn.Module], type[TensorParallelModule]], type[TensorPa
 def _tensor_parallel_class(
     unsplit: type[nn.Module], style: type[TensorParallelModule]
 ) -> type[TensorParallelModule]:
-    """Return the class that a module of class `unsplit` changes to."""
-    # One for each pair: modules of one class stay of one class, which scripts compare.
+    """Return the split class of `unsplit`."""
+    # One class for each pair, because scripts compare the classes of modules.
     if (unsplit, style) not in _classes:
         fields = {"_unsplit_class": unsplit, "__module__": unsplit.__module__}
         _classes[unsplit, style] = type(unsplit.__name__, (style, unsplit), fields)
@@ -236,12 +244,20 @@ def make_tensor_parallel(
     gather_output: bool = False,
     allowed: AllowedOperations | None = None,
 ) -> None:
-    """Change the class of `module` to `style`.
+    """Change the class of `module` to a split one.
 
-    `local` are the attributes of this rank's part, `ranges` what each rank has; with
-    `gather_output` outputs are gathered. `allowed` are the operations allowed before it.
+    Args:
+        module: The module, whose parameters are split already.
+        style: How it is split.
+        replica: The ranks that share it.
+        local: The attributes of this rank's part.
+        ranges: The range of each rank, such as its output features.
+        gather_output: Whether the forward gathers the output.
+        allowed: The operations allowed before it, if a trial accepted the split.
     """
     pairs = {name: (getattr(module, name), value) for name, value in local.items()}
+    # Change the class of the object, and do not replace the object: the user, optimizers and hooks
+    # hold references to it.
     module.__class__ = _tensor_parallel_class(type(module), style)
     module.__dict__.update({"_replica": replica, "_size_attributes": pairs, "ranges": ranges})
     module.__dict__.update({"_gather_output": gather_output, "allowed_operations": allowed})

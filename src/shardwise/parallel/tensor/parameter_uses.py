@@ -1,13 +1,12 @@
-"""Gathers a parameter that this rank has not whole, where a line of the user's computes with it.
+"""Gathers a parameter for the user's own computations, if this rank does not have all of it.
 
-A split layer computes with its part, and a pipeline layer runs on its stage: both bypass this
-module. Any other line (a penalty on weights in the loss, their norm in a log) means the parameter
-as it is in one process, and gets that: of a split one the whole, gathered for this line; of a layer
-on another stage a stage tensor, which computes there. In backward each rank gets the gradient of
-its part.
+A split layer computes with its part, and a pipeline layer runs on its stage. Both bypass this
+module. Any other code (a weight penalty in the loss, a norm in a log) expects the whole parameter.
+For a split parameter it gets the gathered whole. For a parameter of another stage it gets a stage
+tensor, and the computation runs there. In backward each rank gets the gradient of its part.
 
-Such a parameter is of a subclass of its class, whose `__torch_function__` torch calls for every
-operation. Operations of the engine on parameters pass through.
+Such a parameter has a subclass of its original class, and torch calls the subclass's
+`__torch_function__` for every operation. Operations of the engine on parameters pass through.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from shardwise.errors import UsageError
 from shardwise.parallel.pipeline import PipelineGroup, parameter_ownership
 from shardwise.parallel.pipeline.stage_tensors import apply_to_parameters
 from shardwise.parallel.tensor.split_model import TensorParallelModels
-from shardwise.parallel.tensor.torch_functions import CASTS, FORM, MEMORY, SIZES
+from shardwise.parallel.tensor.torch_functions import CASTS, MEMORY, METADATA, SIZES
 
 _without_torch_function = torch._C.DisableTorchFunctionSubclass
 
@@ -39,11 +38,11 @@ _SHARD_WISE_NAMES = (
     "fill_", "__iadd__", "__isub__", "__imul__", "__itruediv__",
 )  # fmt: skip
 _SHARD_WISE_WRITES = {getattr(Tensor, name) for name in _SHARD_WISE_NAMES}
-"""Functions that write each element from its own value and numbers."""
+"""Functions that write each element from its old value and from numbers."""
 
 
 class ParameterUses:
-    """Follows the user's uses of parameters that are split, or owned by one pipeline stage."""
+    """Intercepts the user's operations on parameters that are split or owned by one stage."""
 
     def __init__(self, split: TensorParallelModels | None, pipeline: PipelineGroup | None) -> None:
         self._split = split
@@ -56,31 +55,32 @@ class ParameterUses:
         owners = () if self._pipeline is None else self._pipeline.partition.owners
         shards = () if self._split is None else self._split.shards
         for parameter in dict.fromkeys([*owners, *shards]):
-            own = type(parameter)
-            self._watched.append((parameter, own))
-            parameter.__class__ = self._class(own, parameter in shards)
+            original = type(parameter)
+            self._watched.append((parameter, original))
+            parameter.__class__ = self._class(original, parameter in shards)
 
     def unwatch(self) -> None:
-        """Restore their own classes."""
-        for parameter, own in self._watched:
-            parameter.__class__ = own
+        """Restore their original classes."""
+        for parameter, original in self._watched:
+            parameter.__class__ = original
         self._watched = []
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Restore their own classes inside the block, where every rank has whole parameters."""
+        """Restore the original classes inside the block, while all ranks have whole parameters."""
         ours = set(self._classes.values())
-        parameters = [(p, own, type(p)) for p, own in self._watched if type(p) in ours]
-        for parameter, own, _ in parameters:
-            parameter.__class__ = own
+        parameters = [(p, original, type(p)) for p, original in self._watched if type(p) in ours]
+        for parameter, original, _ in parameters:
+            parameter.__class__ = original
         try:
             yield
         finally:
             for parameter, _, before in parameters:
                 parameter.__class__ = before
 
-    def _class(self, own: type[nn.Parameter], is_split: bool) -> type[nn.Parameter]:
-        if (own, is_split) not in self._classes:
+    def _class(self, original: type[nn.Parameter], is_split: bool) -> type[nn.Parameter]:
+        # One class per original class, because scripts compare the classes of parameters.
+        if (original, is_split) not in self._classes:
 
             def torch_function(
                 cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -99,50 +99,60 @@ class ParameterUses:
                 ),
                 "is_split": is_split,
             }
-            made: Any = type(own)
-            self._classes[own, is_split] = made(own.__name__, (own,), members)
-        return self._classes[own, is_split]
+            metaclass: Any = type(original)
+            self._classes[original, is_split] = metaclass(original.__name__, (original,), members)
+        return self._classes[original, is_split]
 
     def _refuse_copy(self, *_: Any) -> Any:
         if self._pipeline is not None:
             raise parameter_ownership.copy_error("A copy", "to copy it")
         raise UsageError(
-            "A copy of a split parameter: this rank has a part of it only. Make it inside with "
-            "engine.full_parameters(); p.detach().clone() gives the values alone."
+            "A copy of a split parameter: this rank has only a part of it. Copy it inside with "
+            "engine.full_parameters(). p.detach().clone() copies only the values."
         )
 
     def _torch_function(
         self, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         pipeline = self._pipeline
-        # A layer that is recomputed in backward runs on its own stage.
+        # In backward, too: a layer that is recomputed there runs on its own stage.
         inside = pipeline is not None and (
             pipeline.within_stage_depth > 0 or torch._C._current_graph_task_id() != -1
         )
-        if func in MEMORY or (inside and all(map(_is_watched_unsplit, types))):
+        # Inside a stage, parameters that tensor parallelism does not split are whole.
+        if func in MEMORY or (
+            inside
+            and all(_is_watched(kind) and not getattr(kind, "is_split", False) for kind in types)
+        ):
             return _call_plain(func, args, kwargs)
-        # The engine works on this rank's parts; only the user's lines mean whole parameters.
+        # The engine works on this rank's parts. Only the user's code expects whole parameters.
+        # Frame 2 is the caller of `torch_function`.
         if _called_by_this_library(sys._getframe(2)):
             return _call_plain(func, args, kwargs)
-        if func in FORM:
+        if func in METADATA:
             return self._form(func, args, kwargs)
+        # With ==, because torch returns a new method wrapper for each access to
+        # `Tensor.data.__set__`.
         if func == _SET_DATA:
             parameter, value = args
             with _without_torch_function():
+                # The value replaces this rank's part, so it must have the part's shape.
                 if value.shape != parameter.shape:
-                    raise _refused("p.data = ... replaces", parameter)
+                    raise _write_error("p.data = ... replaces", parameter)
                 parameter.data = value
             return None
         if func in CASTS:
-            made = _call_plain(func, args, kwargs)
-            if made is args[0] or not isinstance(made, Tensor):
-                return made  # nothing to do, as model.to(device) on the device of the model
-        written = _written(func, args, kwargs)
-        if isinstance(written, Sequence) and any(map(_is_watched, map(type, written))):
-            return self._write_list(func, written, args, kwargs)
-        if self._is_split(written):
+            result = _call_plain(func, args, kwargs)
+            if result is args[0] or not isinstance(result, Tensor):
+                return result  # nothing was converted: model.to(device) on the same device
+        target = _write_target(func, args, kwargs)
+        if isinstance(target, Sequence) and any(map(_is_watched, map(type, target))):
+            return self._write_list(func, target, args, kwargs)
+        # Writes go into the part itself: a gathered copy would be dropped.
+        if self._is_split(target):
             return self._write(func, args, kwargs)
         if pipeline is not None and not inside:
+            # A use after a backward belongs to a new run.
             pipeline.renew_run()
             return apply_to_parameters(
                 pipeline, Tensor.detach if func == _GET_DATA else func, args, kwargs
@@ -153,7 +163,7 @@ class ParameterUses:
         return getattr(type(value), "is_split", False)
 
     def _form(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Answer for the shape: inside a region of the part, else of the whole."""
+        """Return metadata about the part inside a region, else about the whole."""
         split, first = self._split, args[0]
         if func not in SIZES or split is None or split.replica.randomness.in_region:
             return _call_plain(func, args, kwargs)
@@ -165,7 +175,7 @@ class ParameterUses:
         return func(whole, *args[1:], **kwargs)
 
     def _call_on_full(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call `func` with whole parameters. Collective over the replica where some are split."""
+        """Call `func` with whole parameters. Collective over the replica if any is split."""
         split = self._split
         if func == _GET_DATA or split is None:
             return _call_plain(func, args, kwargs)
@@ -176,55 +186,58 @@ class ParameterUses:
             place: split.whole_of(leaf) for place, leaf in enumerate(leaves) if self._is_split(leaf)
         }
         leaves = [wholes.get(place, leaf) for place, leaf in enumerate(leaves)]
+        # Other tensor subclasses among the arguments, such as SequenceShard.
         others = [e for e in leaves if isinstance(e, Tensor) and not _is_watched(type(e))]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         if not has_torch_function(others):
             return _read_only(_call_plain(func, args, kwargs), wholes.values())
+        # Another tensor subclass decides. It must not get watched parameters.
         with _without_torch_function():
             leaves = [e.view_as(e) if _is_watched(type(e)) else e for e in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return func(*args, **kwargs)
 
     def _grad(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
-        """Gradients of whole parameters, as torch.autograd.grad gives them."""
+        """Return gradients of whole parameters, like torch.autograd.grad."""
         parameters = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        found = _call_plain(torch.autograd.grad, (outputs, parameters, *rest), options)
+        grads = _call_plain(torch.autograd.grad, (outputs, parameters, *rest), options)
         split = self._split
         assert split is not None
         return tuple(
             grad if grad is None else split.joined_as(parameter, grad)
-            for parameter, grad in zip(parameters, found, strict=True)
+            for parameter, grad in zip(parameters, grads, strict=True)
         )
 
     def _write(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Write into a split parameter. Raises UsageError where the part's elements would not be
-        those of the whole."""
+        """Write into a split parameter. Raises UsageError if the result depends on more than each
+        element and numbers."""
         leaves = pytree.tree_leaves((args[1:], kwargs))
         if func in _SHARD_WISE_WRITES and not any(isinstance(e, Tensor) and e.ndim for e in leaves):
             is_here = self._pipeline is None or self._pipeline.owns(args[0])
             return _call_plain(func, args, kwargs) if is_here else args[0]
         name = getattr(func, "__name__", func)
-        raise _refused(f"{name} writes into", args[0])
+        raise _write_error(f"{name} writes into", args[0])
 
     def _write_list(
-        self, func: Callable[..., Any], written: Sequence[Any], args: Any, kwargs: dict[str, Any]
+        self, func: Callable[..., Any], targets: Sequence[Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Write into a list of parameters (torch._foreach_mul_). Raises UsageError where some are
-        owned by other stages: those have no values here."""
+        """Write into a list of parameters (torch._foreach_mul_). Raises UsageError if other stages
+        own some, because they have no values here."""
         leaves = pytree.tree_leaves((args[1:], kwargs))
-        alike = func.__name__.removeprefix("_foreach_") in _SHARD_WISE_NAMES
-        if alike and self._pipeline is None and not any(isinstance(e, Tensor) for e in leaves):
+        is_shard_wise = func.__name__.removeprefix("_foreach_") in _SHARD_WISE_NAMES
+        has_tensors = any(isinstance(e, Tensor) for e in leaves)
+        if is_shard_wise and self._pipeline is None and not has_tensors:
             return _call_plain(func, args, kwargs)
-        first = next(each for each in written if _is_watched(type(each)))
-        raise _refused(f"{func.__name__} writes into", first)
+        first = next(each for each in targets if _is_watched(type(each)))
+        raise _write_error(f"{func.__name__} writes into", first)
 
 
-def _refused(what: str, parameter: Tensor) -> UsageError:
+def _write_error(what: str, parameter: Tensor) -> UsageError:
     with _without_torch_function():
         shape = tuple(parameter.shape)
     return UsageError(
-        f"{what} a parameter of which this worker has a part only, of shape {shape} (--tensor). "
-        "Write the whole of it inside with engine.full_parameters(write=True)."
+        f"{what} a parameter of shape {shape}, but this worker has only a part of it (--tensor). "
+        "Write into it inside with engine.full_parameters(write=True)."
     )
 
 
@@ -232,7 +245,7 @@ def _called_by_this_library(frame: FrameType | None) -> bool:
     """Return whether the caller is this library, directly or through torch."""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        # Modules with PASSES_ON only forward calls of others (parameters_at_rest.py).
+        # Modules with PASSES_ON only forward their callers' operations (parameters_at_rest.py).
         if package != "torch" and not frame.f_globals.get("PASSES_ON"):
             return bool(package == "shardwise")
         frame = frame.f_back
@@ -243,18 +256,13 @@ def _is_watched(kind: type) -> bool:
     return bool(getattr(kind, "is_watched", False))
 
 
-def _is_watched_unsplit(kind: type) -> bool:
-    """Whether a class is of watched parameters that are whole wherever their layer runs."""
-    return _is_watched(kind) and not getattr(kind, "is_split", False)
-
-
 def _call_plain(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     with _without_torch_function():
         return func(*args, **kwargs)
 
 
-def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """The tensor that `func` writes into, or the list of them; None where it makes a new one."""
+def _write_target(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the tensor, or list of tensors, that `func` writes into; None if it writes nothing."""
     name = getattr(func, "__name__", "")
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]
@@ -266,26 +274,26 @@ def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 
 
 class _ReadOnlyFull(Tensor):
-    """A view of a gathered parameter: writes into it would reach nothing, so they are refused."""
+    """A view of a gathered parameter. Writes would not reach the parameter, so they are refused."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(map(_is_watched, types)):
-            return NotImplemented  # it goes about parameters, and comes back with their wholes
-        written = _written(func, args, kwargs or {})
-        parameters = written if isinstance(written, Sequence) else (written,)
+            return NotImplemented  # parameters decide first, and call again with whole tensors
+        target = _write_target(func, args, kwargs or {})
+        parameters = target if isinstance(target, Sequence) else (target,)
         for each in parameters:
             if isinstance(each, _ReadOnlyFull):
                 name = getattr(func, "__name__", func)
-                raise _refused(f"{name} writes into a view or a detached copy of", each)
+                raise _write_error(f"{name} writes into a view or a detached copy of", each)
         wholes = [e for e in pytree.tree_leaves((args, kwargs)) if isinstance(e, _ReadOnlyFull)]
         return _read_only(_call_plain(func, args, kwargs or {}), wholes)
 
 
-def _read_only(made: Any, wholes: Iterable[Tensor]) -> Any:
-    """`made`, with tensors that share memory with one of `wholes` made read-only."""
+def _read_only(result: Any, wholes: Iterable[Tensor]) -> Any:
+    """Make tensors of `result` read-only if they share memory with one of `wholes`."""
     with _without_torch_function():
         memory = {e.untyped_storage().data_ptr() for e in wholes if _has_memory(e)}
 
@@ -293,7 +301,7 @@ def _read_only(made: Any, wholes: Iterable[Tensor]) -> Any:
             is_view = _has_memory(tensor) and tensor.untyped_storage().data_ptr() in memory
             return tensor.as_subclass(_ReadOnlyFull) if is_view else tensor
 
-        return pytree.tree_map_only(Tensor, guard, made)
+        return pytree.tree_map_only(Tensor, guard, result)
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -304,9 +312,9 @@ _CHANGES_NOTHING = ("__invert__", "__index__", "__int__")
 
 
 def _repr(parameter: nn.Parameter) -> str:
-    """A repr that communicates with no other rank: tracebacks show it too."""
+    """Return a repr without any communication, because tracebacks contain it too."""
     with _without_torch_function():
         return (
-            f"<parameter of shape {tuple(parameter.shape)}, {parameter.dtype}, with its values on "
-            "several workers: whole inside of engine.full_parameters()>"
+            f"<parameter of shape {tuple(parameter.shape)}, {parameter.dtype}, split over several "
+            "workers: whole inside engine.full_parameters()>"
         )

@@ -1,4 +1,4 @@
-"""Matches the patterns of the user's tensor_plan with modules, and splits those."""
+"""Matches the patterns of the user's tensor_plan with modules, and splits these modules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WHOLE = "whole"
 SEQUENCE_PARALLEL = "sequence_parallel"
 
 STYLES = {
-    "colwise": "a linear map by its output features, whose output stays split",
-    "colwise_rep": "the same, its output put together again",
-    "rowwise": "a linear map by its input features, its outputs summed",
-    "embedding": "an embedding by its vocabulary",
+    "colwise": "a linear map split by output features, its output stays split",
+    "colwise_rep": "the same, but its output is gathered",
+    "rowwise": "a linear map split by input features, its outputs are summed",
+    "embedding": "an embedding split by its vocabulary",
     SEQUENCE_PARALLEL: "a module that computes token by token, on each rank's tokens",
-    WHOLE: "nothing of it, and of what is in it",
+    WHOLE: "not split, and neither are its submodules",
 }
 
 TensorPlan = Mapping[str, "str | Attention"]
@@ -30,7 +30,7 @@ TensorPlan = Mapping[str, "str | Attention"]
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """A module that a pattern of the plan names."""
+    """A module that a pattern of the plan matches."""
 
     name: str
     module: nn.Module
@@ -41,37 +41,40 @@ class PlannedModule:
 def match_modules(
     models: Sequence[nn.Module], prefixes: Sequence[str], plan: TensorPlan
 ) -> list[PlannedModule]:
-    """The modules that `plan` names.
+    """Return the modules that match `plan`.
 
-    Raises ModelError for a pattern that names none, and a module that several name.
+    Raises ModelError if a pattern matches no module, or if several patterns match one.
     """
     _check_styles(plan)
-    found: dict[nn.Module, PlannedModule] = {}
+    matches: dict[nn.Module, PlannedModule] = {}
     hits = dict.fromkeys(plan, 0)
-    everything = list(_modules(models, prefixes))
-    for name, module in everything:
+    named_modules = list(_modules(models, prefixes))
+    for name, module in named_modules:
         for pattern in plan:
-            # Part by part: a star must not match across a dot.
-            parts, wanted = name.split("."), pattern.split(".")
-            if len(parts) != len(wanted) or not all(map(fnmatchcase, parts, wanted)):
+            # Compare part by part, because a star must not match across a dot.
+            parts, pattern_parts = name.split("."), pattern.split(".")
+            if len(parts) != len(pattern_parts) or not all(map(fnmatchcase, parts, pattern_parts)):
                 continue
             hits[pattern] += 1
-            if module in found:
+            if module in matches:
                 raise ModelError(
-                    f"tensor_plan: {name} is named by {found[module].pattern!r} and by "
-                    f"{pattern!r}. Let each module be named by one."
+                    f"tensor_plan: {name} matches both {matches[module].pattern!r} and "
+                    f"{pattern!r}. Each module may match only one pattern."
                 )
-            found[module] = PlannedModule(name, module, pattern, plan[pattern])
+            matches[module] = PlannedModule(name, module, pattern, plan[pattern])
     for pattern, count in hits.items():
         if not count:
+            # Only modules with parameters, because activations and dropout cannot be split.
             tops = [
-                name for name, module in everything if next(module.parameters(), None) is not None
+                name
+                for name, module in named_modules
+                if next(module.parameters(), None) is not None
             ]
             raise ModelError(
-                f"tensor_plan: no module is called {pattern!r}. There are {', '.join(tops[:8])}"
-                f"{' ...' if len(tops) > 8 else ''}; * stands for one part of a name."
+                f"tensor_plan: no module matches {pattern!r}. The model has {', '.join(tops[:8])}"
+                f"{' ...' if len(tops) > 8 else ''}; * matches one part of a name."
             )
-    return list(found.values())
+    return list(matches.values())
 
 
 def _modules(
@@ -89,26 +92,26 @@ def _check_styles(plan: TensorPlan) -> None:
         if not isinstance(style, Attention) and style not in STYLES:
             known = "; ".join(f"{name}: {what}" for name, what in STYLES.items())
             raise ModelError(
-                f"tensor_plan: {pattern!r} has the style {style!r}. There are {known}; and "
+                f"tensor_plan: {pattern!r} has the unknown style {style!r}. Use one of {known}; or "
                 "sw.Attention(...)."
             )
 
 
-def claimed_modules(planned: Sequence[PlannedModule]) -> set[nn.Module]:
-    """The modules that the plan names, with the submodules of those that stay whole."""
-    found: set[nn.Module] = set()
+def modules_in_plan(planned: Sequence[PlannedModule]) -> set[nn.Module]:
+    """Return the modules in the plan, with all submodules of modules that stay whole."""
+    modules: set[nn.Module] = set()
     for each in planned:
-        found |= set(each.module.modules()) if each.style == WHOLE else {each.module}
-    return found
+        modules |= set(each.module.modules()) if each.style == WHOLE else {each.module}
+    return modules
 
 
 def uses_sequence_parallel(plan: TensorPlan) -> bool:
-    """Whether `plan` has a module that runs on each rank's own tokens."""
+    """Return whether `plan` has a module that runs on each rank's tokens."""
     return SEQUENCE_PARALLEL in plan.values()
 
 
-def planned_groups(planned: Sequence[PlannedModule], parts: int) -> list[SplitGroup]:
-    """The splits that the plan asks for, into `parts`."""
+def split_by_plan(planned: Sequence[PlannedModule], parts: int) -> list[SplitGroup]:
+    """Split the modules of the plan into `parts`."""
     groups = []
     for each in planned:
         if each.style == WHOLE:
@@ -126,7 +129,8 @@ def _split_of(each: PlannedModule, parts: int) -> split_rules.ModuleSplit:
     if each.style == "embedding":
         return split_rules.embedding(each.name, each.module, parts)
     if not split_rules.is_linear(each.module):
-        return split_rules.colwise(each.name, each.module, ())  # raises
+        # `colwise` raises the error that names the module and its class.
+        return split_rules.colwise(each.name, each.module, ())
     into, out = split_rules.widths(each.module)
     if each.style == "rowwise":
         ranges = split_rules.even_split(f"{each.name} of {into} input features", into, parts)

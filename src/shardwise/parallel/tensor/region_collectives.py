@@ -1,8 +1,9 @@
 """Collectives at the borders of tensor-parallel regions, each with its backward.
 
-Inside a region each rank has a part of an activation; outside all have the same. What is a copy in
-one direction is a sum in the other (f and g of Megatron-LM, Shoeybi et al., 2019; the last two are
-those of its sequence parallelism, Korthikanti et al., 2022):
+Inside a region each rank has a part of an activation. Outside, all ranks have the same tensor. The
+backward of a copy is a sum, and the other way around. The first four are Megatron-LM's (Shoeybi et
+al., 2019, where f and g are the first two). The last two are its sequence parallelism (Korthikanti
+et al., 2022).
 
                                 forward              backward
     copy_to_region              identity             all-reduce
@@ -30,27 +31,27 @@ from shardwise.layout.bucket_layout import Span
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """A dimension, counted from the last, of which each rank has a range."""
+    """A dimension of a tensor, counted from the last, that is split into one range per rank."""
 
     dim: int
     ranges: Sequence[Span]
 
     @property
     def size(self) -> int:
-        """The length of the whole dimension."""
+        """Length of the whole dimension."""
         return self.ranges[-1][1]
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
-        """The part of `rank`, a view."""
+        """Return the part of `rank`, as a view."""
         first, end = self.ranges[rank]
         return whole.narrow(self.dim, first, end - first)
 
     def shapes(self, like: Sequence[int]) -> list[list[int]]:
-        """The shape of each rank's part of a tensor shaped as `like` in all other dimensions."""
+        """Return the shape of each rank's part. All other dimensions are from `like`."""
         return [self._shape(like, end - first) for first, end in self.ranges]
 
     def whole_shape(self, like: Sequence[int]) -> list[int]:
-        """The shape of the whole tensor."""
+        """Return the shape of the whole tensor. All other dimensions are from `like`."""
         return self._shape(like, self.size)
 
     def _shape(self, like: Sequence[int], length: int) -> list[int]:
@@ -60,13 +61,12 @@ class ShardedDim:
 
 
 def is_fake(value: Tensor) -> bool:
-    """Whether `value` has a shape and no numbers (a FakeTensor), so that nothing is
-    communicated."""
+    """Return whether `value` is a FakeTensor, which has no data to communicate."""
     return isinstance(value, FakeTensor)
 
 
 def all_reduced(value: Tensor, group: Collectives) -> Tensor:
-    """The sum of `value` (any shape) over `group`, in new memory; the same bits on all ranks."""
+    """Return the sum of `value` (any shape) over `group` in new memory, bit-equal on all ranks."""
     total = value.detach().clone(memory_format=torch.contiguous_format)
     if is_fake(value):
         return total
@@ -75,11 +75,11 @@ def all_reduced(value: Tensor, group: Collectives) -> Tensor:
 
 
 def all_gathered(part: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
-    """The whole tensor of which each rank has its `part`, on all ranks."""
+    """Return the whole tensor on all ranks, gathered from each rank's `part`."""
     shapes = sharded.shapes(part.shape)
     whole = part.new_empty(sharded.whole_shape(part.shape))
-    # With a split leading dimension the parts in rank order are the whole: gather in place, without
-    # the copy of `cat`.
+    # If the leading dimension is split, the parts in rank order are the whole tensor. Gather in
+    # place, without the copy of `cat`.
     in_order = part.shape[: sharded.dim].numel() == 1
     flat = whole.view(-1) if in_order else torch.empty_like(whole).view(-1)
     shards = all_gather_tensors(part, group, shapes, flat)
@@ -89,8 +89,10 @@ def all_gathered(part: Tensor, group: Collectives, sharded: ShardedDim) -> Tenso
 def all_gather_tensors(
     shard: Tensor, group: Collectives, shapes: Sequence[Sequence[int]], flat: Tensor | None = None
 ) -> list[Tensor]:
-    """Every rank's `shard`, of these `shapes` by rank, on all ranks: views of `flat` or of new
-    memory."""
+    """Return every rank's `shard` on all ranks.
+
+    `shapes` has the shape of each rank's shard. The results are views of `flat` or of new memory.
+    """
     edges = _edges(shapes)
     flat = shard.new_empty(edges[-1]) if flat is None else flat
     flat[edges[group.rank] : edges[group.rank + 1]] = shard.detach().reshape(-1)
@@ -100,11 +102,12 @@ def all_gather_tensors(
 
 
 def reduce_scattered(value: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
-    """This rank's part of the sum of all ranks' `value`."""
+    """Return this rank's part of the sum of all ranks' `value`."""
     shards = [sharded.shard(value.detach(), rank) for rank in range(group.size)]
     own = torch.empty_like(shards[group.rank], memory_format=torch.contiguous_format)
     if is_fake(value):
         return own
+    # In rank order, because a shard of a middle dimension is not contiguous in the whole.
     flat = torch.cat([shard.reshape(-1) for shard in shards])
     edges = _edges([shard.shape for shard in shards])
     group.reduce_scatter(flat, edges, into=own.view(-1)).wait()
@@ -112,31 +115,30 @@ def reduce_scattered(value: Tensor, group: Collectives, sharded: ShardedDim) -> 
 
 
 def _edges(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """The offsets of tensors of these shapes in one flat buffer."""
+    """Return the offsets of tensors with these shapes in one flat buffer."""
     edges = [0]
     for shape in shapes:
         edges.append(edges[-1] + torch.Size(shape).numel())
     return edges
 
 
-# The backward of each calls another Function instead of computing, so that it can be differentiated
-# again (create_graph=True).
+# Each backward calls another Function, and does not compute directly, so that it can be
+# differentiated again (create_graph=True).
 
 
 class _CopyToRegion(torch.autograd.Function):
-    """Copies several values at once, so that one all-reduce sums their gradients."""
+    """Copies several values at once, so that one all-reduce sums all their gradients."""
 
     @staticmethod
     def forward(ctx: Any, group: Collectives, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-
         return tuple(value.view_as(value) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if len(grads) == 1:
             return None, reduce_from_region(grads[0], ctx.group)
-        # One collective for all: its latency counts more than the copy.
+        # One collective for all gradients, because its latency costs more than the copy.
         flat = reduce_from_region(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
         sums = torch.split(flat, [grad.numel() for grad in grads])
         return None, *(
@@ -152,14 +154,14 @@ class _ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # All ranks have the same gradient of the sum, so nothing is communicated. Under
-        # create_graph, the second backward has to sum what each rank does with it.
+        # All ranks have the same gradient of the sum, so nothing is communicated. With
+        # create_graph, each rank may use it differently, and the second backward must sum.
         return (copy_to_region(ctx.group, grad)[0] if torch.is_grad_enabled() else grad), None
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gathers parts. With `sums` each rank uses the whole in its own way, so gradients are
-    summed."""
+    """All-gathers parts. With `sums` each rank uses the result differently, so the backward sums
+    the gradients."""
 
     @staticmethod
     def forward(
@@ -174,7 +176,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _TakeShard(torch.autograd.Function):
-    """Takes this rank's part: of the sum over ranks with `sums`, else of a value that all have."""
+    """Takes this rank's part: of the sum over ranks with `sums`, else of a replicated value."""
 
     @staticmethod
     def forward(
@@ -191,30 +193,30 @@ class _TakeShard(torch.autograd.Function):
 
 
 def copy_to_region(group: Collectives, *values: Tensor) -> tuple[Tensor, ...]:
-    """`values`, equal on all ranks, for use by each rank in its own way."""
+    """Return `values`, which are equal on all ranks, for different use by each rank."""
     return _CopyToRegion.apply(group, *values)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_from_region(value: Tensor, group: Collectives) -> Tensor:
-    """The sum of the ranks' `value`, on all ranks."""
+    """Return the sum of the ranks' `value` on all ranks."""
     return _ReduceFromRegion.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_from_region(part: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
-    """The whole of a split tensor, for use by all ranks alike."""
+    """Gather a split tensor, for the same use on all ranks."""
     return _AllGather.apply(part, group, sharded, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def scatter_to_region(value: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
-    """This rank's part of `value`, which is equal on all ranks."""
+    """Return this rank's part of `value`, which is equal on all ranks."""
     return _TakeShard.apply(value, group, sharded, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_from_sequence(part: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
-    """The whole of a split tensor, for use by each rank in its own way."""
+    """Gather a split tensor, for different use by each rank."""
     return _AllGather.apply(part, group, sharded, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_scatter_to_sequence(value: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
-    """This rank's part of the sum of the ranks' `value`."""
+    """Return this rank's part of the sum of the ranks' `value`."""
     return _TakeShard.apply(value, group, sharded, True)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,4 +1,4 @@
-"""The tensor-parallel ranks of one model replica: enters and leaves regions of split layers."""
+"""The tensor-parallel ranks of one model replica. Enters and leaves regions of split layers."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from shardwise.parallel.tensor.user_hooks import HookGuard
 
 @dataclass(frozen=True)
 class RegionInput:
-    """A value that each rank uses in its own way, and how it is saved for backward."""
+    """The input of a layer at the start of a region, saved for backward whole or by tokens."""
 
     whole: Tensor
     regathered: RegatheredInput | None = None
 
     def run(self, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """The output of `layer` on the value."""
+        """Return the output of `layer` on the value."""
+        # Without gradients nothing is saved, so a plain call is enough.
         if self.regathered is None or not torch.is_grad_enabled():
             return layer(self.whole)
         return self.regathered.run(layer, self.whole)
 
 
 class ForwardHooks:
-    """Hooks on the forwards of a replica's models. Those of a copy do nothing."""
+    """Hooks on the forwards of a replica's models. A copy of a model has hooks that do nothing."""
 
     def __init__(self, replica: Replica | None = None) -> None:
         self._replica = replica
@@ -55,7 +56,7 @@ class ForwardHooks:
         del model, args
         if self._replica is None:
             return None
-        # Not below 0: if a hook before `begin` fails, torch still calls this one.
+        # Not below 0: if a hook fails before `begin`, torch still calls this one.
         self._replica.running_forwards = max(0, self._replica.running_forwards - 1)
         self._replica.end_forward(failed=output is None)
         return gather_nested(output) if self._replica.sequence_parallel else None
@@ -66,57 +67,58 @@ class ForwardHooks:
 
 @dataclass(eq=False)
 class Replica:
-    """The ranks of `group`, which split layers between them, and the state of the open region."""
+    """The ranks of `group`, which share split layers, and the state of the open region."""
 
     group: Collectives
     randomness: ReplicaRandomness
     sequence_parallel: bool = False
-    """Whether the output of a split layer stays distributed, some tokens on each rank."""
+    """Whether the output of a split layer stays split by tokens."""
     is_whole: bool = False
-    """Whether every rank has whole parameters at present, so that forwards are the unsplit ones."""
+    """Whether parameters are whole on every rank now, and modules run their unsplit forwards."""
     hooks: HookGuard = field(default_factory=HookGuard)
     _inputs: dict[tuple[int, int, bool], tuple[Tensor, RegionInput]] = field(default_factory=dict)
     region_starts: list[Any] = field(default_factory=list)
-    """The autograd nodes with which the open region begins."""
+    """Autograd nodes at the beginning of the open region."""
     running_forwards: int = 0
-    """The number of model forwards in progress, one inside the other."""
+    """Number of nested model forwards in progress."""
 
     def enter_region(self, value: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Begin a region: `layer` gets `value` whole, for each rank to use in its own way.
+        """Begin a region: run `layer` on the whole `value`, differently on each rank.
 
-        Layers of one region that take the same value (queries, keys, values) share it, so that it
-        is gathered, and its gradient summed, once. A forward that autograd does not record shares
-        nothing with one that it does.
+        Layers of a region with the same input (queries, keys, values) share it, so that it is
+        gathered, and its gradient summed, once. A forward that autograd does not record shares
+        nothing with one that it records.
         """
         if is_fake(value):
             return layer(value)
+        # From here to the end of the region each rank draws its own random numbers.
         self.randomness.enter_region()
         self.hooks.open()
         recorded = torch.is_grad_enabled() and value.requires_grad
         if not recorded and not isinstance(value, SequenceShard):
-            # No gradient to sum, so there is nothing to share with other layers.
+            # There is no gradient to sum and nothing to gather, so nothing to share.
             return self._record_start(layer(value))
         local = value.local if isinstance(value, SequenceShard) else value
-        # A tensor that was written to since is another value, so its version is part of the key;
-        # `_inputs` holds the tensor, so that no other one gets its id.
+        # A write in place makes another value, so the version is part of the key. `_inputs` holds
+        # the tensor, so that no other tensor can get the same id.
         key = id(local), 0 if local.is_inference() else local._version, recorded
         if key not in self._inputs:
             self._inputs[key] = local, self.region_input(value)
         return self._record_start(self._inputs[key][1].run(layer))
 
     def _record_start(self, part: Tensor) -> Tensor:
-        """Record the node of `part`, with which the region begins."""
+        """Record the autograd node of `part`, the beginning of the region."""
         if part.grad_fn is not None:
             self.region_starts.append(part.grad_fn)
         return part
 
     def region_input(self, value: Tensor) -> RegionInput:
-        """Prepare `value` for use by each rank in its own way, without a region."""
+        """Prepare `value` for different use by each rank, without a region."""
         if not isinstance(value, SequenceShard):
             return RegionInput(copy_to_region(self.group, value)[0])
         part = value.local
         if part.dtype == torch.float32 and torch.is_autocast_enabled(part.device.type):
-            # The layer would cast it anyway; before the gather, half as many bytes are sent.
+            # Autocast in the layer would cast it anyway. Before the gather, it halves the traffic.
             part = part.to(torch.get_autocast_dtype(part.device.type))
         whole = gather_from_sequence(part, self.group, value.sharded)
         return RegionInput(whole, RegatheredInput(part, self.group, value.sharded))
@@ -124,9 +126,8 @@ class Replica:
     def leave_region(self, part: Callable[[], Tensor]) -> Tensor:
         """End the region: sum the ranks' `part()`.
 
-        The region ends also if that raises, as it does to end a checkpoint's recomputation early.
+        The region also ends if `part` raises, which torch does to end a recomputation early.
         """
-
         sequence_parallel = self._outputs_tokens()
         try:
             return self._reduce(part(), sequence_parallel)
@@ -138,14 +139,15 @@ class Replica:
         return self._reduce(value, self._outputs_tokens())
 
     def _outputs_tokens(self) -> bool:
-        """Whether the output may stay distributed, since a model's forward or a recomputation will
-        gather it."""
+        """Return whether the output may stay split by tokens: a forward or a recomputation runs,
+        which gathers it at its end."""
+        # Through `once`, because a recomputation must decide as its forward did.
         return self.sequence_parallel and once(
             lambda: self.running_forwards > 0 or torch._C._current_graph_task_id() != -1
         )
 
     def _reduce(self, value: Tensor, sequence_parallel: bool) -> Tensor:
-        """The sum of the ranks' `value`: whole, or this rank's tokens."""
+        """Return the sum of the ranks' `value`: whole, or this rank's tokens."""
         parts = token_sharding(value, self.group) if sequence_parallel else None
         if parts is None:
             return reduce_from_region(value, self.group)
@@ -154,7 +156,7 @@ class Replica:
         )
 
     def end_forward(self, *, failed: bool) -> None:
-        """Forget the inputs of a forward that has ended; end its region if it `failed`."""
+        """Drop the inputs of a forward that has ended. If it `failed`, close its region."""
         self._inputs.clear()
         self._close_hooks()
         if failed:
@@ -171,7 +173,7 @@ class Replica:
         self.randomness.leave_region()
 
     def reset(self) -> None:
-        """Reset at the end of a step: no region is open."""
+        """Close any open region at the end of a step."""
         self._inputs.clear()
         self._close_hooks()
         self.randomness.reset()

@@ -13,14 +13,15 @@ from shardwise.world.randomness import generator_of, seed_from
 
 
 class ReplicaRandomness:
-    """Seeds each rank by itself inside a region, and returns to the common state after it.
+    """Seeds each rank differently inside a region, and returns to the common state after it.
 
-    A region begins with one draw that all ranks make alike; each makes its seed of that and of its
-    own number. Where the region ends, all go on from their common state. So dropout has one mask on
-    all ranks for what all have, and another on each for its part of a whole.
+    A region begins with one draw that is equal on all ranks. Each rank derives its seed from this
+    draw and its rank. At the end of the region, all ranks restore their common state. So dropout
+    has the same mask on all ranks for a replicated tensor, and different masks for the parts of a
+    split tensor.
 
-    A recomputation replays where its forward's regions began and ended, and leaves none open: it
-    stops at the last tensor that backward needs, which may be inside of one.
+    A recomputation repeats the beginnings and ends of its forward's regions. It leaves no region
+    open, although it stops at the last tensor that backward needs, which may be inside of one.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -30,7 +31,8 @@ class ReplicaRandomness:
 
     @property
     def in_region(self) -> bool:
-        """Whether a region is open, where each rank computes its own."""
+        """Whether a region is open, where each rank computes something different."""
+        # Through `once`, because a recomputation must answer as its forward did.
         return once(lambda: self._common_state is not None)
 
     @property
@@ -38,9 +40,9 @@ class ReplicaRandomness:
         return generator_of(self._device)
 
     def enter_region(self) -> None:
-        """Switch to this rank's own random numbers."""
+        """Switch to this rank's random numbers."""
         if not self.in_region:
-            # Drawn again by a recomputation: what else draws on the host goes on from there.
+            # A recomputation must draw this again, so that later draws on the host are the same.
             common = int(torch.randint(2**31, (), generator=torch.default_generator))
             once(self._save_state)
             self._generator.manual_seed(seed_from("split", common, self._rank))
@@ -49,23 +51,23 @@ class ReplicaRandomness:
         self._common_state = self._generator.get_state()
 
     def leave_region(self) -> None:
-        """Switch back to the numbers that are equal on all ranks."""
+        """Switch back to the random numbers that are equal on all ranks."""
         common = once(self._take_state)
         if common is not None:
             self._generator.set_state(common)
 
     def _take_state(self) -> Tensor | None:
-        """The common state at the region's beginning; None outside of a region."""
+        """Return the common state at the beginning of the region, or None outside of regions."""
         common, self._common_state = self._common_state, None
         return common
 
     def reset(self) -> None:
-        """Forget the common state, since all generators are seeded anew."""
+        """Drop the common state, because all generators get new seeds."""
         self._common_state = None
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Run the block inside a region: the open one, or one of its own."""
+        """Run the block inside a region: the open one, or a new one."""
         if self.in_region:
             yield
             return

@@ -1,15 +1,15 @@
-"""Sequence parallelism: tensors of which each rank of a replica has some tokens.
+"""Sequence parallelism: tensors that are split by tokens over the ranks of a replica.
 
-The output of a split layer is a sum over the ranks. Where each keeps some tokens of it, norms,
-dropout and residuals are computed once instead of on every rank, and so much less is saved for
-backward (Korthikanti et al., 2022). The tokens are the last dimension but one, whatever it means to
-the user: operations that go token by token do not depend on it.
+The output of a split layer is a sum over the ranks. If each rank keeps only some tokens of it, then
+norms, dropout and residuals are computed once and not on every rank, and much less is saved for
+backward (Korthikanti et al., 2022). The token dimension is the last but one. It may have another
+meaning to the user, because token-wise operations give the same result for any meaning.
 
     whole ─ split layer ═ reduce-scatter ═▷ tokens ─ + ─ dropout ─ norm ═ all-gather ═▷ split layer
 
-`SequenceShard` stands for the whole. Token-wise operations run on the parts; anything else gets the
-whole, so that a forward gives the same whatever it does. Writes into the whole, or a view of it,
-reach the parts when they are next read.
+A `SequenceShard` stands for the whole tensor. Token-wise operations run on the parts. Any other
+operation gets the gathered tensor, so every forward gives the same result. Writes into the gathered
+tensor, or into a view of it, reach the parts when they are next read.
 """
 
 from __future__ import annotations
@@ -42,19 +42,21 @@ from shardwise.parallel.tensor.torch_functions import (
     ELEMENTWISE,
     ELEMENTWISE_IN_PLACE,
     FEATURE_REDUCTIONS,
-    FORM,
     GRAPH,
+    METADATA,
     NORMS,
     UNTRACKED_WRITES,
 )
 
 TOKEN_DIM = -2
-"""The dimension that is split."""
+"""The split dimension, counted from the last."""
 
 
 def token_sharding(value: Tensor, group: Collectives) -> ShardedDim | None:
-    """How `value` (..., tokens, features) is split over the ranks; None where it has no tokens, or
-    fewer than there are ranks, or no numbers."""
+    """Return the split of `value` (..., tokens, features) over the ranks.
+
+    Returns None if it has no token dimension, fewer tokens than ranks, or no data (fake tensors).
+    """
     if value.ndim < 2 or value.shape[TOKEN_DIM] < group.size or is_fake(value):
         return None
     ranges = [each for (each,) in even_ranges(value.shape[TOKEN_DIM], group.size)]
@@ -62,7 +64,7 @@ def token_sharding(value: Tensor, group: Collectives) -> ShardedDim | None:
 
 
 class SequenceShard(StandsForPart):
-    """A tensor (..., tokens, features) of which this rank has a part, along dimension `sharded`."""
+    """This rank's part of a tensor (..., tokens, features), split along the tokens."""
 
     sharded: ShardedDim
     group: Collectives
@@ -70,37 +72,40 @@ class SequenceShard(StandsForPart):
     _local: Tensor
     _full: Tensor | None
     _versions: tuple[int, int]
-    """Versions of the whole and of the part when they were last equal."""
+    """Versions of the whole and of the part at their last synchronisation."""
 
     @staticmethod
     def __new__(
         cls, local: Tensor, group: Collectives, randomness: ReplicaRandomness, sharded: ShardedDim
     ) -> SequenceShard:
-        made: SequenceShard = Tensor._make_wrapper_subclass(
+        shard: SequenceShard = Tensor._make_wrapper_subclass(
             cls,
             sharded.whole_shape(local.shape),
             dtype=local.dtype,
             device=local.device,
             requires_grad=local.requires_grad,
         )
-        made._local, made._full, made._versions = local, None, (0, 0)
-        made.group, made.randomness, made.sharded = group, randomness, sharded
-        # A gradient that arrives here comes from an operation on the wrapper that was not turned
-        # into one on the part: it would be lost.
+        shard._local, shard._full, shard._versions = local, None, (0, 0)
+        shard.group, shard.randomness, shard.sharded = group, randomness, sharded
+        # A gradient arrives here only from an operation that used the wrapper and not the part. The
+        # part would never get it.
         if local.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
-        return made
+                shard.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return shard
 
     @property
     def local(self) -> Tensor:
-        """This rank's part. Raises UsageError where autograd has recorded this tensor itself, so
-        that the part lacks what was computed."""
+        """This rank's part.
+
+        Raises UsageError if autograd has recorded an operation on the wrapper, because the part
+        lacks its result.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             if self.grad_fn is not None:
                 raise _untracked_error()
             full = self._full
-            # The user may have written into the whole, or a view of it, since the part was taken.
+            # The user may have written into the whole tensor, or a view of it. Split it again.
             if full is not None and (full.is_inference() or full._version != self._versions[0]):
                 with torch.set_grad_enabled(full.requires_grad):
                     self._local = scatter_to_region(full, self.group, self.sharded)
@@ -109,23 +114,24 @@ class SequenceShard(StandsForPart):
 
     @property
     def has_full(self) -> bool:
-        """Whether the whole exists, so that someone may read or write it."""
+        """Whether the whole tensor exists, so that the user may read or write it."""
         return self._full is not None
 
     def full(self) -> Tensor:
-        """The whole on all ranks: one tensor, however often it is asked for. Collective."""
+        """Return the whole tensor on all ranks, the same object each time. Collective."""
         local = self.local
         with torch._C.DisableTorchFunctionSubclass():
             full = self._full
+            # An operation in place on the wrapper has changed the part since. Gather again.
             if full is None or _version(local) != self._versions[1]:
-                # With gradients even under no_grad: a write into the whole must keep its graph.
+                # With gradients even under no_grad: writes into the whole must keep their graph.
                 with torch.set_grad_enabled(local.requires_grad):
                     full = self._full = gather_from_region(local, self.group, self.sharded)
                 self._versions = _version(full), _version(local)
             return full
 
     def like(self, local: Tensor) -> SequenceShard:
-        """A tensor split as this one; this one itself if `local` is its own part."""
+        """Return a tensor split like this one; this one itself if `local` is its part."""
         return (
             self
             if local is self._local
@@ -133,7 +139,7 @@ class SequenceShard(StandsForPart):
         )
 
     def constructor(self) -> Callable[[Tensor], Tensor]:
-        """A function from a part to a tensor split as this one."""
+        """Return a function that makes a tensor split like this one from a part."""
         return partial(
             SequenceShard, group=self.group, randomness=self.randomness, sharded=self.sharded
         )
@@ -147,7 +153,8 @@ class SequenceShard(StandsForPart):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(getattr(kind, "is_split", False) for kind in types):
-            return NotImplemented  # a parameter of which each rank has a part: whole first
+            # A split parameter is involved. ParameterUses gathers it first.
+            return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             return _apply(func, args, kwargs or {})
 
@@ -155,19 +162,20 @@ class SequenceShard(StandsForPart):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Autograd detaches what a checkpoint has saved: give back a leaf that stands for the part.
+        # Autograd detaches tensors that a checkpoint has saved. Return a leaf with the same part.
         if func is torch.ops.aten.detach.default:
             return args[0].constructor()(args[0].local)
         raise _untracked_error()
 
 
 def _version(value: Tensor) -> int:
+    # Inference tensors have no version counter.
     return 0 if value.is_inference() else value._version
 
 
 def gather_nested(values: Any) -> Any:
-    """`values`, a nest, with whole tensors in it and in the objects that it holds. Collective if
-    some are split."""
+    """Replace split tensors by whole ones in a pytree and in the objects inside it. Collective if
+    any tensor is split."""
     return pytree.tree_map(_gather_leaf, values)
 
 
@@ -182,9 +190,9 @@ def _gather_leaf(leaf: Any) -> Any:
         else getattr(leaf, "__dict__", ())
     )
     for name in list(names):
-        held = getattr(leaf, name, None)
-        if any(isinstance(each, SequenceShard) for each in pytree.tree_leaves(held)):
-            object.__setattr__(leaf, name, gather_nested(held))
+        value = getattr(leaf, name, None)
+        if any(isinstance(each, SequenceShard) for each in pytree.tree_leaves(value)):
+            object.__setattr__(leaf, name, gather_nested(value))
     return leaf
 
 
@@ -194,29 +202,33 @@ def _refuse_gradient(grad: Tensor) -> None:
 
 def _untracked_error() -> UsageError:
     return UsageError(
-        "A tensor of which each rank has some tokens (--sequence-parallel) went into a "
-        "torch.autograd.Function, which cannot be followed. Where that is checkpointing, write "
-        "use_reentrant=False; where it is a layer that computes token by token, name its module in "
-        'tensor_plan: {"blocks.*.norm": "sequence_parallel"}; where it is register_full_backward_'
-        "hook, hook the tensor that forward returns; else start without --sequence-parallel."
+        "A tensor that is split by tokens (--sequence-parallel) went into a "
+        "torch.autograd.Function, which cannot run on a part. For checkpointing, write "
+        "use_reentrant=False. For a layer that computes token by token, name its module in "
+        'tensor_plan: {"blocks.*.norm": "sequence_parallel"}. For register_full_backward_hook, '
+        "register a hook on the tensor that forward returns. Otherwise start without "
+        "--sequence-parallel."
     )
 
 
 def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` with arguments of which some are SequenceShards."""
-    if func in FORM:
+    """Run `func`, with SequenceShards among its arguments."""
+    if func in METADATA:
         return func(*args, **kwargs)
     if func in GRAPH:
         return func(args[0].local, *args[1:], **kwargs)
+    # On the part, because the wrapper itself never gets a gradient.
     if func is Tensor.register_hook:
         return args[0].local.register_hook(_GradientHook(args[1], args[0].constructor()))
     if func is Tensor.requires_grad_:
         return args[0].like(func(args[0].local, *args[1:], **kwargs))
     if func in UNTRACKED_WRITES:
         raise UsageError(
-            f"{getattr(func, '__qualname__', func)} of a tensor of which each rank has some tokens "
-            "(--sequence-parallel) cannot be followed: make a new tensor, or start without it."
+            f"{getattr(func, '__qualname__', func)} does not work on a tensor that is split by "
+            "tokens (--sequence-parallel). Create a new tensor, or start without "
+            "--sequence-parallel."
         )
+    # The remaining functions run on parts if they are token-wise, else on whole tensors.
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tokens = next(leaf for leaf in leaves if isinstance(leaf, SequenceShard))
     if func in CASTS_LIKE and not isinstance(args[0], SequenceShard):
@@ -225,39 +237,38 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             args[0], *(leaf.local if isinstance(leaf, SequenceShard) else leaf for leaf in args[1:])
         )
     if not tokens.randomness.in_region and _is_token_wise(func, args, kwargs):
-        found = _local_arguments(tokens, leaves, casts=func in CASTS_LIKE)
-        if found is not None:
-            given, named = pytree.tree_unflatten(found, spec)
-            # Tokens of different ranks need different masks, so dropout draws per rank.
+        local_leaves = _local_arguments(tokens, leaves, casts=func in CASTS_LIKE)
+        if local_leaves is not None:
+            local_args, local_kwargs = pytree.tree_unflatten(local_leaves, spec)
+            # Each rank has other tokens, which need another mask. So dropout draws per rank.
             is_random = (
                 func is F.dropout and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
             )
             with tokens.randomness.region() if is_random else nullcontext():
-                made = func(*given, **named)
+                result = func(*local_args, **local_kwargs)
             if func in ELEMENTWISE_IN_PLACE:
-                return args[0]  # the caller's object, as torch returns it
-            if _has_same_tokens(made, tokens.local):
-                return tokens.like(made)
+                return args[0]  # torch returns the caller's object too
+            if _has_same_tokens(result, tokens.local):
+                return tokens.like(result)
     return _call_on_full(func, leaves, spec)
 
 
 def _call_on_full(func: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """Call `func` with whole tensors. A tensor that it returns, perhaps written to, becomes its
-    shard."""
-    # By the id of the whole: a function may return the tensor that it was given, and the caller
-    # must get its own object back.
-    given = {}
+    """Call `func` with whole tensors. A whole tensor in its result becomes its SequenceShard."""
+    # The result may contain an argument, and the caller must get its own object back. The id of the
+    # whole tensor identifies it.
+    shards_by_id = {}
     for leaf in leaves:
         if isinstance(leaf, SequenceShard):
-            given[id(leaf.full())] = leaf
+            shards_by_id[id(leaf.full())] = leaf
     args, kwargs = pytree.tree_unflatten(
         [leaf.full() if isinstance(leaf, SequenceShard) else leaf for leaf in leaves], spec
     )
-    return pytree.tree_map(lambda made: given.get(id(made), made), func(*args, **kwargs))
+    return pytree.tree_map(lambda value: shards_by_id.get(id(value), value), func(*args, **kwargs))
 
 
 class _GradientHook:
-    """A user's hook on the gradient of a part; it gets a tensor that stands for the whole."""
+    """A user's hook on the gradient of a part. The hook gets a tensor that stands for the whole."""
 
     def __init__(
         self, hook: Callable[[Tensor], Any], constructor: Callable[[Tensor], Tensor]
@@ -266,32 +277,33 @@ class _GradientHook:
         self._constructor = constructor
 
     def __call__(self, grad: Tensor) -> Tensor | None:
-        given = self._constructor(grad)
-        assert isinstance(given, SequenceShard)
-        found = self._hook(given)
-        if found is None:
+        grad_shard = self._constructor(grad)
+        assert isinstance(grad_shard, SequenceShard)
+        result = self._hook(grad_shard)
+        if result is None:
             return None
         return (
-            found.local
-            if isinstance(found, SequenceShard)
-            else scatter_to_region(found, given.group, given.sharded)
+            result.local
+            if isinstance(result, SequenceShard)
+            else scatter_to_region(result, grad_shard.group, grad_shard.sharded)
         )
 
 
-def _has_same_tokens(made: Any, local: Tensor) -> bool:
+def _has_same_tokens(result: Any, local: Tensor) -> bool:
     return (
-        isinstance(made, Tensor)
-        and made.ndim >= 2
-        and made.shape[TOKEN_DIM] == local.shape[TOKEN_DIM]
-        and made.device == local.device
+        isinstance(result, Tensor)
+        and result.ndim >= 2
+        and result.shape[TOKEN_DIM] == local.shape[TOKEN_DIM]
+        and result.device == local.device
     )
 
 
 def _is_token_wise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether `func` computes each token from its own values alone."""
+    """Return whether `func` computes each token from its own values alone."""
     if kwargs.get("out") is not None or not (args and isinstance(args[0], Tensor)):
         return False
     if func in ELEMENTWISE_IN_PLACE or kwargs.get("inplace"):
+        # If the whole tensor exists, a write must go there, so that its views see it.
         return isinstance(args[0], SequenceShard) and not args[0].has_full
     if func in ELEMENTWISE:
         return True
@@ -300,51 +312,58 @@ def _is_token_wise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     second = args[1] if len(args) > 1 else None
     if func in NORMS:
         shape = kwargs.get("normalized_shape", second)
+        # A norm over more dimensions would mix tokens.
         return isinstance(shape, Sequence) and len(shape) == 1
     if func in FEATURE_REDUCTIONS:
         dim = kwargs.get("dim", second)
-        kept = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
-        return kept is True and dim in (-1, (-1,), [-1])
+        keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+        # Without keepdim, the token dimension would have another position.
+        return keepdim is True and dim in (-1, (-1,), [-1])
     return func in CASTS_LIKE
 
 
-def shard_arguments(tokens: SequenceShard, several: Any) -> Any:
-    """`several`, a nest, split as `tokens` is. Raises UsageError where that cannot be."""
-    leaves, spec = pytree.tree_flatten(several)
-    found = _local_arguments(tokens, leaves)
-    if found is None:
+def shard_arguments(tokens: SequenceShard, nest: Any) -> Any:
+    """Split the tensors of a pytree like `tokens`. Raises UsageError if that is impossible."""
+    leaves, spec = pytree.tree_flatten(nest)
+    local_leaves = _local_arguments(tokens, leaves)
+    if local_leaves is None:
         raise UsageError(
-            "A module that tensor_plan calls sequence_parallel has two tensors that are not in the "
-            "same parts among its arguments: give it tensors of equally many tokens."
+            "The arguments of a module with the style sequence_parallel in tensor_plan have "
+            "different numbers of tokens. Pass it tensors with the same number of tokens."
         )
-    return pytree.tree_unflatten(found, spec)
+    return pytree.tree_unflatten(local_leaves, spec)
 
 
 def _local_arguments(
     tokens: SequenceShard, leaves: Sequence[Any], *, casts: bool = False
 ) -> list[Any] | None:
-    """The arguments for the part of `tokens`: parts of tensors that have tokens too, the rest as it
-    is, with gradients to be summed unless it only gives the dtype that one `casts` to. None where
-    they cannot be split alike."""
-    found: list[Any] = []
+    """Return the arguments for this rank's part of `tokens`, or None if it is impossible.
+
+    Tensors with tokens are replaced by their parts. Other arguments are kept, and the gradients of
+    such tensors are summed over ranks. With `casts`, tensors only provide a dtype and are kept.
+    """
+    arguments: list[Any] = []
     replicated: list[int] = []
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, SequenceShard):
+            # Parts of another length, or of another replica, do not match token by token.
             if leaf.group is not tokens.group or leaf.sharded != tokens.sharded:
                 return None
-            found.append(leaf.local)
+            arguments.append(leaf.local)
         elif not isinstance(leaf, Tensor) or casts:
-            found.append(leaf)
+            arguments.append(leaf)
+        # No token dimension, or broadcast over the tokens.
         elif leaf.ndim < 2 or leaf.shape[TOKEN_DIM] == 1:
             if leaf.requires_grad and torch.is_grad_enabled():
                 replicated.append(place)
-            found.append(leaf)
+            arguments.append(leaf)
         elif leaf.shape[TOKEN_DIM] == tokens.sharded.size:
-            found.append(scatter_to_region(leaf, tokens.group, tokens.sharded))
+            arguments.append(scatter_to_region(leaf, tokens.group, tokens.sharded))
         else:
             return None
+    # One all-reduce sums the gradients of all replicated tensors.
     if replicated:
-        several = copy_to_region(tokens.group, *(found[place] for place in replicated))
-        for place, value in zip(replicated, several, strict=True):
-            found[place] = value
-    return found
+        copies = copy_to_region(tokens.group, *(arguments[place] for place in replicated))
+        for place, value in zip(replicated, copies, strict=True):
+            arguments[place] = value
+    return arguments

@@ -1,5 +1,5 @@
-"""Saves a rank's tokens for backward in place of the gathered input of a split layer, and gathers
-them again when backward asks (Korthikanti et al., 2022)."""
+"""Saves a rank's tokens for backward, and not the gathered input of a split layer. Backward gathers
+them again (Korthikanti et al., 2022)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class RegatheredInput:
-    """The gathered input of split layers, of which this rank saves its `part`; layers that share it
-    gather it once in a backward."""
+    """The gathered input of split layers. This rank saves only its `part`.
+
+    Layers that share the input gather it once per backward.
+    """
 
     def __init__(self, part: Tensor, group: Collectives, sharded: ShardedDim) -> None:
         self._part: Tensor | None = part.detach()
@@ -32,14 +34,14 @@ class RegatheredInput:
         self._backward, self._served = -1, 0
 
     def run(self, layer: Callable[[Tensor], Tensor], whole: Tensor) -> Tensor:
-        """Run `layer` on `whole`, and save a reference where it would save `whole`."""
+        """Run `layer` on `whole`. If autograd saves `whole`, save a reference to this object."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or _NO_HOOKS
         memory = whole.untyped_storage().data_ptr()
 
         def pack(tensor: Tensor) -> Any:
             if type(tensor) is Tensor and tensor.untyped_storage().data_ptr() == memory:
-                # The part is saved once, however often the layer saves `whole`, through the hooks
-                # that are outside of these.
+                # Save the part once, however often the layer saves `whole`. Pass it through the
+                # hooks outside of these, which may offload it.
                 if self._part is not None:
                     self._saved, self._hooks, self._part = outer[0](self._part), outer, None
                 self._uses += 1
@@ -53,12 +55,13 @@ class RegatheredInput:
             return layer(whole)
 
     def whole(self) -> Tensor:
-        """Gather the whole; it is held until all that saved it have asked. Collective."""
+        """Gather the whole tensor, and keep it until its last use in this backward. Collective."""
+        # A retained graph can run several backwards, and each gathers again.
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward, self._served, self._gathered = backward, 0, None
         whole = self._gathered
-        if whole is None:  # ranks run the same graph, so they gather in the same order
+        if whole is None:  # ranks run the same graph, and so gather in the same order
             whole = all_gathered(self._hooks[1](self._saved), self._group, self._sharded)
         self._served += 1
         self._gathered = whole if self._served < self._uses else None
@@ -67,7 +70,7 @@ class RegatheredInput:
 
 @dataclass(frozen=True)
 class _SavedView:
-    """Saved instead of a view of the whole."""
+    """Represents a saved view of the whole tensor."""
 
     owner: RegatheredInput
     size: Sequence[int]
@@ -79,4 +82,4 @@ class _SavedView:
 
 
 _NO_HOOKS: SavedTensorHooks = (Kept, Kept.value)
-"""What torch does where there are no hooks."""
+"""The behaviour of torch without hooks."""

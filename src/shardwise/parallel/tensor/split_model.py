@@ -23,8 +23,7 @@ from shardwise.parallel.tensor.user_hooks import HookGuard
 
 
 class TensorParallelModels:
-    """The tensor-parallel state of some models: what is split over `group`, and each rank's
-    part."""
+    """The tensor-parallel state of some models: their split parameters, and this rank's parts."""
 
     def __init__(
         self, group: Collectives, device: torch.device, *, sequence_parallel: bool = False
@@ -37,19 +36,19 @@ class TensorParallelModels:
         )
         self.shards: dict[nn.Parameter, Shard] = {}
         self.groups: list[SplitGroup] = []
-        self.left_whole: dict[str, str] = {}
-        """Why modules, by name, were tried and stay whole, where that is worth a line."""
+        self.reasons_unsplit: dict[str, str] = {}
+        """Maps names of modules that a trial rejected to the reason, if it is worth reporting."""
         self._modules: list[TensorParallelModule] = []
         self._models: Sequence[nn.Module] = ()
         self._handles: list[Hooked] = []
         self._versions: dict[nn.Parameter, int] = {}
-        """Versions of parameters that are whole at present, from before any write."""
+        """Versions of gathered parameters when they were gathered, to detect writes."""
         self.writes = False
-        """Whether writes into parameters that are whole at present are kept."""
+        """Whether changes to gathered parameters are kept."""
 
     @property
     def group(self) -> Collectives:
-        """The ranks of the replica."""
+        """Ranks of the replica."""
         return self.replica.group
 
     # -- cutting --------------------------------------------------------------------------
@@ -60,24 +59,24 @@ class TensorParallelModels:
         models: Sequence[nn.Module],
         optimizers: Iterable[optim.Optimizer],
     ) -> None:
-        """Reduce this rank's models to its parts of what `groups` name, and the optimizers' state
-        with them.
+        """Reduce this rank's models, and the optimizers' state, to its parts of `groups`.
 
-        Raises ModelError, before anything is split, for a module that two groups name, a parameter
-        that several modules share and do not split alike, and the output map alone of torch's
-        attention.
+        Raises ModelError before anything is split if two groups name the same module, if modules
+        share a parameter and split it differently, or if only the output map of torch's attention
+        would be split.
         """
         cuts = [cut for group in groups for cut in group.splits]
-        # All checks first: a module that is refused must leave the models as they were.
+        # Check everything first, so that a refused split leaves the models unchanged.
         shards = self._shards_of(cuts)
         _check_unsplit_modules(shards, {cut.module for cut in cuts}, models)
         self.groups, self.shards, self._models = list(groups), shards, models
         for optimizer in optimizers:
             state: dict[Any, Any] = optimizer.state
-            for held in [p for p in state if p in shards]:
-                mine = shards[held]
-                state[held] = _map_state(state[held], mine.shape, mine.of)
-        # `.data`: the parameter stays the same object, which optimizers and the user hold.
+            # Moments have the shape of their parameter, and are split like it. A step count stays.
+            for parameter in [p for p in state if p in shards]:
+                shard = shards[parameter]
+                state[parameter] = _map_state(state[parameter], shard.shape, shard.of)
+        # Assign `.data`, so that the parameter stays the object that optimizers and the user hold.
         with torch.no_grad():
             for parameter, shard in shards.items():
                 parameter.data = shard.of(parameter.detach())
@@ -87,6 +86,7 @@ class TensorParallelModels:
         for model in models:
             self._handles += [
                 attach(model.register_forward_pre_hook, forwards.begin),
+                # After a failed forward too, because its region must be closed.
                 attach(model.register_forward_hook, forwards.end, always_call=True),
             ]
 
@@ -96,28 +96,28 @@ class TensorParallelModels:
         return next((f"{path} ({kind})" for path, each in pairs if each is module), kind)
 
     def _shards_of(self, cuts: Iterable[ModuleSplit]) -> dict[nn.Parameter, Shard]:
-        found: dict[nn.Parameter, Shard] = {}
+        shards: dict[nn.Parameter, Shard] = {}
         names: dict[nn.Parameter, str] = {}
-        modules_cut: set[nn.Module] = set()
+        seen: set[nn.Module] = set()
         for cut in cuts:
-            if cut.module in modules_cut:
+            if cut.module in seen:
                 raise ModelError(
-                    f"{cut.name} is to be split in two ways: by itself, and as a part of what it "
-                    "is in. Name one of the two in tensor_plan."
+                    f"{cut.name} would be split twice: alone, and as a part of the module around "
+                    "it. Name only one of the two in tensor_plan."
                 )
-            modules_cut.add(cut.module)
+            seen.add(cut.module)
             for key, (dim, ranges) in cut.tensors.items():
                 parameter = cut.module._parameters[key]
                 assert parameter is not None
                 shard = Shard(tuple(parameter.shape), dim, tuple(ranges), self.group.rank)
-                if found.setdefault(parameter, shard) != shard:
+                if shards.setdefault(parameter, shard) != shard:
                     raise ModelError(
                         f"{cut.name}.{key} is also {names[parameter]}, and the two are split in "
-                        "different ways. Split both alike (an embedding by its vocabulary, the "
-                        "head tied to it colwise_rep), or leave both whole."
+                        "different ways. Split both in the same way (an embedding by its "
+                        "vocabulary, the tied head colwise_rep), or leave both whole."
                     )
                 names[parameter] = f"{cut.name}.{key}"
-        return found
+        return shards
 
     def _split_module(self, cut: ModuleSplit) -> None:
         local: Mapping[str, Any] = (
@@ -138,21 +138,21 @@ class TensorParallelModels:
     # -- putting together -----------------------------------------------------------------
 
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """The whole of which every rank has its `part`, split as `parameter` is. Collective."""
+        """Gather a tensor from each rank's `part`, split like `parameter`. Collective."""
         shard = self.shards[parameter]
         shapes = [shard.part_shape(rank) for rank in range(self.group.size)]
-        near = (
+        staged = (
             part.detach()
             if part.device.type != "cpu"
             else part.detach().to(self.group.small_device)
         )
-        return shard.joined(all_gather_tensors(near, self.group, shapes)).to(part.device)
+        return shard.joined(all_gather_tensors(staged, self.group, shapes)).to(part.device)
 
     def whole_of(self, parameter: nn.Parameter) -> Tensor:
-        """The whole of `parameter`, for a line that computes with it as in one process: in backward
-        each rank has the gradient of its part. Collective.
+        """Return the whole of `parameter` for use by all ranks in the same way.
 
-        Raises UsageError between split layers, where each rank computes something else.
+        Collective. In backward each rank gets the gradient of its part. Raises UsageError between
+        split layers, where each rank computes something else.
         """
         shard = self.shards.get(parameter)
         if shard is None:
@@ -160,21 +160,24 @@ class TensorParallelModels:
         if self.replica.randomness.in_region:
             raise UsageError(
                 f"A parameter of shape {shard.shape} that is split (--tensor {self.group.size}) is "
-                "used between two split layers, where each worker has other features: leave its "
-                'module whole with tensor_plan={"...": "whole"}.'
+                "used between two split layers, where each worker has different features. Leave "
+                'its module whole with tensor_plan={"...": "whole"}.'
             )
         return self.joined_as(parameter, parameter)
 
     def joined_as(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """The whole of which each rank has a `part`, split as `parameter` is, for all to use alike;
-        `part` where the parameter is not split. Collective."""
+        """Gather a tensor from each rank's `part`, split like `parameter`, keeping its graph.
+
+        All ranks must use the result in the same way. Returns `part` if the parameter is not split.
+        Collective.
+        """
         shard = self.shards.get(parameter)
         if shard is None:
             return part
         return _GatherParameter.apply(part, self, parameter)  # type: ignore[no-any-return, no-untyped-call]
 
     def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...] | None:
-        """The whole shape of a parameter; None where it is not split."""
+        """Return the whole shape of a parameter, or None if it is not split."""
         shard = self.shards.get(parameter)
         return None if shard is None else shard.shape
 
@@ -187,12 +190,13 @@ class TensorParallelModels:
         group: Collectives | None = None,
         is_here: Callable[[Tensor], bool] = lambda parameter: True,
     ) -> Iterator[None]:
-        """Gather the split parameters among `chosen`, of what `is_here`, for the block, and run
-        unsplit forwards inside.
+        """Gather the split parameters among `chosen`, and run unsplit forwards, inside the block.
 
-        With `write` they are split again on leaving, from the values of the first rank of `group`
-        if that is given. Collective.
+        Collective. Only parameters with `is_here` are gathered. With `write` their new values are
+        kept: they are split again at the end. If `group` is given, its first rank's values are
+        used.
         """
+        # In the same order on all ranks, because each gather is collective.
         split = [p for p in dict.fromkeys(chosen) if p in self.shards]
         parts = {p: p.data for p in split if is_here(p)}
         with torch.no_grad():
@@ -219,16 +223,17 @@ class TensorParallelModels:
         return self.replica.is_whole
 
     def written(self) -> list[nn.Parameter]:
-        """The parameters that were written since they are whole."""
+        """Return the gathered parameters that were written since."""
         return [p for p, version in self._versions.items() if p._version != version]
 
     def _split_again(self, parts: Mapping[nn.Parameter, Tensor], group: Collectives | None) -> None:
         with torch.no_grad():
             for parameter, part in parts.items():
                 value = parameter.data.contiguous()
-                # Ranks may have written different values (a random initialisation).
+                # Ranks may have written different values, such as a random initialisation.
                 if group is not None:
                     group.broadcast(value.view(-1)).wait()
+                # Into the old memory of the part, which flat buckets refer to.
                 part.copy_(self.shards[parameter].of(value))
 
     def _set_whole(self, *, whole: bool) -> None:
@@ -237,7 +242,7 @@ class TensorParallelModels:
             module.set_sizes(whole=whole)
 
     def whole_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state of a parameter, gathered. Collective."""
+        """Gather an optimizer's state of a parameter. Collective."""
         shard = self.shards.get(parameter)
         if shard is None:
             return state
@@ -251,7 +256,10 @@ class TensorParallelModels:
         optimizers: Iterable[optim.Optimizer],
         is_here: Callable[[Tensor], bool] = lambda parameter: True,
     ) -> None:
-        """Restore whole, unsplit models on every rank, of what `is_here`. Collective."""
+        """Restore the whole models on every rank. Only parameters with `is_here` are gathered.
+
+        Collective.
+        """
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -269,7 +277,7 @@ class TensorParallelModels:
 
 
 class _GatherParameter(torch.autograd.Function):
-    """Gathers a parameter from its parts, for all ranks to use alike."""
+    """Gathers a parameter from its parts, for the same use on all ranks."""
 
     @staticmethod
     def forward(
@@ -301,26 +309,26 @@ class _TakeParameterShard(torch.autograd.Function):
 def _check_unsplit_modules(
     shards: Mapping[nn.Parameter, Shard], split: set[nn.Module], models: Iterable[nn.Module]
 ) -> None:
-    """Raise ModelError for a split parameter that a module uses which is not split."""
-    for path, module in (found for model in models for found in model.named_modules()):
+    """Raise ModelError if a module that is not split uses a split parameter."""
+    for path, module in (pair for model in models for pair in model.named_modules()):
         if module in split:
             continue
         for key, parameter in module._parameters.items():
             if parameter in shards:
                 raise ModelError(
-                    f"{path}.{key} is shared with a module that is split, and {path} is not. Split "
-                    "both alike (an embedding by its vocabulary, the head tied to it colwise_rep), "
-                    "or leave both whole."
+                    f"{path}.{key} is shared with a split module, but {path} is not split. Split "
+                    "both in the same way (an embedding by its vocabulary, the tied head "
+                    "colwise_rep), or leave both whole."
                 )
         if isinstance(module, nn.MultiheadAttention) and module.out_proj in split:
             raise ModelError(
-                f"{path}.out_proj is split, and {path}, which computes with its weight, is not: "
-                "leave it out of tensor_plan to have both split by heads."
+                f"{path}.out_proj is split, but {path}, which uses its weight, is not. Remove "
+                "out_proj from tensor_plan to split both by heads."
             )
 
 
 def _map_state(state: Mapping[str, Any], shape: tuple[int, ...], change: Any) -> dict[str, Any]:
-    """`state` with `change` applied to every tensor of `shape`."""
+    """Apply `change` to every tensor of `shape` in an optimizer's state of a parameter."""
     return {
         key: change(value)
         if isinstance(value, Tensor) and value.ndim and tuple(value.shape) == tuple(shape)

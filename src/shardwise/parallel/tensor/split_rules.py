@@ -1,5 +1,4 @@
-"""Describes how modules are split: which tensors along which dimension, and the class that
-results."""
+"""Describes splits of modules: the tensors, their split dimensions, and the resulting class."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ from shardwise.parallel.tensor.parallel_layers import (
 class ModuleSplit:
     """The split of module `name`.
 
-    `tensors` has by key the dimension and its ranges by rank; `local_attributes` the attributes of
-    each rank's part. `ranges` has the output range of each rank; `gather_output` says that outputs
-    are gathered.
+    `tensors` maps a parameter's key to its split dimension and the ranges of each rank.
+    `local_attributes` has the attributes of each rank's part. `ranges` has the output range of each
+    rank. With `gather_output`, outputs are gathered.
     """
 
     name: str
@@ -41,12 +40,12 @@ class ModuleSplit:
     ranges: Sequence[Span] | None = None
     gather_output: bool = False
     allowed: AllowedOperations | None = None
-    """The operations allowed before the module, if it was tried."""
+    """Operations allowed before the module, if a trial accepted the split."""
 
 
 @dataclass(frozen=True)
 class SplitGroup:
-    """Modules that are split together, with their kind and name for messages."""
+    """Modules that are split together, with their kind and a name for messages."""
 
     kind: str
     name: str
@@ -54,41 +53,43 @@ class SplitGroup:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether `module` is a linear map whose forward is known, with a weight of its own: not one
-    that is recomputed for each forward, as by a parametrization."""
+    """Return whether `module` is a linear map with a known forward and its own weight.
+
+    A weight that is computed for each forward (a parametrization) does not count.
+    """
     known = type(module).forward is nn.Linear.forward or has_columns(type(module))
     return known and module._parameters.get("weight") is not None
 
 
 def widths(module: nn.Module) -> tuple[int, int]:
-    """in_features and out_features of a linear map."""
+    """Return in_features and out_features of a linear map."""
     rows, columns = module.weight.shape  # type: ignore[misc]
     return (rows, columns) if has_columns(type(module)) else (columns, rows)
 
 
 def range_length(ranges: Ranges) -> int:
-    """The number of elements in several ranges."""
+    """Return the number of elements in several ranges."""
     return sum(end - first for first, end in ranges)
 
 
 def even_split(
     what: str, size: int, parts: int, *, grain: int = 1, blocks: int = 1
 ) -> list[Ranges]:
-    """Call even_ranges; the error names what is too small."""
+    """Call even_ranges. Raises ModelError, naming `what`, if it cannot be split."""
     try:
         return even_ranges(size, parts, grain=grain, blocks=blocks)
     except ValueError as error:
         raise ModelError(
-            f"--tensor {parts}: {what} ({error}). Leave it whole with "
-            'tensor_plan={"' + what.split(" ")[0] + '": "whole"}, or take a smaller --tensor.'
+            f"--tensor {parts} cannot split {what} ({error}). Leave it whole with "
+            'tensor_plan={"' + what.split(" ")[0] + '": "whole"}, or use a smaller --tensor.'
         ) from None
 
 
 def colwise(
     name: str, module: nn.Module, parts: Sequence[Ranges], *, gather_output: bool = False
 ) -> ModuleSplit:
-    """Split a linear map by output features into `parts`; gathered in forward with
-    `gather_output`."""
+    """Split a linear map by output features into `parts`. With `gather_output`, its forward gathers
+    the output."""
     _check_linear(name, module)
     columns = has_columns(type(module))
     tensors = {"weight": (1 if columns else 0, parts)}
@@ -96,8 +97,8 @@ def colwise(
         tensors["bias"] = (0, parts)
     attribute = "nf" if columns else "out_features"
     local = [{attribute: range_length(part)} for part in parts]
-    # A fused map (queries, keys, values) has several ranges per rank; only maps with one are
-    # gathered, so the first is enough.
+    # A fused map (queries, keys, values) has several ranges per rank. `ranges` serves only to
+    # gather outputs, and fused maps are never gathered, so the first range is enough.
     ranges = [part[0] for part in parts]
     return ModuleSplit(name, module, ColwiseParallel, tensors, local, ranges, gather_output)
 
@@ -110,29 +111,31 @@ def rowwise(name: str, module: nn.Module, parts: Sequence[Ranges]) -> ModuleSpli
     local = [
         {attribute: range_length(part)} if hasattr(module, attribute) else {} for part in parts
     ]
-    return ModuleSplit(
-        name, module, RowwiseParallel, {"weight": (0 if columns else 1, parts)}, local
-    )
+    # The bias is not split: every rank adds it once, after the sum.
+    weight = {"weight": (0 if columns else 1, parts)}
+    return ModuleSplit(name, module, RowwiseParallel, weight, local)
 
 
 def embedding(name: str, module: nn.Module, parts: int) -> ModuleSplit:
     """Split an embedding by its vocabulary."""
     if type(module).forward is not nn.Embedding.forward:
         raise ModelError(
-            f"{name} is a {type(module).__name__}: a vocabulary is split of torch.nn.Embedding."
+            f"{name} is a {type(module).__name__}, but only torch.nn.Embedding can be split by its "
+            "vocabulary."
         )
     assert isinstance(module, nn.Embedding)
-    # These depend on rows that other ranks have, or make gradients that cannot be sharded.
-    odd = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, key)]
-    if odd:
+    # These need rows of other ranks, or produce gradients that cannot be sharded.
+    options = ("max_norm", "scale_grad_by_freq", "sparse")
+    unsupported = next((key for key in options if getattr(module, key)), None)
+    if unsupported is not None:
         raise ModelError(
-            f"{name} has {odd[0]}={getattr(module, odd[0])}, which looks at the whole vocabulary: "
-            f'leave it whole with tensor_plan={{"{name}": "whole"}}.'
+            f"{name} has {unsupported}={getattr(module, unsupported)}, which needs the whole "
+            f'vocabulary. Leave it whole with tensor_plan={{"{name}": "whole"}}.'
         )
-    cut = even_split(f"{name} of {module.num_embeddings} rows", module.num_embeddings, parts)
-    local = [{"num_embeddings": range_length(part)} for part in cut]
+    ranges = even_split(f"{name} of {module.num_embeddings} rows", module.num_embeddings, parts)
+    local = [{"num_embeddings": range_length(part)} for part in ranges]
     return ModuleSplit(
-        name, module, VocabParallelEmbedding, {"weight": (0, cut)}, local, [p[0] for p in cut]
+        name, module, VocabParallelEmbedding, {"weight": (0, ranges)}, local, [p[0] for p in ranges]
     )
 
 
@@ -142,16 +145,16 @@ def local_module(
     tensors: Mapping[str, tuple[int, Sequence[Ranges]]],
     local_attributes: Sequence[Mapping[str, Any]],
 ) -> ModuleSplit:
-    """Split a module that computes with its part as the unsplit one would."""
+    """Split a module whose own forward also works on a part."""
     return ModuleSplit(name, module, LocalModule, tensors, local_attributes)
 
 
 def sequence_parallel(name: str, module: nn.Module) -> ModuleSplit:
-    """Run a module without submodules on this rank's tokens; it must compute token by token."""
+    """Run a module without submodules on each rank's tokens. It must compute token by token."""
     if next(module.children(), None) is not None:
         raise ModelError(
-            f"{name} is a {type(module).__name__} with modules in it: sequence_parallel is for "
-            "single ones that compute token by token, such as norms; name those."
+            f"{name} is a {type(module).__name__} with submodules. The style sequence_parallel is "
+            "for single modules that compute token by token, such as norms. Name those modules."
         )
     return ModuleSplit(name, module, SequenceParallelModule, {})
 
@@ -159,6 +162,6 @@ def sequence_parallel(name: str, module: nn.Module) -> ModuleSplit:
 def _check_linear(name: str, module: nn.Module) -> None:
     if not is_linear(module):
         raise ModelError(
-            f"{name} is a {type(module).__name__}: colwise and rowwise split torch.nn.Linear, and "
-            "the Conv1D of GPT-2, whose forward is known."
+            f"{name} is a {type(module).__name__}. colwise and rowwise split only torch.nn.Linear "
+            "and the Conv1D of GPT-2, whose forwards are known."
         )

@@ -1,9 +1,9 @@
-"""Tries whether a module computes the same when it is split, before it is split for good.
+"""Tries whether a module computes the same if it is split, before it is split permanently.
 
-All ranks' parts run here at once, a thread for each, on the CPU, in evaluation and in training,
-with fixed numbers in place of random ones. Their outputs, and the gradients of their inputs and of
-every parameter, must equal those of the whole: a parameter that is not split, between layers that
-are, would have a part of its gradient only. Layers that did not run prove nothing.
+All ranks' parts run in this process on the CPU, in one thread each, in evaluation and in training
+mode, with fixed numbers instead of random ones. Their outputs, and the gradients of inputs and of
+all parameters, must equal the whole module's. The gradients matter because an unsplit parameter
+between split layers would get only a part of its gradient. A layer that did not run proves nothing.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from shardwise.parallel.tensor.graph_paths import RecordedOperations
 from shardwise.parallel.tensor.replica import Replica
 from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
 from shardwise.parallel.tensor.split_rules import ModuleSplit, SplitGroup
-from shardwise.parallel.tensor.user_hooks import silenced
+from shardwise.parallel.tensor.user_hooks import silence_hooks
 from shardwise.parallel.tensor.without_dropout import WithoutRandomness
 from shardwise.world.randomness import preserved
 
 ROWS, LENGTH = 2, 5
 LIMIT = 60.0
-"""Seconds that a part may take."""
+"""Maximum number of seconds for each part."""
 
 
 class _ThreadGroup(Solo):
-    """A group of threads of this process, with the one collective that regions need."""
+    """A group of threads of this process, with the one collective that regions use."""
 
     def __init__(self, rank: int, size: int, barrier: Barrier, board: list[Any]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _ThreadGroup(Solo):
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         """Sum in rank order."""
         del how
-        # Two waits: none may read before all have written, or write again before all have read.
+        # Two waits: no thread may read before all have written, or write before all have read.
         self._board[self.rank] = buffer.clone()
         self._barrier.wait(LIMIT)
         total = sum(self._board[1:], self._board[0])
@@ -58,7 +58,7 @@ class _ThreadGroup(Solo):
 
 
 class _NoRandomness(ReplicaRandomness):
-    """Region bookkeeping without seeds: nothing is random in a trial."""
+    """Tracks regions without seeding, because a trial has no random numbers."""
 
     def enter_region(self) -> None:
         self._common_state = (
@@ -71,34 +71,37 @@ class _NoRandomness(ReplicaRandomness):
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Whether a module computes the same when split, and why not, where that is worth a line."""
+    """Whether a module computes the same if split, and a reason if it is worth reporting."""
 
     accepted: bool
     why: str | None = None
     operations: frozenset[str] = frozenset()
-    """The operations of its forward between the split layers."""
+    """Operations that the forward runs between the split layers."""
 
     def __bool__(self) -> bool:
         return self.accepted
 
 
-NOT_RUN = "some of its layers did not run when it was tried"
-HOOKED = "a hook stands between its layers"
+NOT_RUN = "some of its layers did not run in the trial"
+HOOKED = "a hook is registered between its layers"
 
 
 def try_split(module: nn.Module, group: SplitGroup, parts: int) -> TrialResult:
-    """Try whether `module`, split as `group` says, computes the same.
+    """Try whether `module` computes the same if split by `group`.
 
-    Not accepted also where it does not run on one input of shape (rows, length, features), or
-    (rows, features), where its split layers do not run, or a hook of the user's would see a part.
+    The split is also rejected if the module does not run on one input of shape (rows, length,
+    features) or (rows, features), if its split layers do not run, or if a user's hook would see a
+    part.
     """
     first = next(cut.module for cut in group.splits if split_rules.is_linear(cut.module))
-    # A trial must not move the generators: the script's draws would differ from one process's.
+    # A trial must not advance the generators, or the script would draw other numbers than without.
     with preserved(), torch.random.fork_rng(devices=[]):
         whole = _copy(module)
         if whole is None:
             return TrialResult(accepted=False)
         features = _width_of(module, split_rules.widths(first)[0])
+        # With a token dimension first. A module that does not accept it fails, and gets the other
+        # shape.
         for shape in ((ROWS, LENGTH, features), (ROWS, features)):
             draw = torch.Generator().manual_seed(0)
             x = torch.randn(shape, generator=draw, dtype=torch.float64)
@@ -109,8 +112,7 @@ def try_split(module: nn.Module, group: SplitGroup, parts: int) -> TrialResult:
 
 
 class _TrialMode:
-    """A `whole` copy of `module` run on `x` in one mode, and the parts that are compared with
-    it."""
+    """Runs `whole`, a copy of `module`, and its parts on `x`, in training or evaluation mode."""
 
     def __init__(
         self,
@@ -131,25 +133,25 @@ class _TrialMode:
         self.allowed = RecordedOperations()
 
     @property
-    def reached(self) -> set[str]:
-        """Names of the parameters that have a gradient."""
+    def reached_parameters(self) -> set[str]:
+        """Names of the parameters that get a gradient."""
         assert self.expected is not None
         return {name for name, grad in self.expected.grads.items() if grad is not None}
 
     def is_passed(self) -> bool:
-        """Whether the parts compute what the whole does."""
+        """Return whether the parts compute the same as the whole."""
         assert self.expected is not None
         self._whole.train(self._training)
-        found = self._run_parts()
-        return found is not None and all(
+        outputs = self._run_parts()
+        return outputs is not None and all(
             _matches(each, _expected_on_rank(self.expected, self._cuts, self._paths, rank))
-            for rank, each in enumerate(found)
+            for rank, each in enumerate(outputs)
         )
 
     def _run_parts(self) -> list[_TrialOutputs] | None:
         barrier = Barrier(self._parts)
         board: list[Any] = [None] * self._parts
-        found: list[_TrialOutputs | None] = [None] * self._parts
+        outputs: list[_TrialOutputs | None] = [None] * self._parts
 
         def note_hook() -> None:
             self.was_hooked = True
@@ -161,24 +163,26 @@ class _TrialMode:
             part = _split_copy(self._whole, self._cuts, self._paths, replica, self.allowed)
             fixed = WithoutRandomness(self._random_shapes, lambda: randomness.in_region)
             try:
-                found[rank] = _run(part, self._x, fixed, refused=note_hook)
+                outputs[rank] = _run(part, self._x, fixed, refused=note_hook)
             finally:
-                replica.reset()  # a part that has failed left its region open
-            if found[rank] is None:
-                barrier.abort()  # else the other threads wait for the whole LIMIT
+                replica.reset()  # a failed part leaves its region open
+            if outputs[rank] is None:
+                barrier.abort()  # otherwise the other threads wait for LIMIT seconds
 
+        # Threads, and not one part after the other, because all-reduces need all parts at once.
         threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(self._parts)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(LIMIT)
-        done = [each for each in found if each is not None]
-        return done if len(done) == self._parts else None
+        finished = [each for each in outputs if each is not None]
+        return finished if len(finished) == self._parts else None
 
 
 def _compare(modes: Sequence[_TrialMode]) -> TrialResult:
     assert modes[0].expected is not None
-    reached = set().union(*(mode.reached for mode in modes))
+    reached = set().union(*(mode.reached_parameters for mode in modes))
+    # Parameters without a dot are the module's own. It may have parameters that nothing uses.
     if any("." in name and name not in reached for name in modes[0].expected.grads):
         return TrialResult(accepted=False, why=NOT_RUN)
     if all(mode.is_passed() for mode in modes):
@@ -191,28 +195,28 @@ def _compare(modes: Sequence[_TrialMode]) -> TrialResult:
 
 @dataclass(frozen=True)
 class _TrialOutputs:
-    """Outputs and the gradient of the input; gradients of parameters by name, None for none."""
+    """The outputs with the gradient of the input, and the gradient of each parameter by name."""
 
-    seen: list[Tensor]
+    outputs: list[Tensor]
     grads: dict[str, Tensor | None]
 
 
 def _expected_on_rank(
-    whole: _TrialOutputs, several: Sequence[ModuleSplit], paths: dict[int, str], rank: int
+    whole: _TrialOutputs, splits: Sequence[ModuleSplit], paths: dict[int, str], rank: int
 ) -> _TrialOutputs:
-    """The outputs that a rank must have if the split is right."""
+    """Return the outputs that a rank must have if the split is right."""
     grads = dict(whole.grads)
-    for cut in several:
+    for cut in splits:
         for key, (dim, ranges) in cut.tensors.items():
             name = ".".join(part for part in (paths[id(cut.module)], key) if part)
             grad = grads.get(name)
             if grad is not None:
                 grads[name] = Shard(tuple(grad.shape), dim, tuple(ranges), rank).of(grad)
-    return _TrialOutputs(whole.seen, grads)
+    return _TrialOutputs(whole.outputs, grads)
 
 
 def _width_of(module: nn.Module, narrow: int) -> int:
-    """The input width of the module: that of its first layer, which need not be the one split."""
+    """Return the input width of `module`, by its first layer; `narrow` if that is unknown."""
     for each in module.children():
         if split_rules.is_linear(each):
             return split_rules.widths(each)[0]
@@ -223,19 +227,19 @@ def _width_of(module: nn.Module, narrow: int) -> int:
 
 def _copy(module: nn.Module) -> nn.Module | None:
     try:
-        with silenced(module):
-            made = copy.deepcopy(module).cpu().double()
+        with silence_hooks(module):
+            clone = copy.deepcopy(module).cpu().double()
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return None
-    for parameter in made.parameters():
+    for parameter in clone.parameters():
         parameter.requires_grad_(True)
     with torch.no_grad():
-        # Values as they are may hide what is not looked at: norms of one, biases of zero.
+        # Initial values may hide errors: with norms of one and biases of zero, gradients agree.
         draw = torch.Generator().manual_seed(1)
-        for parameter in made.parameters():
+        for parameter in clone.parameters():
             noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
             parameter.add_(noise, alpha=0.1)
-    return made
+    return clone
 
 
 def _run(
@@ -244,13 +248,16 @@ def _run(
     fixed: WithoutRandomness,
     refused: Callable[[], None] = lambda: None,
 ) -> _TrialOutputs | None:
-    """Outputs and gradients on `x`; None if the forward fails. `refused` is called if a hook is
-    why."""
+    """Run on `x`; return outputs and gradients, or None if the forward fails.
+
+    `refused` is called if the reason is a hook.
+    """
     x = x.clone().requires_grad_()
     named = dict(module.named_parameters())
     try:
         with fixed:
             outputs = [t for t in pytree.tree_leaves(module(x)) if isinstance(t, Tensor)]
+        # Squares, so that the gradient depends on the values of the outputs.
         total = sum(t.square().sum() for t in outputs if t.requires_grad)
         assert isinstance(total, Tensor)
         grad, *rest = torch.autograd.grad(total, [x, *named.values()], allow_unused=True)
@@ -258,7 +265,7 @@ def _run(
     except UsageError:
         refused()
         return None
-    except Exception:  # the user's forward: whatever it raises, it does not run on this
+    except Exception:  # any error of the user's forward means that it does not run on this input
         return None
     return _TrialOutputs(
         [*(t.detach() for t in outputs), grad], dict(zip(named, rest, strict=True))
@@ -267,24 +274,24 @@ def _run(
 
 def _split_copy(
     whole: nn.Module,
-    several: Sequence[ModuleSplit],
+    splits: Sequence[ModuleSplit],
     paths: dict[int, str],
     replica: Replica,
     allowed: RecordedOperations,
 ) -> nn.Module:
-    """A copy of `whole`, split as on one rank of `replica`."""
-    made = copy.deepcopy(whole)
+    """Copy `whole`, and split the copy as on one rank of `replica`."""
+    clone = copy.deepcopy(whole)
     rank = replica.group.rank
-    for cut in several:
-        mine = made.get_submodule(paths[id(cut.module)])
+    for cut in splits:
+        module = clone.get_submodule(paths[id(cut.module)])
         for key, (dim, ranges) in cut.tensors.items():
-            parameter = mine._parameters[key]
+            parameter = module._parameters[key]
             assert parameter is not None
             shard = Shard(tuple(parameter.shape), dim, tuple(ranges), rank)
             parameter.data = shard.of(parameter.detach())
         local = cut.local_attributes[rank] if cut.local_attributes else {}
         parallel_layers.make_tensor_parallel(
-            mine,
+            module,
             cut.style,
             replica,
             local,
@@ -292,26 +299,26 @@ def _split_copy(
             gather_output=cut.gather_output,
             allowed=allowed,
         )
-    return made
+    return clone
 
 
-def _matches(found: _TrialOutputs, expected: _TrialOutputs) -> bool:
-    if len(found.seen) != len(expected.seen) or found.grads.keys() != expected.grads.keys():
+def _matches(actual: _TrialOutputs, expected: _TrialOutputs) -> bool:
+    if len(actual.outputs) != len(expected.outputs) or actual.grads.keys() != expected.grads.keys():
         return False
     pairs: list[tuple[Tensor | None, Tensor | None]] = [
-        *zip(found.seen, expected.seen, strict=True),
-        *((grad, expected.grads[name]) for name, grad in found.grads.items()),
+        *zip(actual.outputs, expected.outputs, strict=True),
+        *((grad, expected.grads[name]) for name, grad in actual.grads.items()),
     ]
-    for one, other in pairs:
-        if one is None or other is None:
-            if one is not other:
+    for value, reference in pairs:
+        if value is None or reference is None:
+            if value is not reference:
                 return False
             continue
-        # fp64, so that a difference is one of formulas and not of rounding. Sums may cancel, so
-        # the tolerance follows the largest value of the tensor.
-        scale = other.abs().max().item() if other.numel() else 0.0
-        if one.shape != other.shape:
+        # In fp64, so that rounding cannot explain a difference. Sums may
+        # cancel, so the tolerance scales with the largest value.
+        scale = reference.abs().max().item() if reference.numel() else 0.0
+        if value.shape != reference.shape:
             return False
-        if not torch.allclose(one, other, rtol=1e-8, atol=1e-10 * (1.0 + scale)):
+        if not torch.allclose(value, reference, rtol=1e-8, atol=1e-10 * (1.0 + scale)):
             return False
     return True

@@ -1,4 +1,4 @@
-"""Tables of torch functions by what they do with a tensor of which each rank has a part."""
+"""Tables of torch functions by their effect on a tensor that is split over ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FORM = {
+METADATA = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta",
                  "is_sparse", "is_quantized", "itemsize", "nbytes")
@@ -22,7 +22,7 @@ SIZES = {
 } | {
     Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel,
 }  # fmt: skip
-"""Of FORM, those whose answer for a part differs from that for the whole."""
+"""Functions of METADATA whose result differs between a part and the whole."""
 
 MEMORY = {
     getattr(Tensor, name).__get__
@@ -35,24 +35,24 @@ MEMORY = {
     Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_, Tensor.retain_grad,
     Tensor.is_shared, Tensor.is_inference,
 }  # fmt: skip
-"""Functions that ask for a leaf of the graph, or change its flags, and compute nothing."""
+"""Functions that read or set flags of a leaf of the graph, and compute nothing."""
 
 CASTS = {
     Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.float, Tensor.double, Tensor.half,
     Tensor.bfloat16, Tensor.contiguous,
 }  # fmt: skip
-"""Functions that return the tensor itself where there is nothing to change."""
+"""Functions that return the tensor itself if there is nothing to change."""
 
 GRAPH = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf", "requires_grad")}
-"""Functions that ask for the place in the autograd graph, which is the part's."""
+"""Functions that read the tensor's place in the autograd graph. Only the part has one."""
 
 UNTRACKED_WRITES = {Tensor.retain_grad} | {
     getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")
 }
-"""Functions whose changes cannot be tracked; they are refused."""
+"""Functions whose changes cannot be tracked. They are refused."""
 
 CASTS_LIKE = {Tensor.to, Tensor.type_as}
-"""Functions that take no more than dtype and device from their other arguments."""
+"""Functions that use only the dtype and device of their other arguments."""
 
 ELEMENTWISE = {
     getattr(place, name)
@@ -72,7 +72,7 @@ ELEMENTWISE_IN_PLACE = {
 }
 
 NORMS = {F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm}
-"""Functions over the features, if their second argument names those alone."""
+"""Functions over the features, if their second argument names only those."""
 
 FEATURE_REDUCTIONS = {torch.mean, Tensor.mean, torch.sum, Tensor.sum}
-"""Functions over the features, if their arguments say so and keep the dimension."""
+"""Functions over the features, if they reduce the last dimension and keep it."""

@@ -1,5 +1,7 @@
-"""Refuses the user's hooks on modules between split layers, at the first forward that reaches one:
-such a hook would see a part of the features and take it for all."""
+"""Refuses the user's hooks on modules between split layers, in the first forward that calls one.
+
+Such a hook would see a part of the features, and treat it as the whole.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ _WORDS = {
 
 
 class HookGuard:
-    """Checks the modules whose forwards begin or end while a region is open.
+    """Checks modules whose forwards begin or end while a region is open.
 
-    `name_of` gives the name of a module in messages.
+    `name_of` returns a module's name for messages.
     """
 
     def __init__(self, name_of: Callable[[nn.Module], str] | None = None) -> None:
@@ -41,16 +43,17 @@ class HookGuard:
         self._thread = 0
 
     def open(self) -> None:
-        """Start checking: from here on each rank has a part. A recomputation does as its forward
-        did."""
+        """Start checking at the first split layer of a region."""
+        # Not in a recomputation during backward: its forward was checked.
         if self._handles or torch._C._current_graph_task_id() != -1:
             return
         for name in _GLOBAL:
-            if _has_users(getattr(of_torch, name, {})):
-                raise _refused(
+            if _has_user_hooks(getattr(of_torch, name, {})):
+                raise _hook_error(
                     f"{_WORDS[name.removeprefix('_global')]} on every module",
-                    "Hook the modules that you mean, or start without --tensor.",
+                    "Register hooks on single modules, or start without --tensor.",
                 )
+        # These hooks are global, so record the thread whose region is open.
         self._thread = get_ident()
         self._handles = [
             of_torch.register_module_forward_pre_hook(self._begins),
@@ -58,12 +61,13 @@ class HookGuard:
         ]
 
     def close(self) -> None:
-        """Stop checking: all ranks have the same again."""
+        """Stop checking at the end of a region, where all ranks have the same tensors again."""
         while self._handles:
             self._handles.pop().remove()
 
     def _begins(self, module: nn.Module, args: Any) -> None:
         del args
+        # The input of a column-wise layer is whole, so a pre-hook on it is fine.
         gets_whole = getattr(module, "takes_whole", False)
         self._check(module, _BEFORE[1:] if gets_whole else _BEFORE)
 
@@ -72,49 +76,56 @@ class HookGuard:
         self._check(module, _AFTER)
 
     def _check(self, module: nn.Module, kinds: tuple[str, ...]) -> None:
+        # Hooks on all modules are global. Another thread may run another model.
         if get_ident() != self._thread:
             return
-        held = vars(module)
+        attributes = vars(module)
         for kind in kinds:
-            if held[kind] and _has_users(held[kind]):
+            if attributes[kind] and _has_user_hooks(attributes[kind]):
                 self.close()
                 name = self._name_of(module)
-                raise _refused(
+                raise _hook_error(
                     f"{_WORDS[kind]} on {name}",
-                    'Leave the layers around it whole, tensor_plan={"...": "whole"} with their '
-                    "names, or hook a module that has them all inside.",
+                    'Leave the layers around it whole with tensor_plan={"...": "whole"}, or '
+                    "register the hook on a module that contains all of them.",
                 )
 
 
-def _refused(what: str, advice: str) -> UsageError:
+def _hook_error(what: str, advice: str) -> UsageError:
     return UsageError(
-        f"{what} stands between layers that are split (--tensor), where each worker has a part of "
-        f"the features: it would take the part for the whole. {advice}"
+        f"{what} runs between split layers (--tensor), where each worker has only a part of the "
+        f"features, and the hook would treat the part as the whole. {advice}"
     )
 
 
-def _has_users(hooks: Any) -> bool:
-    return any(_is_users(hook) for hook in hooks.values())
+def _has_user_hooks(hooks: Any) -> bool:
+    return any(_is_user_hook(hook) for hook in hooks.values())
 
 
-def _is_users(hook: Any) -> bool:
-    room = (getattr(hook, "__module__", None) or "").partition(".")[0]
-    return hook is silent or room not in ("torch", "shardwise")
+def _is_user_hook(hook: Any) -> bool:
+    package = (getattr(hook, "__module__", None) or "").partition(".")[0]
+    # Hooks of torch and of this library know about parts.
+    return hook is silent_hook or package not in ("torch", "shardwise")
 
 
-def silent(*_: Any) -> None:
-    """Takes the place of a user's hook that must not be called."""
+def silent_hook(*_: Any) -> None:
+    """Replace a user's hook that must not run."""
 
 
 @contextmanager
-def silenced(module: nn.Module) -> Iterator[None]:
-    """Silence the user's hooks on `module` and its submodules inside the block, in copies too."""
-    held = [(inner, kind, vars(inner)[kind]) for inner in module.modules() for kind in _ALL]
+def silence_hooks(module: nn.Module) -> Iterator[None]:
+    """Silence the user's hooks on `module` and its submodules inside the block. Copies that are
+    made inside have the silenced hooks."""
+    hooks_by_module = [
+        (inner, kind, vars(inner)[kind]) for inner in module.modules() for kind in _ALL
+    ]
     try:
-        for inner, kind, hooks in held:
-            pairs = ((key, silent if _is_users(hook) else hook) for key, hook in hooks.items())
+        for inner, kind, hooks in hooks_by_module:
+            pairs = (
+                (key, silent_hook if _is_user_hook(hook) else hook) for key, hook in hooks.items()
+            )
             vars(inner)[kind] = OrderedDict(pairs)
         yield
     finally:
-        for inner, kind, hooks in held:
+        for inner, kind, hooks in hooks_by_module:
             vars(inner)[kind] = hooks

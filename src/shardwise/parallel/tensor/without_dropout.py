@@ -1,5 +1,5 @@
-"""Runs forwards with fixed numbers in place of random ones, so that a whole and its parts
-compare."""
+"""Runs forwards with fixed numbers instead of random ones, so that a whole module and its parts can
+be compared."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _FILLS: dict[Any, float] = {
     _ops.randint_like: 0.0,
     _ops.exponential_: 0.5,
 }
-"""The fixed number that each random operation gives."""
+"""The fixed result of each random operation."""
 
 
 class SharedRandomness(Exception):
-    """Raised where a rank would draw by itself what is one draw in the whole."""
+    """Raised if each rank would draw a number that is drawn once in the whole module."""
 
 
 class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces random numbers by a fixed one inside the block.
+    """Replaces random numbers by fixed ones inside the block.
 
-    `shapes` records the shapes of random tensors in order. With those of the whole given as
-    `whole`, a tensor of the whole's shape raises SharedRandomness while `in_region`: each rank has
-    a part of the features and its own random numbers, and this one would be shared by all features
-    (a token that is dropped).
+    `shapes` records the shapes of random tensors in order. `whole` has the shapes that the whole
+    module has recorded. A tensor with the shape of the whole's raises SharedRandomness while
+    `in_region`. All features would share its numbers (a dropped token), but each rank has other
+    features and draws its own numbers.
     """
 
     def __init__(
@@ -55,20 +55,23 @@ class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # torch tags every operation that draws from a generator.
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if func.overloadpacket is _ops.native_dropout:
             value, rate, train = args
             self._note(value.shape)
-            kept = torch.ones_like(value, dtype=torch.bool)
-            return (value / (1 - rate) if train and rate < 1 else value.clone()), kept
+            mask = torch.ones_like(value, dtype=torch.bool)
+            # Scale as dropout does, but drop nothing.
+            return (value / (1 - rate) if train and rate < 1 else value.clone()), mask
         fill = _FILLS.get(func.overloadpacket)
         if fill is None:
             return func(*args, **kwargs)
         in_place = func.overloadpacket.__name__.endswith("_")
-        made: Tensor = args[0] if in_place else func(*args, **kwargs)
-        self._note(made.shape)
-        return made.fill_(fill)
+        # Run the operation for its shape and dtype. The fixed number replaces its values.
+        result: Tensor = args[0] if in_place else func(*args, **kwargs)
+        self._note(result.shape)
+        return result.fill_(fill)
 
     def _note(self, shape: torch.Size) -> None:
         place = len(self.shapes)

@@ -6,12 +6,13 @@
                └─ launch ─▶ HELD (the backward does not reduce)
                               └─ launch_held ─▶ LAUNCHED
 
-`begin` of the next micro-batch leads from any of these to FILLING, also while the collective of the
-one before is in flight. `launch_late` starts a second collective: SUMMED ─▶ LAUNCHED.
+`begin` of the next micro-batch leads from any state to FILLING, even while the collective of the
+previous one is in flight. `launch_late` starts a second collective: SUMMED ─▶ LAUNCHED.
 
-A bucket collects gradients in a flat buffer. Replicated gradients have a buffer for good (`kept`):
-micro-batches add up in it. Sharded gradients, and all gradients in the exact mode, borrow a buffer
-for one reduction. The bucket keeps the sum of the elements that this rank updates (`reduced`).
+A bucket collects gradients in a flat buffer. Replicated gradients have a permanent buffer (`kept`),
+in which micro-batches add up. Sharded gradients, and all gradients in the exact mode, borrow a
+buffer for one reduction. The bucket keeps the sum of the elements that this rank updates
+(`reduced`).
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from shardwise.states.storage.storage_factory import TensorKind
 from shardwise.timeline import recorder
 
 SMALL = 1 << 14
-"""Elements up to which gradients wait for their bucket and move together. A larger one moves when
-it arrives, while it is in the processor's cache."""
+"""Gradients of at most this many elements wait for their bucket, and are copied in one call. A
+larger one is copied when it arrives, while it is in the processor's cache."""
 
 SENT_APART = 1 << 19
-"""Elements from which a gradient is worth messages of its own, where those save a copy."""
+"""Gradients of at least this many elements are sent in separate messages, if that saves a copy."""
 
 
 class BucketState(Enum):
-    """What a bucket does in the present step; the module shows the transitions."""
+    """State of a bucket in the present step; the module's docstring shows the transitions."""
 
     FILLING = auto()
     HELD = auto()
@@ -56,24 +57,23 @@ class BucketState(Enum):
 
 @dataclass(frozen=True)
 class Backward:
-    """The settings of one backward, the same for all of its gradients.
-
-    `reduces`: buckets are sent to the other ranks in it. `is_first`: none was sent before in this
-    step, so a kept buffer holds no sum. `empty`: its gradients (perhaps NaN) are thrown away; else
-    they are multiplied by `factor`, None for 1. `is_zero` replaces `empty` if only the device knows
-    the weight.
-    """
+    """The settings of one backward, which hold for all of its gradients."""
 
     reduces: bool
+    """Whether buckets are sent to the other ranks."""
     is_first: bool
+    """Whether no bucket was sent before in this step, so that a kept buffer holds no sum yet."""
     empty: bool = False
+    """Whether the weight is zero, so that the gradients (perhaps NaN) are discarded."""
     factor: float | Tensor | None = None
+    """Factor for all gradients; None for 1."""
     is_zero: Tensor | None = None
+    """The value of `empty` as a tensor, if only the device knows the weight."""
 
     def weighted(self, grad: Tensor) -> Tensor:
-        """Return `grad` times the factor, in fp32 for 16-bit ones; zeros if the weight is zero."""
+        """Return `grad` times the factor, or zeros for a zero weight; 16 bits become fp32."""
         grad = self._multiplied([grad])[0]
-        # Selected, not multiplied: a product with zero would keep a NaN.
+        # Not a product with zero, which would keep a NaN.
         return grad if self.is_zero is None else torch.where(self.is_zero, 0.0, grad)
 
     def _multiplied(self, grads: list[Tensor]) -> list[Tensor]:
@@ -87,9 +87,9 @@ class Backward:
         return list(torch._foreach_mul(grads, factor))
 
     def put(self, grad: Tensor, target: Tensor, *, adds: bool) -> None:
-        """Write `grad`, weighted, to `target`, or add it to what is there.
+        """Write `grad`, weighted, to `target`, or add it to the values there.
 
-        Written numbers do not become zero here: `clean` does that once for a whole bucket.
+        A zero weight has no effect on written values: `clean` applies it once for a whole bucket.
         """
         if adds:
             target.add_(self.weighted(grad))
@@ -98,26 +98,26 @@ class Backward:
         elif grad.dtype == target.dtype and not (
             isinstance(self.factor, Tensor) and grad.dtype in NARROW
         ):
-            # One pass, and no memory for the product; 16-bit numbers are multiplied in fp32 here,
-            # except by a tensor, which would be rounded to 16 bits.
+            # One pass without memory for the product. torch multiplies 16-bit numbers by a Python
+            # number in fp32, but would first round a tensor factor to 16 bits.
             torch.mul(grad, self.factor, out=target)
         else:
             target.copy_(self._multiplied([grad])[0])
 
     def put_all(self, grads: list[Tensor], targets: list[Tensor]) -> None:
-        """Write `grads`, weighted, to `targets`, in one call for all."""
+        """Write `grads`, weighted, to `targets`, in one call."""
         if targets:
             torch._foreach_copy_(targets, self._multiplied(grads))
 
     def add_all(self, grads: list[Tensor], targets: list[Tensor]) -> None:
-        """Add `grads`, weighted, to `targets`, in one call for all."""
+        """Add `grads`, weighted, to `targets`, in one call."""
         if targets:
             several = self.is_zero is None
             weighted = self._multiplied(grads) if several else [self.weighted(g) for g in grads]
             torch._foreach_add_(targets, weighted)
 
     def clean(self, *written: Tensor | None) -> None:
-        """Fill the `written` memory with zeros if the device finds the weight to be zero."""
+        """Fill the `written` tensors with zeros if the weight on the device is zero."""
         for memory in written:
             if memory is not None and self.is_zero is not None:
                 memory.masked_fill_(self.is_zero, 0.0)
@@ -126,9 +126,9 @@ class Backward:
 class GradientBucket:
     """Collects, reduces and keeps the gradients of one bucket on this rank.
 
-    `own` are the elements whose sum this rank needs: its interval, or all of them. `named` are the
+    `own` is the span whose sum this rank needs: its interval, or the whole bucket. `named` has the
     parameters by slot; `kind` is the dtype and device of buffers. `square` computes sums of
-    squares; with `counts` False, another rank of the replica counts those of this bucket.
+    squares. If `counts` is False, another rank of the replica counts the squares of this bucket.
     """
 
     def __init__(
@@ -152,23 +152,23 @@ class GradientBucket:
         self.counts = counts
         self.state = BucketState.CONSUMED
         self.indices = [slot.parameter for slot in layout.slots]
-        """Parameters by slot."""
+        """By slot, the number of its parameter."""
         self.expected = len(layout.slots)
-        """Arrivals to wait for in a backward; at first, one for each parameter."""
+        """Number of arrivals to wait for in a backward; at first, one for each parameter."""
         self.remaining = 0
-        """Arrivals that this backward still lacks; below zero once more arrive than expected."""
+        """Arrivals still missing in this backward; negative if more arrived than expected."""
         self.late: list[int] = []
         """Slots whose gradient arrived after this backward had launched the bucket."""
-        self.is_awaited = False
-        """Whether a sum of this step was launched."""
+        self.was_launched = False
+        """Whether a collective of this step was launched."""
         self._named = named
         self._kept = None if kept is None else Buffer(kept)
         self._total = total
         self._square = square
         self._queue = queue
         first, end = layout.interval(queue.rank)
-        # If several ranks have the whole sum, each squares its own interval only: no element counts
-        # twice.
+        # Every rank squares only its own interval, even if it has the whole sum. Otherwise elements
+        # would count several times in the norm.
         self._counted = (first - own[0], end - own[0])
         self._is_large = [slot.numel > SMALL for slot in layout.slots]
         self._sent_apart = [
@@ -180,17 +180,18 @@ class GradientBucket:
         self._flat: Tensor | None = None
         """The part of the open buffer that this bucket uses: (numel,)."""
         self._onto: Tensor | None = None
-        """Memory for the elements that this rank sums, where they are not in the buffer."""
-        self._has = [False] * len(layout.slots)
+        """Separate memory for the elements that this rank sums, if they are not in the buffer."""
+        self._collected = [False] * len(layout.slots)
         """By slot, whether a gradient of this backward has been taken."""
-        self._elsewhere: dict[int, Tensor] = {}
-        """By slot, the flat gradient that is sent from where autograd has put it."""
+        self._uncopied: dict[int, Tensor] = {}
+        """By slot, the flat gradient that is sent from autograd's memory without a copy."""
         self._is_filled = False
         """Whether the kept buffer holds gradients of this step."""
         self._in_flight = 0
         self._squares: Tensor | None = None
         self._last_sent = Handle()
-        """The last collective of the kept buffer: other ranks may read it until `reusable`."""
+        """The last collective of the kept buffer: other ranks may read the buffer until its
+        `reusable` returns."""
 
     # -- filling --------------------------------------------------------------------------
 
@@ -199,13 +200,16 @@ class GradientBucket:
         self.state = BucketState.FILLING
         self._backward = backward
         self.remaining = self.expected
-        self._has = [False] * len(self._has)
+        self._collected = [False] * len(self._collected)
 
     def mark_ready(self, place: int) -> bool:
-        """Note that slot `place` has a gradient in `param.grad`; return whether none is missing
-        any more."""
+        """Note that slot `place` has a gradient in `param.grad`.
+
+        Returns whether that was the last missing gradient of the bucket.
+        """
         if self.state is not BucketState.FILLING:
-            # The buffer may be in flight, so the gradient stays where it is until backward ends.
+            # The buffer may be in flight, so the gradient stays in `param.grad` until the end of
+            # backward.
             self.late.append(place)
         elif self._is_large[place]:
             self._take_large(place)
@@ -213,28 +217,28 @@ class GradientBucket:
         return self.remaining == 0
 
     def _take_large(self, place: int) -> None:
-        """Move the gradient of a slot now, while it is in the processor's cache."""
+        """Copy the gradient of a slot now, while it is in the processor's cache."""
         with unguarded():
-            grad = self._taken(place)
+            grad = self._take_gradient(place)
         if grad is None:
             return
-        again = self._has[place]
-        self._has[place] = True
+        again = self._collected[place]
+        self._collected[place] = True
         if not again and (flat := self._sendable(place, grad)) is not None:
-            self._elsewhere[place] = flat
+            self._uncopied[place] = flat
             return
         buffer = self._open()
-        if (first := self._elsewhere.pop(place, None)) is not None:
-            # Second gradient for this slot. The first was going to be sent from where it is, so
-            # copy it into the buffer and accumulate there.
+        if (first := self._uncopied.pop(place, None)) is not None:
+            # Second gradient for this slot. The first was going to be sent without a copy, so copy
+            # it into the buffer and accumulate there.
             slot = self.layout.slots[place]
             buffer[slot.start : slot.end] = first
         views = self._views()
         for target, part in zip(views.targets[place], views.parts(place, grad), strict=True):
             self._backward.put(part, target, adds=again or self._adds)
 
-    def _taken(self, place: int) -> Tensor | None:
-        """Take the gradient of a slot away from its parameter."""
+    def _take_gradient(self, place: int) -> Tensor | None:
+        """Remove a slot's gradient from its parameter; return it, or None if it is discarded."""
         named = self._named[place]
         grad, named.parameter.grad = named.parameter.grad, None
         if grad is None or self._backward.empty:
@@ -244,6 +248,7 @@ class GradientBucket:
 
     def _sendable(self, place: int, grad: Tensor) -> Tensor | None:
         """Return `grad`, weighted and flat, if it can be sent without a copy; else None."""
+        # A gradient that is held, or added to earlier ones, needs the buffer.
         if place not in self._sent_apart or not self._backward.reduces or self._adds:
             return None
         value = self._backward.weighted(grad)
@@ -264,25 +269,23 @@ class GradientBucket:
             if self._kept is not None and self._backward.is_first:
                 self._buffer, self._flat = self._kept, self._kept.memory
             else:
-                # After its first reduction a kept buffer holds a sum over the ranks. Adding a part
-                # of this rank alone to it would count the other ranks' sums again.
+                # After its first reduction a kept buffer holds a sum over all ranks. Adding a
+                # gradient of this rank to it would count the other ranks' parts twice in the next
+                # reduction.
                 self._buffer = self._queue.borrow(self.kind)
                 self._flat = self._buffer.memory[: self.layout.numel]
-                self._onto = self._own_memory()
+                place = self._in_place()
+                sums_apart = self._queue.scatters and self._queue.group.sums_onto
+                if place is not None and sums_apart and (place.dtype, place.device) == self.kind:
+                    # The transport adds the other ranks' parts onto this memory, so this rank's
+                    # interval is collected there and needs no copy afterwards.
+                    self._onto = place
         return self._flat
 
-    def _own_memory(self) -> Tensor | None:
-        """Return where this rank's interval can be collected apart from the buffer, because the
-        transport makes the sum there; None where it must be in the buffer."""
-        place = self._in_place()
-        if place is None or not (self._queue.scatters and self._queue.group.sums_onto):
-            return None
-        return place if (place.dtype, place.device) == self.kind else None
-
     def _in_place(self) -> Tensor | None:
-        """Return memory that the next sum can be written to without a copy: the first of a step."""
+        """Return memory that can take the next sum without a copy; only the first of a step can."""
         storage = self._total.first
-        free = self._kept is None and not self.is_awaited
+        free = self._kept is None and not self.was_launched
         return storage.tensor if free and isinstance(storage, MemoryStorage) else None
 
     def _views(self) -> BucketViews:
@@ -296,23 +299,25 @@ class GradientBucket:
         return self._buffer.views[key]
 
     def collect(self) -> list[Tensor]:
-        """Move the small gradients into the buffer in one call, and zero what got none.
+        """Copy small gradients into the buffer in one call, and zero slots without a gradient.
 
-        Returns the memory that these gradients are in now.
+        Returns the parts of the buffer that hold these gradients.
         """
         buffer, views, adds = self._open(), self._views(), self._adds
         targets: dict[bool, list[Tensor]] = {False: [], True: []}
         grads: dict[bool, list[Tensor]] = {False: [], True: []}
+        # Slots without a gradient must be zero: the buffer has arbitrary content, and another rank
+        # may have a gradient for them. The padding is summed, too.
         absent = list(views.gaps)
         with unguarded():
-            taken = [self._taken(place) for place in range(len(views.targets))]
+            taken = [self._take_gradient(place) for place in range(len(views.targets))]
         for place, (parts, grad) in enumerate(zip(views.targets, taken, strict=True)):
             if grad is None:
-                if not self._has[place]:
+                if not self._collected[place]:
                     absent += parts
                 continue
-            again = adds or self._has[place]
-            self._has[place] = True
+            again = adds or self._collected[place]
+            self._collected[place] = True
             targets[again] += parts
             grads[again] += views.parts(place, grad)
         self._backward.put_all(grads[False], targets[False])
@@ -329,17 +334,19 @@ class GradientBucket:
     @property
     def used(self) -> list[int]:
         """The parameters whose gradients this backward has collected."""
-        return [index for index, has in zip(self.indices, self._has, strict=True) if has]
+        return [index for index, has in zip(self.indices, self._collected, strict=True) if has]
 
     def take_late(self, backward: Backward) -> list[tuple[int, Tensor]]:
-        """Take the gradients that arrived after the launch, each with its parameter.
+        """Take the gradients that arrived after the launch, in their parameters' shapes.
 
-        `backward` is the one under way: it may not fill this bucket otherwise.
+        `backward` is the present one. The bucket may not know it, if it is not among the buckets
+        that this backward fills.
         """
         self._backward = backward
         with unguarded():
             taken = [
-                (self.indices[place], self._taken(place)) for place in dict.fromkeys(self.late)
+                (self.indices[place], self._take_gradient(place))
+                for place in dict.fromkeys(self.late)
             ]
         self.late.clear()
         return [(index, backward.weighted(grad)) for index, grad in taken if grad is not None]
@@ -347,7 +354,7 @@ class GradientBucket:
     # -- reducing -------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Start the collective of what was collected; hold it if this backward does not reduce."""
+        """Start the collective of the collected gradients, or hold them for a later backward."""
         if self._backward.reduces:
             assert self._buffer is not None
             self._start(self._buffer)
@@ -356,17 +363,17 @@ class GradientBucket:
         self._close()
 
     def _close(self) -> None:
-        """Drop the references to the buffer, which the queue may lend to others or free."""
+        """Drop the references to the buffer, which the queue may lend again or free."""
         self._buffer = self._flat = self._onto = None
-        self._elsewhere = {}
+        self._uncopied = {}
 
     def launch_held(self) -> None:
-        """Start the collective of the kept buffer, which no backward of this step has launched."""
+        """Start the collective of the kept buffer, if no backward of this step has."""
         assert self._kept is not None
         self._start(self._kept)
 
     def launch_late(self, entries: Sequence[tuple[int, Tensor]]) -> None:
-        """Start a second collective, of late gradients alone."""
+        """Start a second collective, of late gradients only."""
         buffer = self._queue.borrow(self.kind)
         buffer.memory[: self.layout.numel].zero_()
         self._add(buffer, entries)
@@ -378,6 +385,7 @@ class GradientBucket:
         self._add(self._kept, entries)
 
     def _add(self, buffer: Buffer, entries: Sequence[tuple[int, Tensor]]) -> None:
+        # `_onto` is None here, so each slot has one view, of its parameter's shape.
         self._buffer, self._flat = buffer, buffer.memory[: self.layout.numel]
         by_parameter = dict(zip(self.indices, self._views().targets, strict=True))
         for index, grad in entries:
@@ -402,39 +410,44 @@ class GradientBucket:
             self._last_sent = handle
         in_place = buffer is self._kept or (into is not None and queue.scatters)
         self.state = BucketState.LAUNCHED
-        self.is_awaited = True
+        self.was_launched = True
         self._in_flight += 1
         borrowed = buffer is not self._kept
         queue.push(Launch(self.index, self.settle, buffer, handle, in_place, borrowed))
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
-        """Cut the buffer at every gradient that may be elsewhere: on all ranks at the same places,
-        because each piece is a message."""
+        """Return the memory of the bucket's elements in order, one tensor for each message.
+
+        Large gradients may be in autograd's memory, the others are in the buffer.
+        """
+        # The pieces depend on the layout alone. On another rank the same gradient may be in the
+        # buffer, and the messages must match.
         pieces, end = [], 0
         for place in self._sent_apart:
             slot = self.layout.slots[place]
             if end < slot.start:
                 pieces.append(flat[end : slot.start])
-            pieces.append(self._elsewhere.get(place, flat[slot.start : slot.end]))
+            pieces.append(self._uncopied.get(place, flat[slot.start : slot.end]))
             end = slot.end
         return pieces if pieces and end == self.layout.numel else [*pieces, flat[end:]]
 
     def settle(self, launch: Launch) -> None:
-        """Wait for the sum of `launch`, and add it to this step's."""
-        self._in_flight -= 1  # first: it counts launches in the queue, also if the wait raises
-        # On an accelerator this makes the stream wait, not the host.
+        """Wait for the sum of `launch`, and add it to the sum of this step."""
+        self._in_flight -= 1  # first: the launch has left the queue, even if the wait raises
+        # On an accelerator the stream waits, not the host.
         launch.handle.wait()
         readers = [launch.handle]
         if launch.in_place:
             self._total.count_part()
         else:
-            self._last_sent.reusable()  # another rank may still copy the first sum out of it
+            self._last_sent.reusable()  # another rank may still copy the first sum from `total`
+            # (numel of `own`,): the other elements belong to other ranks.
             part = launch.buffer.memory[self.own[0] : self.own[1]]
             self._squares, read = self._total.add(part)
             readers.append(read)
         if launch.is_borrowed:
             self._queue.give_back(launch.buffer, readers)
-        # With several micro-batches the next one may fill the bucket by now, or be in flight.
+        # With several micro-batches the next one may already fill the bucket, or be in flight.
         if self.state is BucketState.LAUNCHED and self._in_flight == 0:
             self.state = BucketState.SUMMED
 
@@ -442,7 +455,7 @@ class GradientBucket:
 
     @property
     def reduced(self) -> Storage:
-        """The reduced gradient of the elements `own`."""
+        """The reduced gradient of the span `own`."""
         return self._total.total
 
     @property
@@ -451,22 +464,24 @@ class GradientBucket:
         return self._total.nbytes if self._kept is None else self._kept.memory.nbytes
 
     def square(self) -> Tensor:
-        """Return the sum of squares of this rank's own interval: an fp64 scalar on its device, or
-        the row of an exact sum. Computed once for each sum."""
+        """Return the sum of squares over this rank's own interval, computed once for each sum.
+
+        It is an fp64 scalar on the gradient's device, or the row of an exact sum.
+        """
         if self._squares is None:
             self._squares = self._square(self.reduced, self._counted)
         return self._squares
 
     def square_in_fp64(self) -> Tensor:
-        """Return the same where squares of fp32 numbers overflow; slower, and on the CPU."""
+        """Return the sum of squares, computed in fp64 on the CPU: slower, but without overflow."""
         return self._square(self.reduced, self._counted, wide=True).cpu()
 
     def forget_squares(self) -> None:
-        """Square the sum again when it is asked for: other code has changed it."""
+        """Compute the squares again at the next call, because other code has changed the sum."""
         self._squares = None
 
     def nonfinite(self) -> set[int]:
-        """Return the parameters whose reduced gradient is not finite in the elements `own`."""
+        """Return the parameters whose reduced gradient is not finite in the span `own`."""
         found = set()
         for first, value in self.reduced.read_spans():
             start = self.own[0] + first
@@ -479,24 +494,23 @@ class GradientBucket:
     # -- the end of a step ----------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Forget the gradients of a failed backward; a buffer in flight stays with the queue."""
-        # Once launched, the buffer is the queue's, also if the launch has raised afterwards: given
-        # back twice, two buckets would collect into it.
+        """Drop the gradients of a failed backward; a buffer in flight stays with the queue."""
+        # A launched buffer belongs to the queue, even if the launch has raised afterwards. If it
+        # were given back twice, two buckets would collect into it.
         filling = self.state is BucketState.FILLING
         if filling and self._buffer is not None and self._buffer is not self._kept:
             self._queue.give_back(self._buffer, ())
         self._close()
 
     def consume(self) -> None:
-        """Forget the sum of this step, once no other rank reads a kept buffer any more.
-
-        After a step's exchange that is known without waiting: no rank enters it before it has read
-        all that it needs, and messages of one rank keep their order. A step that was abandoned has
-        no exchange, and waits here.
-        """
-        self._last_sent.reusable()  # else a backward would write what another rank still sums
+        """Drop the sum of this step, once no other rank reads the kept buffer."""
+        # Otherwise the next backward would overwrite memory that another rank still sums. After
+        # the exchange of a step this returns at once: no rank enters the exchange before it has
+        # read all sums, and messages of one rank keep their order. An abandoned step has no
+        # exchange, so it waits here.
+        self._last_sent.reusable()
         self.state = BucketState.CONSUMED
-        self.is_awaited = self._is_filled = False
+        self.was_launched = self._is_filled = False
         self.late.clear()
         self._squares = None
         self._total.clear()
@@ -513,7 +527,7 @@ class GradientBucket:
 
 
 def refuse_sparse(named: NamedParameter, grad: Tensor) -> None:
-    """Raise ModelError for a gradient that no flat buffer can hold."""
+    """Raise ModelError if `grad` is sparse."""
     if grad.layout != torch.strided:
         raise ModelError(
             f"The gradient of {named.name} is sparse, which flat buckets cannot hold. Build its "

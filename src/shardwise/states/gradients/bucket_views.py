@@ -1,4 +1,4 @@
-"""Views of a bucket's flat memory, one for each gradient, in the form of its parameter."""
+"""Views of a bucket's flat memory: one for each gradient, in the form of its parameter."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 
 
 class BucketViews:
-    """Views of `buffer`, except for the elements `apart`, which are in `own`.
+    """Views of `buffer`, (numel,), except for the span `apart`, whose memory is `own`.
 
-    A slot that a border of `apart` cuts is several views, flat. `named` are the parameters of the
-    slots.
+    A slot that a border of `apart` cuts has several flat views. `named` has the parameters by slot.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class BucketViews:
     ) -> None:
         self._named = named
         self.targets: list[list[Tensor]] = []
-        """By slot, the memory that takes its gradient."""
+        """By slot, the views that take its gradient."""
         self.gaps: list[Tensor] = []
         """The memory between slots."""
 
@@ -55,7 +54,7 @@ class BucketViews:
             self.gaps += memory(end, layout.numel)
 
     def parts(self, place: int, value: Tensor) -> Sequence[Tensor]:
-        """Return `value`, of the form of a slot's parameter, as its `targets` take it."""
+        """Split `value`, in the form of a slot's parameter, to match the slot's `targets`."""
         targets = self.targets[place]
         if len(targets) == 1:
             return [value]

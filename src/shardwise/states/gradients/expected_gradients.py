@@ -1,7 +1,7 @@
 """Learns from earlier backwards which gradients will arrive.
 
-A bucket starts once as many gradients have arrived as before, so nobody waits for a parameter that
-is not used.
+A bucket starts once as many gradients have arrived as in earlier backwards. So an unused parameter
+does not delay its bucket until backward ends.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 PATIENCE = 8
-"""Backwards without a gradient after which a parameter is no longer waited for."""
+"""After this many backwards without a gradient, buckets no longer wait for a parameter."""
 
 
 class ExpectedGradients:
-    """Counts the gradients of `count` parameters, and remembers how many arrive in a backward."""
+    """Counts gradients by parameter, and remembers how many arrive in a backward."""
 
     def __init__(self, count: int) -> None:
         self.arrivals = [0] * count
         """By parameter, its gradients in this backward; reentrant checkpointing makes several."""
         self._learned = [0] * count
         self._absent: dict[int, int] = {}
-        """By parameter that has got none recently, for how many backwards."""
+        """By parameter, the number of backwards since its last gradient, if it is expected."""
 
     def begin(self) -> None:
         """Start a backward."""
@@ -32,8 +32,11 @@ class ExpectedGradients:
         return [index for index, (now, before) in enumerate(pairs) if now > before]
 
     def learn(self, indices: Iterable[int]) -> bool:
-        """Remember how often the gradients of the parameters `indices` arrived, and forget those
-        that got none for long. Returns whether expectations may have changed."""
+        """Remember how many gradients the parameters `indices` had in this backward.
+
+        Stops expecting parameters without a gradient in PATIENCE backwards. Returns whether
+        expectations may have changed.
+        """
         if self.arrivals == self._learned and not self._absent:
             return False
         for index in indices:
@@ -49,5 +52,5 @@ class ExpectedGradients:
         return True
 
     def count(self, indices: Iterable[int]) -> int:
-        """Return how many gradients the parameters `indices` get in a backward."""
+        """Return how many gradients to expect for the parameters `indices` in a backward."""
         return sum(self._learned[index] for index in indices)

@@ -1,6 +1,6 @@
 """Sums of a bucket's gradient over the micro-batches of a step.
 
-Usually each part is added to those before. In the exact mode parts are joined in a fixed tree,
+Usually each part is added to the sum so far. In the exact mode parts are joined in a fixed tree,
 level by level, so that the order of additions does not depend on the number of ranks:
 
     parts       1   2   3   4          fan-ins [2, 2]
@@ -29,25 +29,25 @@ class SquareSum(Protocol):
     """Computes the sum of squares of a span of a storage, such as `squared_sums.square_span`."""
 
     def __call__(self, storage: Storage, own: Span, *, wide: bool = False) -> Tensor:
-        """Sums of buckets and ranks add up; `wide` where squares of fp32 numbers overflow."""
+        """Return a sum that can be added over buckets and ranks; `wide` avoids fp32 overflow."""
 
 
 @dataclass(frozen=True)
 class Summation:
-    """The order in which a step's gradients are summed: as they arrive, or in the exact mode's
-    tree.
+    """Order of additions in a step's gradient sums: as they arrive, or in the exact mode's tree.
 
-    As they arrive: over micro-batches and then ranks, or the other way, whatever sends less.
+    As they arrive means first over micro-batches and then over ranks, or the reverse, whichever
+    order sends less.
     """
 
     in_tree: bool = False
-    """Whether the gradients of every backward are summed over the ranks, in the tree, before they
-    are added to those of other backwards."""
+    """Whether every backward's gradients are summed over the ranks, in the tree, before sums of
+    several backwards are joined."""
     fan_ins: Sequence[int] = ()
-    """How the backwards' sums are joined then."""
+    """By level of the tree, the number of backwards' sums that are joined."""
     square: SquareSum = squared_sums.square_span
     grain: int = 1
-    """That of the layout's buckets."""
+    """The grain of the bucket layout: no interval cuts a group of this many elements."""
 
 
 def in_tree(shards: MicroShards) -> Summation:
@@ -56,7 +56,7 @@ def in_tree(shards: MicroShards) -> Summation:
 
 
 class GradientSum:
-    """The sum in `total`: each part is added to those before."""
+    """A sum in the storage `total`: each part is added to the sum so far."""
 
     def __init__(self, total: Storage) -> None:
         self.total = total
@@ -64,7 +64,7 @@ class GradientSum:
 
     @property
     def first(self) -> Storage:
-        """The storage that takes the next part."""
+        """The storage that receives the next part."""
         return self.total
 
     @property
@@ -73,17 +73,17 @@ class GradientSum:
         return self.total.nbytes
 
     def add(self, part: Tensor) -> tuple[Tensor | None, Handle]:
-        """Add the next part, (numel,) of the interval; returns what `Storage.add` does."""
-        found = self.total.add(part, fresh=self._is_empty)
+        """Add the next part, (numel,) of the interval; return the result of `Storage.add`."""
+        result = self.total.add(part, fresh=self._is_empty)
         self.count_part()
-        return found
+        return result
 
     def count_part(self) -> None:
         """Note that a part was written into `first` without `add`."""
         self._is_empty = False
 
     def clear(self) -> None:
-        """Forget the parts of this step."""
+        """Drop the parts of this step."""
         self._is_empty = True
 
     def widen(self) -> None:
@@ -92,9 +92,9 @@ class GradientSum:
 
 
 class TreeSum(GradientSum):
-    """The exact mode's sum: level i joins `fan_ins[i]` parts of the level below.
+    """The exact mode's sum: `fan_ins[i]` parts of level i make one part of level i + 1.
 
-    `device` is where parts are added.
+    Parts are added on `device`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class TreeSum(GradientSum):
         return sum(level.nbytes for level in self._levels)
 
     def add(self, part: Tensor) -> tuple[None, Handle]:
-        """Add the next part to the lowest level. Its squares are not those of an exact norm."""
+        """Add the next part to the lowest level; return no sum of squares, as it is not exact."""
         _, read = self.first.add(part, fresh=self._counts[0] == 0)
         self.count_part()
         return None, read
@@ -128,18 +128,19 @@ class TreeSum(GradientSum):
         for index, (lower, upper) in enumerate(pairwise(self._levels)):
             if self._counts[index] < self._fan_ins[index]:
                 return
+            # This level is complete: its sum is one part of the level above.
             fresh = self._counts[index + 1] == 0
             _, read = upper.add(lower.loaded(self._device), fresh=fresh)
-            read.reusable()  # the lower level takes the next part as soon as this returns
+            read.reusable()  # the next part may overwrite the lower level once this method returns
             self._counts[index] = 0
             self._counts[index + 1] += 1
 
     def clear(self) -> None:
-        """Forget the parts of this step."""
+        """Drop the parts of this step."""
         self._counts = [0] * len(self._levels)
 
     def widen(self) -> None:
-        """Widen a tree of one level; the levels of others are in fp32 from the start."""
+        """Widen a tree of one level; deeper trees are in fp32 from the start."""
         assert len(self._levels) == 1
         super().widen()
         self._levels = [self.total]

@@ -1,21 +1,16 @@
-"""Gradients: collects them per bucket while backward makes them, and reduces them in parallel.
+"""Collects gradients in buckets while backward runs, and reduces full buckets in parallel.
 
-autograd makes each gradient as a tensor of its own. They are moved into their bucket's flat
-buffer, except for large ones that the transport sends from where they are. A bucket starts its
-collective when the last gradient has arrived; buckets start in the same order on every rank.
+autograd makes each gradient as a separate tensor. Gradients are copied into their bucket's flat
+buffer, except for large ones that the transport sends without a copy. A bucket starts its
+collective when its last gradient has arrived. Buckets start in the same order on every rank. (The
+package's docstring lists the files.)
 
-    gradients           counts arrivals, starts buckets in order, sets late gradients aside
-    bucket              collects the gradients of one bucket, reduces them, keeps the sum
-    reduction_queue     the buckets in a collective, and the buffers that they borrow
-    gradient_sum        adds the sums of several micro-batches
-    gradient_norm       squares sums for the global norm, and clips by that
-    unreadable_grad     stands in for `param.grad` until the step is made
+Which gradients will arrive is learned from earlier backwards (`expected_gradients.py`). A bucket
+starts early once as many have arrived as before; the other buckets start when backward ends.
 
-Which gradients will arrive is learned, not assumed (`expected_gradients`): a bucket starts early
-once as many have arrived as in earlier backwards, and the rest start when backward ends. A gradient
-may arrive after its bucket has started (a branch that was unused before, a segment that reentrant
-checkpointing ran again). It finds `param.grad` empty, so it never writes into a buffer in flight.
-It is set aside as *late*, and all ranks reduce it together in `step`.
+A gradient may arrive after its bucket has started: from a branch that was unused before, or from a
+segment that reentrant checkpointing ran again. It finds `param.grad` empty, so it never writes into
+a buffer in flight. It is set aside as *late*, and all ranks reduce it together in `step`.
 """
 
 from __future__ import annotations
@@ -46,9 +41,8 @@ from shardwise.states.storage.storage_factory import StorageFactory
 class Gradients:
     """Collects, reduces and guards the gradients of all buckets through one step.
 
-    `used` says by parameter whether it had a gradient in this step, `late` by bucket which ones
-    arrived after its collective. `stray` makes the error for a backward that the engine does not
-    know of. Another rank of the replica counts the squares of the buckets `elsewhere`.
+    `stray` makes the error for a backward that the engine did not start. Another rank of the
+    replica counts the squares of the buckets `elsewhere`.
     """
 
     def __init__(
@@ -92,16 +86,18 @@ class Gradients:
         self._own_norms: list[Tensor] = []
         self._had_late = False
         self.late: dict[int, list[tuple[int, Tensor]]] = {}
+        """By bucket, the gradients that arrived after its launch, each with its parameter."""
         self.used = [False] * len(self._params)
+        """By parameter, whether it had a gradient in this step."""
         self.paced = False
         """If True, only `start` launches buckets. Gathers run in parallel, so launching a bucket
         from the hook could deadlock: a rank would wait for the others' gradients while they wait
         for it in a gather."""
         self.wide = False
-        """Whether 16-bit gradients are kept in fp32 by now."""
-        self._now = self.buckets
-        """Those that the backward under way may fill."""
-        self._active = False
+        """Whether 16-bit gradients are kept in fp32, since `widen`."""
+        self._filling = self.buckets
+        """The buckets that the present backward may fill."""
+        self._in_backward = False
         self._hooked = [param for param in self._params if param.requires_grad]
         self._hooks = [
             param.register_post_accumulate_grad_hook(partial(_arrive, ref(self), index))  # type: ignore[no-untyped-call]
@@ -111,7 +107,7 @@ class Gradients:
 
     @property
     def reached(self) -> bool:
-        """Whether the last backward brought any gradient."""
+        """Whether any gradient arrived in the last backward."""
         return any(self._expected.arrivals)
 
     # -- one backward ---------------------------------------------------------------------
@@ -125,37 +121,43 @@ class Gradients:
         among: Collection[int] | None = None,
         usual: bool = True,
     ) -> None:
-        """Get ready for a backward; of the buckets `among` only, if given.
+        """Begin a backward.
 
-        Nothing is learned from one that is not `usual`. `last`: no other backward follows in this
-        step, so replicated gradients may be sent. With a `weight` of zero all gradients (perhaps
-        NaN) are thrown away; else they are multiplied by `factor`.
+        Args:
+            last: No other backward follows in this step, so replicated gradients may be sent.
+            weight: Weight of the loss. If it is zero, all gradients (perhaps NaN) are discarded.
+            factor: Factor for all gradients.
+            among: The numbers of the buckets that this backward may fill; None for all.
+            usual: Learn from this backward which gradients will arrive in later ones.
         """
         self._guarded = False
         self._drop()
         self._put_hooks_last()
-        self._now = self.buckets
+        self._filling = self.buckets
         if among is not None:
-            self._now = [self.buckets[number] for number in sorted(among)]
-        is_first = not any(bucket.is_awaited for bucket in self._now)
+            self._filling = [self.buckets[number] for number in sorted(among)]
+        is_first = not any(bucket.was_launched for bucket in self._filling)
         self._backward = Backward(
-            # After the first reduction in a step, sums must not be mixed with parts: reduce each.
+            # After the first reduction of a step, a kept buffer holds sums over all ranks. No
+            # gradient of this rank can be added to it, so every later backward reduces its own.
             reduces=self._reduces_each or last or not is_first,
             is_first=is_first,
             empty=not isinstance(weight, Tensor) and weight == 0,
             factor=None if isinstance(factor, float) and factor == 1.0 else factor,
             is_zero=weight == 0 if isinstance(weight, Tensor) else None,
         )
-        for bucket in self._now:
+        for bucket in self._filling:
             bucket.begin(self._backward)
         self._cursor = 0
         self._usual = usual
         self._expected.begin()
-        self._active = True
+        self._in_backward = True
 
     def _put_hooks_last(self) -> None:
-        """Let hooks that user code has registered since run before ours, which takes the gradient
-        away."""
+        """Move the engine's hooks behind hooks that user code has registered since.
+
+        The engine's hook removes `param.grad`, which the others may read.
+        """
         with unguarded():
             for param, handle in zip(self._hooked, self._hooks, strict=True):
                 hooks = param._post_accumulate_grad_hooks
@@ -165,28 +167,29 @@ class Gradients:
 
     def arrived(self, index: int, param: Tensor) -> None:
         """Note that autograd has put a gradient into `param.grad`."""
-        if not self._active:
+        if not self._in_backward:
             param.grad = None
             raise self._stray(self._parameters.named[index].name)
         self._expected.arrivals[index] += 1
         bucket, place = self._slot_of[index]
         if bucket.mark_ready(place) and self._overlap and not self.paced:
-            # Not this bucket at once: ranks complete buckets in different orders, and must start
-            # them in the same one.
-            while self._cursor < len(self._now) and self._now[self._cursor].remaining <= 0:
-                self._launch(self._now[self._cursor])
+            # Launch in order, not this bucket at once: ranks may complete buckets in different
+            # orders, but must start collectives in the same one.
+            while self._cursor < len(self._filling) and self._filling[self._cursor].remaining <= 0:
+                self._launch(self._filling[self._cursor])
                 self._cursor += 1
 
     def take_all(self) -> None:
-        """Note all gradients that something other than backward has put into `param.grad`."""
+        """Collect gradients that code other than autograd has put into `param.grad`."""
         for index, param in enumerate(self._params):
             if param.grad is not None:
                 self.arrived(index, param)
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Start the buckets `numbers` now, where `paced`; the same ones on all ranks."""
-        if self._active and self._overlap:
+        """Launch the buckets `numbers`, equal on all ranks; used if `paced`."""
+        if self._in_backward and self._overlap:
             for number in numbers:
+                # Not every bucket is part of this backward.
                 if self.buckets[number].state is BucketState.FILLING:
                     self._launch(self.buckets[number])
 
@@ -194,52 +197,55 @@ class Gradients:
         small = bucket.collect()
         for index in bucket.used:
             self.used[index] = True
-        # Before the launch: others need the interpreter then, to send the bucket.
+        # Before the launch, after which other threads need the interpreter to send the bucket.
         if not self._alone and (small := [grad for grad in small if grad.numel()]):
-            # Only biases and norms, in order to name the rank if the sum is not finite: what is not
-            # finite in backward reaches those of earlier layers. The largest element, not the sum
-            # of squares: a finite one must not overflow here.
+            # These norms name the rank at fault if the sum is not finite. Small gradients (biases
+            # and normalisation weights) suffice, because a NaN or infinity in backward spreads to
+            # earlier layers. The norm is the largest element, because a sum of squares of finite
+            # numbers could overflow.
             self._own_norms += torch._foreach_norm(small, math.inf)
         bucket.launch()
 
     def finish(self) -> None:
-        """Backward has ended: start the other buckets, set late gradients aside, learn."""
-        for bucket in self._now:
+        """End a backward: launch the other buckets, set late gradients aside, and learn."""
+        for bucket in self._filling:
             if bucket.state is BucketState.FILLING:
                 self._launch(bucket)
-        self._active = False
+        self._in_backward = False
         late = [bucket for bucket in self.buckets if bucket.late]
         if late:
-            # A gradient that nobody counted on completes the count of a bucket that lacks others.
+            # An unexpected gradient counts as one of the expected: it completed the count of a
+            # bucket that still lacked others, which were late for that reason.
             self._unforeseen += self._expected.unforeseen()
         for bucket in late:
-            found = bucket.take_late(self._backward)
-            for index, _ in found:
+            entries = bucket.take_late(self._backward)
+            for index, _ in entries:
                 self.used[index] = True
-            self._had_late = self._had_late or bool(found)
-            if found and self._backward.reduces:
-                self.late.setdefault(bucket.index, []).extend(found)
-            elif found:
-                bucket.hold_late(found)
-        # Expect in the next backwards what has arrived in this one.
-        arriving = (index for bucket in self._now for index in bucket.indices)
+            self._had_late = self._had_late or bool(entries)
+            if entries and self._backward.reduces:
+                self.late.setdefault(bucket.index, []).extend(entries)
+            elif entries:
+                bucket.hold_late(entries)
+        # Expect the same gradients in the next backwards.
+        arriving = (index for bucket in self._filling for index in bucket.indices)
         if self._usual and self._expected.learn(arriving):
-            for bucket in self._now:
+            for bucket in self._filling:
                 bucket.expected = self._expected.count(bucket.indices)
 
     def abandon(self) -> None:
-        """Forget the step, after what is in flight has arrived: backward has failed."""
-        self._active = False
+        """Drop the gradients of a step whose backward failed, once its collectives have ended."""
+        self._in_backward = False
         for bucket in self.buckets:
             bucket.abandon()
-        for _ in self.queue.drain():  # other ranks write into these buffers until then
+        # Wait for the collectives in flight: other ranks may still write into their buffers.
+        for _ in self.queue.drain():
             pass
         self.clear()
 
     # -- between backward and step --------------------------------------------------------
 
     def guard(self) -> None:
-        """Let every use of `param.grad` raise, until the next `begin` or `clear`."""
+        """Make every use of `param.grad` raise, until the next `begin` or `clear`."""
         with unguarded():
             for param, guard in zip(self._params, self._guards, strict=True):
                 param.grad = guard
@@ -256,41 +262,43 @@ class Gradients:
     # -- the end of a step ----------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Wait for the sums of this step, without late gradients."""
+        """Complete the sums of this step, without late gradients."""
         for bucket in self.buckets:
-            if not bucket.is_awaited:
+            if not bucket.was_launched:
                 bucket.launch_held()
         self._wait()
 
     def reduce_late(self, numbers: Sequence[int]) -> None:
-        """Reduce the late gradients of the buckets `numbers` (the same ones on all ranks)."""
+        """Reduce the late gradients of the buckets `numbers`, which are equal on all ranks."""
         for number in numbers:
             self.buckets[number].launch_late(self.late.get(number, []))
         self.late.clear()
         self._wait()
 
     def _wait(self) -> None:
-        """Wait for all sums; square each while others are still in flight."""
+        """Wait for all sums; compute the squares of each while others are still in flight."""
         for number in self.queue.drain():
             bucket = self.buckets[number]
             if bucket.counts and bucket.state is BucketState.SUMMED:
                 bucket.square()
 
     def squared(self) -> Tensor:
-        """Return the sum of squares of this rank's own intervals: an fp64 scalar on its device, or
-        the row of an exact sum."""
+        """Return the sum of squares over this rank's own intervals.
+
+        It is an fp64 scalar on the device of the gradients, or the row of an exact sum.
+        """
         parts = [bucket.square() for bucket in self.buckets if bucket.counts]
         if not parts:
             return torch.zeros((), dtype=torch.float64)
         return torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
 
     def squared_in_fp64(self) -> Tensor:
-        """Return the same where squares of fp32 numbers overflow; slower."""
+        """Return the sum of squares, computed in fp64 on the CPU: slower, but without overflow."""
         parts = [bucket.square_in_fp64() for bucket in self.buckets if bucket.counts]
         return torch.stack(parts).sum(0) if parts else torch.zeros((), dtype=torch.float64)
 
     def forget_squares(self, numbers: Iterable[int]) -> None:
-        """Square the sums of the buckets `numbers` again: other code has changed them."""
+        """Compute the squares of the buckets `numbers` again, after other code has changed them."""
         for number in numbers:
             self.buckets[number].forget_squares()
 
@@ -299,17 +307,20 @@ class Gradients:
         return sorted(set[int]().union(*(bucket.nonfinite() for bucket in self.buckets)))
 
     def unforeseen_names(self) -> list[str]:
-        """Return the parameters whose gradients made others late on this rank, in order."""
+        """Return the names of parameters whose unexpected gradients made others late here."""
         named = self._parameters.named
         return [named[index].name for index in sorted(set(self._unforeseen))]
 
     def suspect(self) -> bool | None:
-        """Return whether a gradient of this rank alone was not finite in this step; None if that
-        is unknown, because only small tensors are checked."""
+        """Return whether this rank's own gradients were not finite in this step.
+
+        Returns None if that is unknown, because only small gradients are checked.
+        """
         if not all(bool(torch.isfinite(norm)) for norm in self._own_norms):
             return True
         if self._alone:
-            return None  # not checked: its own gradients are the sum
+            return None  # not checked: the sum consists of this rank's gradients
+        # `_launch` checks neither large nor late gradients, so these may be at fault.
         used = [p for p, used in zip(self._params, self.used, strict=True) if used]
         large = any(p.numel() > bucket_module.SMALL for p in used)
         return None if large or self._had_late else False
@@ -320,10 +331,10 @@ class Gradients:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def widen(self) -> None:
-        """Keep 16-bit gradients in fp32 from the next step on; called on all ranks.
+        """Keep 16-bit gradients in fp32 from the next step on. Call on all ranks.
 
-        Done once steps turn out to have several micro-batches: their sum would soon be too large
-        for 16 bits to add another one to.
+        Needed as soon as steps have several micro-batches: a 16-bit sum soon becomes so large that
+        adding another gradient rounds most of it away.
         """
         self.wide = True
         for bucket in self.buckets:
@@ -331,7 +342,7 @@ class Gradients:
         self.queue.forget_views()
 
     def clear(self) -> None:
-        """Forget this step; the buffers stay."""
+        """Drop the gradients of this step, and keep the buffers."""
         self.queue.trim()
         for bucket in self.buckets:
             bucket.consume()
@@ -344,7 +355,7 @@ class Gradients:
         self.used = [False] * len(self._params)
 
     def detach(self) -> None:
-        """Remove the hooks, so that another layout or plain autograd has the parameters."""
+        """Remove the hooks, so that another layout or plain autograd can use the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._drop()
@@ -357,7 +368,8 @@ class Gradients:
 
 
 def _arrive(gradients: ref[Gradients], index: int, param: Tensor) -> None:
-    """Run as the hook on a parameter; a weak reference, so that hooks keep no engine alive."""
+    """Pass on a gradient that autograd has accumulated; the hook of a parameter."""
+    # A weak reference: the hooks of parameters must not keep a dropped engine alive.
     alive = gradients()
     if alive is not None:
         alive.arrived(index, param)
@@ -373,23 +385,28 @@ def _make_buckets(
     exact_sum: bool,
     elsewhere: Set[int],
 ) -> tuple[ReductionQueue, list[GradientBucket]]:
-    """Allocate what every bucket keeps: the sum of what this rank updates, or the whole buffer."""
+    """Make the buckets, and allocate the memory that each keeps between steps.
+
+    That is either the sum of the elements that this rank updates, or a whole flat buffer.
+    """
     layouts, scatters = parameters.buckets, placement.is_sharded("optimizer")
     borrows = summation.in_tree or placement.is_sharded("gradients")
     owns = [b.interval(group.rank) if scatters else (0, b.numel) for b in layouts]
     kinds = [parameters.kind(index) for index in range(len(layouts))]
     wide = [(torch.float32 if d in NARROW else d, where) for d, where in kinds]
     if summation.in_tree and exact_sum:
-        kinds = wide  # rounded to 16 bits in between, sums would depend on where that is
+        # Intermediate sums in 16 bits would be rounded at places that depend on the world size.
+        kinds = wide
     kept: list[Tensor | None] = [None] * len(layouts)
     totals: list[GradientSum]
     if borrows:
-        # A disk keeps 16-bit sums as wide as they will be needed. Not those of the tree: they are
-        # rounded in the same way wherever they are made.
+        # A disk stores 16-bit sums in fp32 from the start, because its storage cannot be widened
+        # later. Sums of the tree stay in their dtype, so that they round as they do in memory.
         widened = factory.on_disk and not summation.in_tree
         depth = max(len(summation.fan_ins), 1)
         lengths = [end - first for first, end in owns for _ in range(depth)]
         each = [kind for kind in (wide if widened else kinds) for _ in range(depth)]
+        # Joining a level of the tree to the next uses two storages at once.
         levels = iter(factory.make("gradients", lengths, each, width=min(depth, 2)))
         totals = [
             TreeSum([next(levels) for _ in range(depth)], summation.fan_ins, device)
@@ -404,6 +421,7 @@ def _make_buckets(
             GradientSum(MemoryStorage(buffer[first:end]))
             for buffer, (first, end) in zip(buffers, owns, strict=True)
         ]
+    # Buckets of a kind borrow the same buffers, which must be long enough for the longest.
     longest: dict[tuple[torch.dtype, torch.device], int] = {}
     for layout, kind in zip(layouts, kinds, strict=True):
         longest[kind] = max(longest.get(kind, 0), layout.numel)

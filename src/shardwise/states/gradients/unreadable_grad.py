@@ -1,8 +1,9 @@
 """Guards `param.grad` between backward and step: any use of it raises.
 
-Between the last backward of a step and `engine.step()` a gradient is a weighted sum, perhaps on
-its way to other ranks. Reading it gives nothing meaningful and changing it (clip_grad_norm_) does
-nothing. So `param.grad` is then a tensor without memory whose every use raises.
+Between the last backward of a step and `engine.step()`, a gradient is a weighted sum that may still
+be in a collective. Reading it would give a meaningless value, and changing it (clip_grad_norm_)
+would have no effect. So `param.grad` is a tensor without memory during that time, and any use of it
+raises.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class GradientGuard(Tensor):
                 "Do it before sw.Engine(...); for lower precision use --precision."
             )
         raise GradientAccess(
-            f"A gradient was touched ({name}) between engine.backward and engine.step, where it "
+            f"A gradient was touched ({name}) between engine.backward and engine.step, while it "
             "belongs to the engine. Write engine.backward(loss) instead of loss.backward(), and "
             "engine.step(max_norm=1.0) instead of clip_grad_norm_ and optimizer.step(); the norm "
             "is in stats.grad_norm. To read or change gradients: with engine.full_gradients()."

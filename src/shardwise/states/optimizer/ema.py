@@ -1,4 +1,4 @@
-"""Keeps an exponential moving average of the weights (EMA) on the intervals that a rank updates."""
+"""Exponential moving average (EMA) of the weights, over the intervals that a rank updates."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.states.optimizer.optimizer_state import OptimizerState
-from shardwise.states.optimizer.update_interval import UpdateInterval
+from shardwise.states.optimizer.update_interval import BucketUpdate
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.storage.storage import Storage, in_spans
 from shardwise.states.storage.storage_factory import StorageFactory
 
 
 class Averages:
-    """Averages of the weights: decay x average + (1 - decay) x weight after each step, in the
-    master dtype."""
+    """Averages of the weights in the master dtype.
+
+    After each step an average becomes decay x average + (1 - decay) x weight. It starts at the
+    value that `start` has for the parameter, or else at the weight. `factory` makes the storage,
+    which is used in the same spans as the optimizer's state.
+    """
 
     def __init__(
         self,
@@ -29,14 +33,11 @@ class Averages:
         scattered: bool,
         start: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        """`factory` makes their storage, by spans as the optimizer's state. `start` gives averages
-        to go on with, by parameter; without it they are the weights."""
         self._parameters = parameters
         self._optimizer = optimizer
         self._decay = decay
         self._scattered = scattered
-        self._shelf = factory
-        self.storages = self._room()
+        self.storages = self._allocate(factory)
         """By bucket, the average over this rank's interval."""
         for interval, average in self._each():
             for index, (first, _) in enumerate(interval.spans):
@@ -51,40 +52,42 @@ class Averages:
                         value[piece.start - begin : piece.end - begin] = flat[: piece.numel]
                 average.put(index, changed=True)
 
-    def _room(self) -> list[Storage]:
-        parts = self._optimizer.intervals
-        rooms = self._shelf.make(
+    def _allocate(self, factory: StorageFactory) -> list[Storage]:
+        intervals = self._optimizer.intervals
+        storages = factory.make(
             "averages",
-            [interval.master.numel for interval in parts],
+            [interval.master.numel for interval in intervals],
             [
-                (interval.master.dtype, self._parameters.kind(i)[1])
-                for i, interval in enumerate(parts)
+                (interval.master.dtype, self._parameters.kind(index)[1])
+                for index, interval in enumerate(intervals)
             ],
         )
-        return [in_spans(room, interval.spans) for room, interval in zip(rooms, parts, strict=True)]
+        pairs = zip(storages, intervals, strict=True)
+        return [in_spans(storage, interval.spans) for storage, interval in pairs]
 
-    def _each(self) -> Iterator[tuple[UpdateInterval, Storage]]:
+    def _each(self) -> Iterator[tuple[BucketUpdate, Storage]]:
         return zip(self._optimizer.intervals, self.storages, strict=True)
 
     def loaded(self) -> Iterator[Tensor]:
-        """By bucket, the average over this rank's interval, whole."""
+        """Yield by bucket the whole average over this rank's interval."""
         for average in self.storages:
             yield average.loaded()
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of averages that this rank keeps, wherever they rest."""
+        """Bytes of averages that this rank stores, on any tier."""
         return sum(average.nbytes for average in self.storages)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory that they take between steps."""
+        """Bytes of memory in use between steps."""
         return sum(average.memory_bytes for average in self.storages)
 
     def update(self) -> None:
-        """Follow the weights; after each step that was not skipped."""
+        """Update the averages; call after each step that was not skipped."""
         for interval, average in self._each():
             for index in range(len(interval.spans)):
+                # Read the next span from a disk while this one is updated.
                 if index + 1 < len(interval.spans):
                     average.read_ahead(index + 1)
                 value, master = average.take(index), interval.master.take(index)
@@ -94,42 +97,44 @@ class Averages:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the parameters hold the averages inside the block; all ranks enter and leave.
+        """Context manager inside which the parameters hold the averages. Collective.
 
-        They change places, span by span. A parameter of another dtype has a master, which it is
-        taken from again.
+        Parameters and averages of the same dtype swap their values, span by span. A parameter of
+        another dtype gets the rounded average, and afterwards its value from its master.
         """
-        self._exchange(_exchanged, _rounded)
+        self._exchange(_swap, _round)
         try:
             yield
         finally:
             with torch.no_grad():
                 self._exchange(
-                    _exchanged,
-                    lambda interval, _, index: _rounded(interval, interval.master, index),
+                    _swap,
+                    lambda interval, _, index: _round(interval, interval.master, index),
                 )
 
-    def _exchange(self, alike: _Move, unlike: _Move) -> None:
-        """Change every parameter, those of the average's dtype by `alike`. Collective."""
-        self._parameters.meet()
+    def _exchange(self, same_dtype: _Move, other_dtype: _Move) -> None:
+        """Change every parameter by one of two functions, depending on its dtype. Collective."""
+        self._parameters.meet()  # other ranks may still read the old values in shared memory
         for interval, average in self._each():
-            move = alike if interval.target.dtype == average.dtype else unlike
+            move = same_dtype if interval.target.dtype == average.dtype else other_dtype
             for index in range(len(interval.spans)):
                 move(interval, average, index)
         if self._scattered:
+            # Start all before waiting for any, so that they run in parallel.
             sent = [self._parameters.publish(i) for i in range(len(self.storages))]
             for handle in sent:
                 handle.wait()
-            # The block may write parameters, which other ranks still read until then.
+            # The block may write parameters: wait until no other rank reads them.
             for handle in sent:
                 handle.reusable()
         self._parameters.settle()
 
 
-_Move = Callable[[UpdateInterval, Storage, int], None]
+_Move = Callable[[BucketUpdate, Storage, int], None]
 
 
-def _exchanged(interval: UpdateInterval, average: Storage, index: int) -> None:
+def _swap(interval: BucketUpdate, average: Storage, index: int) -> None:
+    # One span at a time, so that the temporary copy stays small.
     target, value = interval.target.take(index), average.take(index)
     kept = target.clone()
     target.copy_(value)
@@ -138,7 +143,7 @@ def _exchanged(interval: UpdateInterval, average: Storage, index: int) -> None:
     average.put(index, changed=True)
 
 
-def _rounded(interval: UpdateInterval, average: Storage, index: int) -> None:
+def _round(interval: BucketUpdate, average: Storage, index: int) -> None:
     interval.target.take(index, fresh=True).copy_(average.take(index))
     interval.target.put(index, changed=True)
     average.put(index, changed=False)

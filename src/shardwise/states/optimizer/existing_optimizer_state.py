@@ -1,7 +1,8 @@
-"""Takes over existing optimizer state: what the user's optimizer has, or what a checkpoint fills.
+"""Takes over existing optimizer state: the user's optimizer's, or one that a checkpoint will fill.
 
-A bucket's interval is cut into segments where the existing state of neighbours differs (one has
-none, or another step count); each segment gets the state of its parameters as one flat tensor.
+The interval of a bucket is cut into segments at borders between parameters whose state differs, for
+example because one has no state yet, or another step count. Each segment gets the state of its
+parameters, joined into flat tensors.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from shardwise.layout.bucket_layout import Slot
 from shardwise.states.optimizer.inner_optimizer import InnerOptimizer
-from shardwise.states.optimizer.offloaded_update import stow
+from shardwise.states.optimizer.offloaded_update import store_state
 from shardwise.states.optimizer.optimizer_kind import OptimizerKind, placed
 from shardwise.states.optimizer.optimizer_options import ParameterGroup
 from shardwise.states.optimizer.update_interval import (
-    UpdateInterval,
-    UpdateSegment,
-    runs,
+    BucketUpdate,
+    UpdatedTensor,
+    group_consecutive,
     without_memory,
 )
 from shardwise.states.parameters.named_parameters import NamedParameter
@@ -31,17 +33,17 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Blank:
-    """Stands for a tensor of optimizer state that is still to be filled."""
+    """Placeholder for a tensor of optimizer state that a checkpoint will fill."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class ExistingState:
-    """The state that parameters have, by the user's optimizer and by parameter.
+    """The existing state of parameters, by the user's optimizer and by parameter.
 
-    Tensors of it may be Blanks, for which room is made with anything in it. Segments start at the
-    parameters `borders`.
+    A `Blank` in it becomes a tensor with arbitrary content. New segments start at the parameters
+    `borders`, even if the state does not differ there.
     """
 
     def __init__(
@@ -55,53 +57,66 @@ class ExistingState:
         self._borders = borders
 
     def _of(self, group: ParameterGroup, number: int) -> State | None:
-        """The state of parameter `number`; None where there is none."""
+        """Return the state of parameter `number`, or None if it has none."""
         return self._states[group.optimizer].get(self._named[number].parameter) or None
 
     # -- segments -------------------------------------------------------------------------
 
-    def segments(self, interval: UpdateInterval, group: ParameterGroup) -> list[UpdateSegment]:
-        """Return the segments of an interval: one for each run of parameters with equal state."""
+    def segments(self, interval: BucketUpdate, group: ParameterGroup) -> list[UpdatedTensor]:
+        """Return the segments of an interval: one for each run of parameters with equal state.
+
+        If the optimizer needs whole tensors, every parameter has its own segment.
+        """
         pieces = interval.all_pieces
         if group.whole:
-            found = []
+            segments = []
             for piece in pieces:
                 named = self._named[piece.parameter]
                 tensor = named.view(interval.flat(*interval.own), piece.start - interval.own[0])
                 master = None
-                if group.stays:  # the user's optimizer updates the user's own parameter
+                if group.stays:
+                    # The user's optimizer updates the user's own parameter, not a view of it.
                     master = tensor if interval.has_master else None
                     tensor = named.parameter
-                found.append(UpdateSegment(piece.start, piece.end, [piece], tensor, master))
-            return found
-        before = accumulate((piece.parameter in self._borders for piece in pieces), initial=0)
-        count = dict(zip(pieces, list(before)[1:], strict=True))
+                segments.append(UpdatedTensor(piece.start, piece.end, [piece], tensor, master))
+            return segments
+        # The number of borders up to a piece: it differs across a border, so runs end there.
+        borders = accumulate(piece.parameter in self._borders for piece in pieces)
+        count = dict(zip(pieces, borders, strict=True))
+
+        def mark(piece: Slot) -> Any:
+            return count[piece], self._signature(group, piece.parameter)
+
         return [
             interval.segment(run)
             for pieces in interval.pieces
-            for run in runs(pieces, lambda p: (count[p], self._numbers(group, p.parameter)))
+            for run in group_consecutive(pieces, mark)
         ]
 
-    def _numbers(self, group: ParameterGroup, number: int) -> Any:
-        """What makes two neighbours unlike: which state they have, and its single values."""
+    def _signature(self, group: ParameterGroup, number: int) -> Any:
+        """Return the keys of a parameter's state and its single values.
+
+        Only neighbours with equal signatures can share a segment.
+        """
         if (state := self._of(group, number)) is None:
             return None
-        found: list[tuple[str, Any]] = []
+        entries: list[tuple[str, Any]] = []
         for key, has_shape in _entries(group.kind, state, self._named[number]).items():
             value = state[key]
             if has_shape:
-                found.append((key, None))
+                entries.append((key, None))
             elif isinstance(value, Tensor) and value.numel() == 1:
-                found.append((key, value.item()))
+                entries.append((key, value.item()))
             else:
-                found.append((key, repr(value)))
-        return sorted(found)
+                entries.append((key, repr(value)))
+        return sorted(entries)
 
-    # -- their state ----------------------------------------------------------------------
+    # -- state of segments ----------------------------------------------------------------
 
-    def give(self, inner: InnerOptimizer, interval: UpdateInterval, group: ParameterGroup) -> None:
+    def give(self, inner: InnerOptimizer, interval: BucketUpdate, group: ParameterGroup) -> None:
         """Give the segments of `interval` the state of their parameters."""
         for segment in interval.segments:
+            # By their signatures, all pieces of a segment have state or none has.
             states = [self._of(group, piece.parameter) for piece in segment.pieces]
             if known := [state for state in states if state is not None]:
                 inner.inner.state[segment.tensor] = self._joined_state(
@@ -112,47 +127,51 @@ class ExistingState:
             for state in self._states[group.optimizer].values()
             for value in state.values()
         )
+        # With blanks there is nothing to store yet: the checkpoint writes to the disk itself.
         if not has_blanks:
-            stow(inner, interval)
+            store_state(inner, interval)
 
     def _joined_state(
         self,
         inner: InnerOptimizer,
-        interval: UpdateInterval,
+        interval: BucketUpdate,
         group: ParameterGroup,
-        segment: UpdateSegment,
+        segment: UpdatedTensor,
         states: Sequence[State],
     ) -> dict[str, Any]:
-        """The state of a segment, out of the `states` of its pieces."""
+        """Join the `states` of a segment's pieces."""
         options = inner.options_of(group)
-        made: dict[str, Any] = {}
+        joined: dict[str, Any] = {}
         named = self._named[segment.pieces[0].parameter]
         for key, has_shape in _entries(group.kind, states[0], named).items():
             value, flat = states[0][key], has_shape and not group.whole
             if isinstance(value, Blank):
-                made[key] = _room(interval, segment, key, value, flat=flat)
+                joined[key] = _allocate(interval, segment, key, value, flat=flat)
             elif flat:
-                made[key] = self._joined(segment, key, states)
+                joined[key] = self._joined(segment, key, states)
             else:
-                made[key] = placed(key, value, _device_of(segment), options, copy=not group.stays)
-        return made
+                # Equal in all pieces, by their signatures.
+                copy = not group.stays
+                joined[key] = placed(key, value, _device_of(segment), options, copy=copy)
+        return joined
 
-    def _joined(self, segment: UpdateSegment, key: str, states: Sequence[State]) -> Tensor:
-        """One flat tensor of a segment's pieces of state `key`."""
+    def _joined(self, segment: UpdatedTensor, key: str, states: Sequence[State]) -> Tensor:
+        """Join state `key` of a segment's pieces into one flat tensor."""
         joined = torch.zeros(
             segment.end - segment.first, dtype=states[0][key].dtype, device=segment.tensor.device
         )
         for piece, state in zip(segment.pieces, states, strict=True):
             value = self._named[piece.parameter].flattened(state[key])
             length = piece.end - piece.start
+            # An interval may contain only a part of a parameter: `offset` is its first element.
             joined[piece.start - segment.first :][:length] = value[piece.offset :][:length]
         return joined
 
 
-def _room(
-    interval: UpdateInterval, segment: UpdateSegment, key: str, blank: Blank, *, flat: bool
+def _allocate(
+    interval: BucketUpdate, segment: UpdatedTensor, key: str, blank: Blank, *, flat: bool
 ) -> Tensor:
-    """A tensor of state that is to be filled; without memory where it rests on a disk."""
+    """Allocate the tensor of a `Blank`; it has no memory if that state is on a disk."""
     numel = segment.end - segment.first
     if key in interval.moments:
         return without_memory(numel, interval.moments[key].dtype)
@@ -160,14 +179,16 @@ def _room(
     return torch.zeros(shape, dtype=blank.dtype, device=_device_of(segment))
 
 
-def _device_of(segment: UpdateSegment) -> torch.device:
-    """Where a segment is updated."""
+def _device_of(segment: UpdatedTensor) -> torch.device:
+    """Return the device on which a segment is updated."""
     return (segment.tensor if segment.master is None else segment.master).device
 
 
 def _entries(kind: OptimizerKind, state: State, named: NamedParameter) -> dict[str, bool]:
-    """The keys of a parameter's state, and of each whether it has the parameter's shape; without
-    what is not there yet, as the momentum of an SGD that had none."""
+    """Return by key of a parameter's state whether the entry has the parameter's shape.
+
+    Entries that do not exist yet are left out, such as the momentum of an SGD without momentum.
+    """
     return {
         key: kind.has_shape(
             key, value, named.whole_shape if isinstance(value, Blank) else named.shape

@@ -1,7 +1,7 @@
 """Updates the intervals of one or more buckets with an inner copy of the user's optimizer.
 
-In memory an update is one call over whole intervals. `offloaded_update` goes span by span, where
-some state is on a disk or on the host of an accelerator.
+In memory an update is one call over whole intervals. If some state is on a disk, or in the memory
+of an accelerator's host, `offloaded_update.py` updates span by span.
 
     reduced gradient ─▶ tensor.grad of each segment ─▶ optimizer.step() ─▶ master ─▶ parameters
 """
@@ -22,62 +22,68 @@ from shardwise.states.optimizer.optimizer_options import (
     ParameterGroup,
     without_hooks,
 )
-from shardwise.states.optimizer.update_interval import UpdateInterval, UpdateSegment, cut_by_use
+from shardwise.states.optimizer.update_interval import BucketUpdate, UpdatedTensor, cut_by_use
 
 
 @dataclass(eq=False)
 class UpdatePart:
-    """The part of an interval that one call updates: the elements from `start` on of its bucket.
-
-    `changed` is False once a call has found no gradient for it.
-    """
+    """The part of an interval that one call updates."""
 
     start: int
-    segments: Sequence[UpdateSegment]
+    """Its first element, in elements of the bucket."""
+    segments: Sequence[UpdatedTensor]
     gradient: Tensor
     """The reduced gradient: (numel,) of the part."""
     changed: bool = True
+    """False after a call that found no gradient for it."""
 
 
 class InnerOptimizer:
-    """A copy of the user's optimizer over the segments of `intervals`: those of one bucket, or of
-    several that are updated in one call."""
+    """A copy of the user's optimizer over the segments of `intervals`.
+
+    Usually these are the segments of one bucket; several buckets may share one call.
+
+    Args:
+        buckets: The numbers of the buckets.
+        intervals: Their intervals on this rank.
+        groups: By interval, its parameter group of the user's optimizer.
+        parts: Yields the parts of each call of the optimizer.
+        fused: Update with torch's fused kernel.
+        leads: This is the first copy of its optimizer.
+    """
 
     is_users_stepping = False
-    """Whether a step of the user's optimizer itself is under way, with all that it needs."""
+    """Whether the user's optimizer itself is in its step, and may call its own methods."""
     following: InnerOptimizer | None = None
-    """The one that the step updates next."""
+    """The inner optimizer that the step updates next."""
 
     def __init__(
         self,
         buckets: list[int],
-        intervals: list[UpdateInterval],
+        intervals: list[BucketUpdate],
         groups: list[ParameterGroup],
         parts: Callable[[InnerOptimizer], Iterator[list[UpdatePart]]],
         *,
         fused: bool,
         leads: bool,
     ) -> None:
-        """`buckets` are the numbers of the buckets, `parts` yields what each call updates.
-        `fused`: torch's fused kernel updates; `leads`: this is the optimizer's first copy."""
         self.buckets = buckets
         self.intervals = intervals
         self._groups = groups
         self._parts = parts
         self._divides = fused and all(i.master.dtype == torch.float32 for i in intervals)
-        self.inner = self._made()
+        self.inner = self._make_optimizer()
         device = intervals[0].master.device
         self.options = FollowedOptions(groups, self.inner, device, fused=fused)
         changing = frozenset[str]().union(*(group.kind.attributes for group in groups))
         self.attributes = FollowedAttributes(groups[0].optimizer, self.inner, changing, leads=leads)
         self._regroup()
 
-    def _made(self) -> optim.Optimizer:
+    def _make_optimizer(self) -> optim.Optimizer:
         return bare_copy(self._groups[0].optimizer)
 
     def _regroup(self) -> None:
-        """Make an inner parameter group for each of the user's, its segments in registration
-        order."""
+        """Make an inner parameter group for each group of the user's optimizer."""
         self.inner.param_groups = []
         for number in self.options.numbers:
             segments = [
@@ -86,19 +92,23 @@ class InnerOptimizer:
                 if group.index == number
                 for segment in interval.segments
             ]
+            # In registration order, as in the user's group.
             segments.sort(key=lambda segment: segment.pieces[0].parameter)
             self.inner.param_groups.append({"params": [segment.tensor for segment in segments]})
-        if hasattr(self.inner, "_params"):  # L-BFGS keeps its one group's apart
+        if hasattr(self.inner, "_params"):  # L-BFGS has a second reference to its parameters
             self.inner._params = self.inner.param_groups[0]["params"]
 
     def options_of(self, group: ParameterGroup) -> dict[str, Any]:
-        """Return the options with which the inner optimizer updates tensors of `group`."""
+        """Return the options that the inner optimizer uses for tensors of `group`."""
         return self.options.of(group.options)
 
     # -- the update -----------------------------------------------------------------------
 
     def step(self, used: Sequence[bool], factor: float) -> None:
-        """Update from the reduced gradients times `factor`; `used` is by parameter."""
+        """Update from the reduced gradients times `factor`.
+
+        `used` says by parameter whether any rank had a gradient.
+        """
         if not all(used):
             cut = [cut_by_use(self.inner, interval, used) for interval in self.intervals]
             if any(cut):
@@ -108,10 +118,11 @@ class InnerOptimizer:
             self._update(parts, used, factor)
 
     def _set_divisor(self, factor: float) -> None:
+        # torch's fused kernels read this attribute in `step`; clear the divisor of the last step.
         self.inner.grad_scale = None  # type: ignore[attr-defined]
         if self._divides and factor != 1.0:
-            # torch's fused kernels divide the gradient by this on the way, in fp32: no pass over
-            # the gradient of its own.
+            # torch's fused kernels divide the gradient by `grad_scale` as they read it, in fp32.
+            # That saves a separate pass over the gradient.
             device = self.intervals[0].master.device
             divisor = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
             self.inner.grad_scale = divisor  # type: ignore[attr-defined]
@@ -122,7 +133,8 @@ class InnerOptimizer:
             self._offer(part, used, factor)
         tensors = [segment.tensor for part in parts for segment in part.segments]
         offered = [tensor for tensor in tensors if tensor.grad is not None]
-        # Without a gradient too where steps are counted: every copy must count the same.
+        # Call an optimizer that counts steps even without a gradient: all copies must have the same
+        # count.
         if offered or self.options.counts or self.attributes.changing:
             self._follow()
             self._call_for(offered)
@@ -136,36 +148,39 @@ class InnerOptimizer:
         """Set the gradient of each segment that had one on its tensor."""
         if not part.segments:
             return
-        # Of this part's interval: a call may update intervals of several dtypes.
+        # The dtype of this part's interval: one call may update intervals of several dtypes.
         tensor = part.segments[0].tensor
         grad = part.gradient.to(tensor.device, tensor.dtype)
         if not self._divides and factor != 1.0:
+            # In place, even if `to` made no copy: the sums of a step are used only once.
             grad = grad.mul_(factor)
         for segment in part.segments:
             if used[segment.pieces[0].parameter]:
                 flat = grad[segment.first - part.start : segment.end - part.start]
-                segment.tensor.grad = _shaped(flat, segment.tensor)
+                segment.tensor.grad = _view_like(flat, segment.tensor)
 
     def _follow(self) -> None:
-        """Take what user code has changed about its optimizer."""
+        """Copy changes that user code has made to its optimizer."""
         self.options.follow()
         self.attributes.follow()
 
     def _call(self, *closure: Callable[[], float]) -> None:
-        """Make one call of `step`: of the class's own, not of what a scheduler put before it."""
+        """Call the class's own `step`, not the wrapper that a scheduler put on the instance."""
         with without_hooks(self.inner):
             type(self.inner).step(self.inner, *closure)
 
     def _call_for(self, offered: Sequence[Tensor]) -> None:
         """Update the tensors that have a gradient."""
-        fuses = any(group.get("fused") for group in self.inner.param_groups)
-        fresh = [t for t in offered if not self._has_begun(t)] if fuses else []
+        fresh = []
+        if any(group.get("fused") for group in self.inner.param_groups):
+            states = ((tensor, self.inner.state.get(tensor)) for tensor in offered)
+            fresh = [t for t, s in states if not s or any(v is None for v in s.values())]
         if 0 < len(fresh) < len(offered):
-            # torch's fused SGD takes either a momentum of every tensor or of none. So tensors that
-            # are updated for the first time, while others have been before, have their own call.
+            # torch's fused SGD needs a momentum for every tensor or for none. So tensors that are
+            # updated for the first time have a separate call, if others have a momentum.
             grads = [tensor.grad for tensor in fresh]
             for tensor in fresh:
-                tensor.grad = None
+                tensor.grad = None  # the first call skips them
             self._call()
             for tensor in offered:
                 tensor.grad = None
@@ -173,16 +188,13 @@ class InnerOptimizer:
                 tensor.grad = grad
         self._call()
 
-    def _has_begun(self, tensor: Tensor) -> bool:
-        """Return whether the optimizer has state of `tensor`."""
-        state = self.inner.state.get(tensor, {})
-        return bool(state) and all(value is not None for value in state.values())
-
     # -- optimizers that evaluate the loss themselves -----------------------------------------
 
     def step_often(self, evaluate: Callable[[], float]) -> None:
-        """Make a step of an optimizer that calls `evaluate` as often as it wants, which offers the
-        gradients each time. Its states have one part each."""
+        """Make a step of an optimizer that may call `evaluate` several times.
+
+        `evaluate` calls `offer_again` each time. Every interval has one part.
+        """
         for parts in self._parts(self):
             self._set_divisor(1.0)
             self._follow()
@@ -200,15 +212,15 @@ class InnerOptimizer:
         for interval in self.intervals:
             master = interval.master
             total = interval.gradient.reduced.loaded()
-            grad = total.to(master.device, master.dtype) * factor
+            grad = total.to(master.device, master.dtype) * factor  # (numel of the interval,)
             for segment in interval.segments:
                 seen = used[segment.pieces[0].parameter]
                 a, b = segment.first - interval.own[0], segment.end - interval.own[0]
-                segment.tensor.grad = _shaped(grad[a:b], segment.tensor) if seen else None
+                segment.tensor.grad = _view_like(grad[a:b], segment.tensor) if seen else None
 
 
 def in_memory(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
-    """Yield all intervals at once, then write masters to the parameters."""
+    """Yield all intervals for one call, then write masters to the parameters."""
     parts = []
     for interval in inner.intervals:
         gradient = interval.gradient.reduced.memory
@@ -223,7 +235,8 @@ def in_memory(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
             target.copy_(master)
 
 
-def _shaped(grad: Tensor, tensor: Tensor) -> Tensor:
+def _view_like(grad: Tensor, tensor: Tensor) -> Tensor:
+    # Whole tensors keep their strides (channels_last), which `view` could not express.
     if tensor.ndim == 1 and tensor.is_contiguous():
         return grad
     return grad.as_strided(tensor.shape, tensor.stride(), grad.storage_offset())

@@ -1,4 +1,4 @@
-"""Gathers whole tensors out of intervals, on every rank: for a rebuild, and for small models."""
+"""Gathers whole tensors from intervals on every rank: for a new layout, and for state_dict()."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Collectives
-from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.states.optimizer.optimizer_kind import placed
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.tiers.copy_stream import to_host
 
 
-def gather_bucket(
-    bucket: Bucket, own: tuple[int, int], interval: Tensor, group: Collectives | None
-) -> Tensor:
-    """Return a whole bucket from the intervals of the ranks of `group`; with None, from `interval`,
-    which is all of it."""
+def gather_bucket(bucket: Bucket, own: Span, interval: Tensor, group: Collectives | None) -> Tensor:
+    """Return a whole bucket, (bucket.numel,), gathered from the intervals of the ranks of `group`.
+
+    Without a group, `interval` is already the whole bucket.
+    """
     flat = interval.new_zeros(bucket.numel)
     flat[own[0] : own[1]] = interval
     if group is not None:
@@ -30,7 +30,7 @@ def gather_bucket(
 
 
 class IntervalGather:
-    """Gathers masters and optimizer state that ranks hold in parts; every call is collective."""
+    """Gathers masters and optimizer state from the ranks' intervals; every call is collective."""
 
     def __init__(
         self,
@@ -46,7 +46,10 @@ class IntervalGather:
         self._scattered = scattered
 
     def tensors(self, parts: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
-        """By parameter, what `parts` (one tensor per bucket, over this rank's interval) hold."""
+        """Return by parameter its whole tensor, gathered from `parts`.
+
+        `parts` has one tensor per bucket, over this rank's interval.
+        """
         return {
             parameter: whole
             for index, part in enumerate(parts)
@@ -55,22 +58,25 @@ class IntervalGather:
 
     def _bucket(self, index: int, part: Tensor) -> dict[nn.Parameter, Tensor]:
         bucket, own = self._parameters.buckets[index], self._optimizer.intervals[index].own
+        # On the device that computes, whose memory the transport can send: a master may be on the
+        # host or on a disk.
         _, device = self._parameters.kind(index)
         group = self._group if self._scattered else None
         flat = gather_bucket(bucket, own, part.to(device), group)
-        found = {}
+        tensors = {}
         for slot in bucket.slots:
             named = self._parameters.named[slot.parameter]
             view = named.view(flat, slot.start)
-            found[named.parameter] = view.clone(memory_format=torch.preserve_format)
-        return found
+            # A copy: a view would keep the whole bucket alive.
+            tensors[named.parameter] = view.clone(memory_format=torch.preserve_format)
+        return tensors
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """By parameter, its value in the master dtype."""
+        """Return by parameter its value in the master dtype."""
         return self.tensors([part.master.loaded() for part in self._optimizer.intervals])
 
     def wide_masters(self) -> dict[nn.Parameter, Tensor]:
-        """By parameter of 16 bits, its master; of others the value is the parameter's own."""
+        """Return the masters of the parameters that have 16 bits, by parameter."""
         return {
             parameter: master
             for index, part in enumerate(self._optimizer.intervals)
@@ -79,7 +85,7 @@ class IntervalGather:
         }
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """By parameter, its state as the user's optimizer would hold it."""
+        """Return by parameter its state, in the form of the user's optimizer."""
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for index, group in enumerate(self._optimizer.groups):
             states |= self._whole_state(index) if group.whole else self._flat_state(index)
@@ -90,7 +96,7 @@ class IntervalGather:
             segment.pieces[0].parameter: state for segment, state in self._optimizer.state_of(index)
         }
         if self._scattered:
-            # Sent as objects: their tensors must not name a GPU of this rank's.
+            # On the CPU, because a pickled tensor names its GPU, which another rank may not have.
             mine = {
                 number: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
                 for number, state in mine.items()
@@ -105,6 +111,7 @@ class IntervalGather:
     def _flat_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
         states_here = self._optimizer.state_of(index)
         is_flat = partial(self._optimizer.is_flat, index)
+        # Single values, such as step counts, are sent as objects: there are few per parameter.
         singles = on_host(
             {
                 piece.parameter: {k: v for k, v in state.items() if not is_flat(segment, k, v)}
@@ -129,6 +136,8 @@ class IntervalGather:
             self._parameters.named[number].parameter: self._placed(index, single)
             for number, single in all_singles.items()
         }
+        # Sorted, because all ranks must gather the keys in the same order. A rank whose intervals
+        # have no state of a key takes part with zeros.
         for key in sorted(all_dtypes):
             whole = self._bucket(index, self._optimizer.whole(index, key, all_dtypes[key]))
             for parameter, state in states.items():
@@ -136,14 +145,14 @@ class IntervalGather:
         return states
 
     def _placed(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
-        """`state` where the user's optimizer wants it for a parameter of bucket `index`."""
+        """Move `state` to the devices that the user's optimizer expects for bucket `index`."""
         _, device = self._parameters.kind(index)
         options = self._optimizer.groups[index].options
         return {key: placed(key, value, device, options) for key, value in state.items()}
 
 
 def on_host(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The `states` of parameters with what is small in them, such as step counts, on the CPU."""
+    """Move the tensors in `states` to the CPU: small ones, such as step counts."""
     places = [
         (state, key)
         for state in states.values()

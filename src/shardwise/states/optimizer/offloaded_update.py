@@ -1,13 +1,13 @@
-"""Updates states on NVMe or on the host span by span: reads ahead, writes behind.
+"""Updates states on a disk (NVMe) or on the host span by span.
 
-While one span is updated, the next one is read and the one before is written:
+While one span is updated, the next one is read and the previous one is written:
 
     read_ahead   [ 0 ][ 1 ][ 2 ][ 3 ]
     SpanInUse         [ 0 ][ 1 ][ 2 ][ 3 ]      bound to segments and their state, then updated
     written                [ 0 ][ 1 ][ 2 ][ 3 ]
 
-Segments and state on a disk are bound to a span's memory for the time of its update. They keep
-their shapes, without memory, for the rest.
+Segments and state on a disk point into a span's memory during its update. Otherwise they keep their
+shapes, without memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardwise.errors import TierError
 from shardwise.layout.bucket_layout import Span
 from shardwise.states.optimizer.inner_optimizer import InnerOptimizer, UpdatePart
 from shardwise.states.optimizer.update_interval import (
-    UpdateInterval,
-    UpdateSegment,
+    BucketUpdate,
+    UpdatedTensor,
     has_no_memory,
     without_memory,
 )
@@ -31,14 +31,14 @@ from shardwise.states.storage.storage import MemoryStorage, Storage, in_spans
 
 
 def by_spans(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
-    """Yield span by span of the intervals; several intervals have one span each."""
+    """Yield the intervals span by span; if there are several intervals, each has one span."""
     count = max(len(interval.spans) for interval in inner.intervals)
     for index in range(count):
         spans = [
             SpanInUse(inner.inner, interval, index, _gradient_of(interval))
             for interval in inner.intervals
         ]
-        # Only now, so that the reads of this span come first in the queue of the threads.
+        # After the line above, so that the reads of this span are first in the threads' queue.
         if index + 1 < count:
             _read_ahead(inner, index + 1)
         elif inner.following is not None:
@@ -48,27 +48,27 @@ def by_spans(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
             span.end(changed=span.changed)
 
 
-def stow(inner: InnerOptimizer, interval: UpdateInterval) -> None:
-    """Put the state of all segments into their storage."""
+def store_state(inner: InnerOptimizer, interval: BucketUpdate) -> None:
+    """Store the state of all segments."""
     for index in range(len(interval.spans) if interval.moments else 0):
         SpanInUse(inner.inner, interval, index, None).end(changed=True)
 
 
-def _gradient_of(interval: UpdateInterval) -> Storage:
-    """Return the reduced gradient as the update uses it: near the master, in its spans."""
+def _gradient_of(interval: BucketUpdate) -> Storage:
+    """Return the reduced gradient as the update uses it: on the master's device, in its spans."""
     total, copy_stream = interval.gradient.reduced, interval.master.copy_stream
     if copy_stream is None or total.copy_stream is not None:
         return in_spans(total, interval.spans)
     assert isinstance(total, MemoryStorage)
     if interval.host_copy is None or interval.host_copy.source is not total.tensor:
-        # Widened sums are another tensor, which the copy of the old one must not keep alive.
+        # Sums that were widened are in a new tensor. Replace the copy of the old tensor, which it
+        # would keep alive.
         interval.host_copy = HostCopy(total.tensor, copy_stream, interval.spans)
     return interval.host_copy
 
 
 def _read_ahead(inner: InnerOptimizer, index: int) -> None:
-    """Start to read span `index` of each interval and of its reduced gradient, if there is one;
-    no-op for what is in memory."""
+    """Start to read span `index` of each interval and its gradient, if they are on a disk."""
     for interval in inner.intervals:
         if index < len(interval.spans):
             for storage in {interval.target, interval.master, _gradient_of(interval)}:
@@ -78,16 +78,16 @@ def _read_ahead(inner: InnerOptimizer, index: int) -> None:
                     inner.inner.state.get(segment.tensor, {})
                     for segment in interval.within(interval.spans[index])
                 )
-                # Before the first update there is nothing on the disk to be read.
+                # Before the first update there is nothing on the disk to read.
                 if any(key in state and has_no_memory(state[key]) for state in states):
                     storage.read_ahead(index)
 
 
 class SpanInUse(UpdatePart):
-    """One span of an interval in memory, its segments and state bound to it until `end`."""
+    """One span of an interval in memory; its segments and state point into it until `end`."""
 
     def __init__(
-        self, inner: optim.Optimizer, interval: UpdateInterval, index: int, total: Storage | None
+        self, inner: optim.Optimizer, interval: BucketUpdate, index: int, total: Storage | None
     ) -> None:
         self._inner = inner
         self._interval = interval
@@ -101,6 +101,7 @@ class SpanInUse(UpdatePart):
             gradient = total.take_on(index, interval.master.device)
         super().__init__(interval.own[0] + interval.spans[index][0], segments, gradient)
         self._moments = {
+            # `fresh` before the first update, when no segment has this state on the disk yet.
             key: storage.take(
                 index, fresh=not any(has_no_memory(state[key]) for _, state in self._states(key))
             )
@@ -116,27 +117,28 @@ class SpanInUse(UpdatePart):
                     a, b = self._place(segment)
                     state[key] = moment[a:b]
 
-    def _place(self, segment: UpdateSegment) -> Span:
+    def _place(self, segment: UpdatedTensor) -> Span:
         return segment.first - self.start, segment.end - self.start
 
-    def _states(self, key: str) -> list[tuple[UpdateSegment, dict[str, Any]]]:
-        found = [
+    def _states(self, key: str) -> list[tuple[UpdatedTensor, dict[str, Any]]]:
+        states = [
             (s, self._inner.state[s.tensor]) for s in self.segments if s.tensor in self._inner.state
         ]
-        return [(segment, state) for segment, state in found if key in state]
+        return [(segment, state) for segment, state in states if key in state]
 
     def end(self, *, changed: bool) -> None:
         """Release the span; if it changed, write it back asynchronously."""
         interval, index = self._interval, self._index
         for key, moment in self._moments.items():
             for segment, state in self._states(key):
-                self._stow(segment, state, key, moment)
+                self._store_state(segment, state, key, moment)
             interval.moments[key].put(index, changed=changed)
         if interval.master.memory is None:
-            # The span's buffer is another span's next: nothing may point into it any more.
+            # Another span gets the buffer next, so nothing may point into it any more.
             for segment in self.segments:
                 numel = segment.end - segment.first
                 segment.tensor.data = without_memory(numel, interval.master.dtype)
+        # First the parameter, then `put`: the copy reads the master's buffer, which `put` returns.
         if interval.has_master:
             interval.master.send(index, self._master, self._target)
             interval.target.put(index, changed=changed)
@@ -144,15 +146,15 @@ class SpanInUse(UpdatePart):
         if self._total is not None:
             self._total.put(index, changed=False)
 
-    def _stow(
-        self, segment: UpdateSegment, state: dict[str, Any], key: str, moment: Tensor
+    def _store_state(
+        self, segment: UpdatedTensor, state: dict[str, Any], key: str, moment: Tensor
     ) -> None:
-        """Leave one segment's state in its span's memory; the first time it is copied there."""
+        """Keep one segment's state in its span's memory; the first time, copy it there."""
         a, b = self._place(segment)
         if state[key].dtype != moment.dtype:
             raise TierError(
-                f"{type(self._inner).__name__} keeps {key} as {state[key].dtype}, where a disk has "
-                f"room for {moment.dtype}. Write --offload-optimizer cpu."
+                f"{type(self._inner).__name__} keeps {key} as {state[key].dtype}, but the space on "
+                f"the disk is for {moment.dtype}. Write --offload-optimizer cpu."
             )
         if state[key].data_ptr() != moment[a:b].data_ptr():
             moment[a:b] = state[key]

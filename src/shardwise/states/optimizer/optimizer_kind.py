@@ -1,4 +1,4 @@
-"""Describes an optimizer: its kind, bare copies of it, and whether torch's fused kernels apply."""
+"""Properties of optimizers: their kind, copies without parameters, and use of fused kernels."""
 
 from __future__ import annotations
 
@@ -19,30 +19,37 @@ ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
 )
-"""Of torch's own optimizers those that update each element by itself, whatever their options."""
+"""torch's optimizers that update each element independently, with any options."""
 
 BY_TENSOR = (optim.Adafactor, optim.Muon)
-"""Those that update each tensor by itself, and need the whole of it."""
+"""torch's optimizers that update each tensor independently, but need all of its elements."""
 
 
 def is_torchs(optimizer: optim.Optimizer) -> bool:
-    """Whether `optimizer` is one of torch's own, which keep what they have in the dtype of the
-    parameter, and cannot step where it has another."""
+    """Return whether the class of `optimizer` is one of torch's, or derived from one.
+
+    These keep their state in the dtype of the parameter, and cannot step if that changes.
+    """
     return isinstance(optimizer, (*ELEMENTWISE, *BY_TENSOR))
 
 
 def is_known(optimizer: optim.Optimizer) -> bool:
-    """Whether `optimizer` is of a class of torch's whose updates need no trial; of a class derived
-    from one, anything may be otherwise."""
+    """Return whether the class of `optimizer` is one of torch's, so that it needs no trial.
+
+    A derived class may override anything, so it does not count.
+    """
     return type(optimizer) in (*ELEMENTWISE, *BY_TENSOR)
 
 
 def state_shape(
     made_by: type[optim.Optimizer], key: str, shape: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """The shape that entry `key` of the state of a tensor of `shape` has by one of torch's own
-    optimizers, where it is not one number; None where that is not known."""
+    """Return the shape of entry `key`, not a single number, in the state of a tensor of `shape`.
+
+    `made_by` is the class of the optimizer. Returns None if it is not one of torch's.
+    """
     if made_by is optim.Adafactor and len(shape) > 1 and key in ("row_var", "col_var"):
+        # The second moment of a matrix is kept as its row means and its column means.
         *ahead, rows, columns = shape
         return (*ahead, rows, 1) if key == "row_var" else (*ahead, 1, columns)
     return tuple(shape) if made_by in (*ELEMENTWISE, *BY_TENSOR) else None
@@ -50,77 +57,81 @@ def state_shape(
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """The kind of an optimizer: what it needs whole, and which state it keeps.
+    """The kind of an optimizer: the data that an update needs, and the state that it keeps.
 
-    `elementwise`: tensors may be cut anywhere. `separable`: tensors do not look at each other.
-    `known`: neither was found by trial.
-
-    `tensor_keys` are the state entries that have the parameter's shape (exp_avg ...);
-    `single_keys` are one value per parameter (step ...). An option that changes later may bring
-    others: SGD's momentum. `group_keys` are the options of a parameter group that the optimizer
-    changes itself (ScheduleFree's k), and `attributes` those of its attributes that its steps
-    change. `needs_closure`: it evaluates the loss itself (L-BFGS).
+    An option that changes later may add state entries, such as the momentum of SGD.
     """
 
     elementwise: bool
+    """Whether each element is updated independently, so that tensors may be cut anywhere."""
     separable: bool
+    """Whether each tensor is updated independently of the others."""
     tensor_keys: frozenset[str]
+    """State entries that have the parameter's shape (exp_avg ...)."""
     single_keys: frozenset[str] = frozenset()
+    """State entries with one value per parameter (step ...)."""
     group_keys: frozenset[str] = frozenset()
+    """Options of a parameter group that the optimizer changes itself (ScheduleFree's k)."""
     attributes: frozenset[str] = frozenset()
+    """Attributes of the optimizer that its steps change."""
     known: bool = False
+    """Whether `elementwise` and `separable` are known for the class, without a trial."""
     needs_closure: bool = False
+    """Whether it evaluates the loss itself (L-BFGS)."""
 
     def has_shape(self, key: str, value: Any, shape: Sequence[int]) -> bool:
-        """Whether entry `key` of the state of a tensor of `shape` has that shape by its nature,
-        so that an element-wise optimizer's is cut where the tensor is."""
+        """Return whether state entry `key` of a tensor of `shape` has the same shape by design.
+
+        If the optimizer is element-wise, such an entry is cut together with the tensor.
+        """
         if value is None or key in self.single_keys:
             return False
         return key in self.tensor_keys or tuple(getattr(value, "shape", ())) == tuple(shape) != ()
 
     def is_tensor(self, key: str, value: Any, shape: Sequence[int]) -> bool:
-        """Whether a checkpoint has it as a tensor, rather than as a number beside."""
+        """Return whether a checkpoint stores the entry as a tensor, not as a number."""
         if self.elementwise:
             return self.has_shape(key, value, shape)
         return isinstance(value, Tensor) and value.ndim > 0
 
 
 def needs_closure(optimizer: optim.Optimizer) -> bool:
-    """Whether `optimizer.step` cannot be called without a closure."""
+    """Return whether `optimizer.step` requires a closure."""
+    # Of the class: schedulers replace `step` on the instance, with another signature.
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     return any(p.name == "closure" and p.default is p.empty for p in parameters)
 
 
-_NOT_ITS_OWN = frozenset(
+_FOREIGN_ATTRIBUTES = frozenset(
     (
         *("param_groups", "state", "defaults", "grad_scale", "found_inf"),
         *("_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
     )
 )
-"""Attributes that torch or the engine put on an optimizer."""
+"""Attributes that torch or the engine sets on every optimizer."""
 
 
 def attributes_of(optimizer: optim.Optimizer) -> dict[str, Any]:
-    """The attributes that the class of `optimizer` keeps on it, in place of in its state.
+    """Return the attributes that the class of `optimizer` itself sets on it.
 
-    What shadows a method is left out: a scheduler or an engine has put it there.
+    An attribute that hides a method is left out: a scheduler or an engine has set it.
     """
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in _NOT_ITS_OWN
+        if name not in _FOREIGN_ATTRIBUTES
         and not name.endswith("_hooks")
         and not callable(getattr(type(optimizer), name, None))
     }
 
 
 def common_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The entries of an optimizer's `state` that belong to no parameter."""
+    """Return the entries of an optimizer's `state` that belong to no parameter."""
     return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
 
 
 def wrapped_optimizer(optimizer: optim.Optimizer) -> tuple[str, optim.Optimizer] | None:
-    """The attribute of `optimizer` that holds another optimizer, with that one; None without."""
+    """Return the name and value of an attribute that is another optimizer, or None."""
     for name, value in vars(optimizer).items():
         if isinstance(value, optim.Optimizer):
             return name, value
@@ -128,20 +139,22 @@ def wrapped_optimizer(optimizer: optim.Optimizer) -> tuple[str, optim.Optimizer]
 
 
 def bare_copy(optimizer: optim.Optimizer, *, detached: bool = False) -> optim.Optimizer:
-    """A copy of `optimizer`: its class, options and attributes, without its parameters.
+    """Return a copy of `optimizer` with its class and attributes, without its parameters.
 
-    Made without `__init__`, whose signature is the class's own affair; hooks and what a scheduler
-    put on the instance stay behind. With `detached` steps of the copy change no attribute of
-    `optimizer`; otherwise the copy has the same objects.
+    Hooks, and attributes that a scheduler has set, are not copied. The copy shares the values of
+    its attributes with `optimizer`, unless it is `detached`.
     """
+    # Without `__init__`, whose parameters differ between classes.
     inner = type(optimizer).__new__(type(optimizer))
     attributes = attributes_of(optimizer)
-    kept = {k: v for k, v in vars(optimizer).items() if k in _NOT_ITS_OWN}
+    kept = {k: v for k, v in vars(optimizer).items() if k in _FOREIGN_ATTRIBUTES}
     hooks = {k: type(v)() for k, v in vars(optimizer).items() if k.endswith("_hooks")}
     vars(inner).update(kept | hooks | attributes)
+    # As torch's constructor leaves them, before any group is added.
     inner.param_groups = []
     inner.state = defaultdict(dict)
     if detached:
+        # References to the optimizer lead to the copy; references to parameters stay shared.
         memo: dict[int, Any] = {id(optimizer): inner}
         memo |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
         vars(inner).update({k: copied_attribute(v, memo) for k, v in attributes.items()})
@@ -149,8 +162,11 @@ def bare_copy(optimizer: optim.Optimizer, *, detached: bool = False) -> optim.Op
 
 
 def copied_attribute(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy of an attribute, or `value` itself where it cannot be copied (a lock, a file) or
-    is a module; `memo` has what copies share with the original."""
+    """Return a deep copy of an attribute, or `value` itself if it is a module or cannot be copied.
+
+    Locks and files cannot be copied. `memo` maps objects that the copy shares with the original.
+    """
+    # A module is the user's model, or a part of it: copies of the optimizer refer to the same one.
     if isinstance(value, nn.Module):
         return value
     try:
@@ -160,28 +176,31 @@ def copied_attribute(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's options, without its parameters and their names."""
+    """Return the options of a parameter group, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def placed(
     key: str, value: Any, device: torch.device, options: Mapping[str, Any], *, copy: bool = True
 ) -> Any:
-    """A state's entry where an optimizer with `options` wants it for `device`: a `copy`, or itself
-    if it is there.
+    """Move a state entry to the device on which an optimizer with `options` needs it.
 
-    A count of steps is on the CPU unless a kernel counts, as torch's own load_state_dict has it.
+    That is `device`, except for step counts. Without `copy` the entry itself is returned if it is
+    there already.
     """
     if not isinstance(value, Tensor):
         return value
+    # Like torch's load_state_dict: a count of steps is on the CPU, unless a kernel uses it.
     if key == "step" and not (options.get("fused") or options.get("capturable")):
         device = torch.device("cpu")
     return value.to(device, copy=copy)
 
 
 def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
-    """Whether two options or attributes, or nests of such, are equal: numbers to fp32 noise, or
-    `exactly`; objects by their attributes."""
+    """Return whether two options or attributes, or nested containers of them, are equal.
+
+    Numbers may differ by fp32 noise, unless `exactly`. Objects are compared by their attributes.
+    """
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -189,10 +208,10 @@ def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
             return a.dtype == b.dtype and torch.equal(a, b)
         return a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True)
     if isinstance(a, float) and isinstance(b, float):
-        if a != a and b != b:
+        if a != a and b != b:  # both are NaN
             return True
         return a == b if exactly else math.isclose(a, b, rel_tol=_TOLERANCE)
-    if isinstance(a, optim.Optimizer):  # an attribute that leads back to its own optimizer
+    if isinstance(a, optim.Optimizer):  # a reference back to its own optimizer: avoid a cycle
         return True
     if type(a) is not type(b):
         return False
@@ -204,11 +223,13 @@ def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
     if compares_by_identity(a):
         return same(vars(a), vars(b), exactly=exactly)
     equal = a == b
-    return bool(equal.all() if hasattr(equal, "all") else equal)  # a numpy array compares by item
+    return bool(
+        equal.all() if hasattr(equal, "all") else equal
+    )  # numpy compares element by element
 
 
 def compares_by_identity(value: Any) -> bool:
-    """Whether `value` is an object with attributes, whose class does not say what is equal."""
+    """Return whether `value` is an object with attributes whose class defines no equality."""
     plain: Any = object.__eq__
     return hasattr(value, "__dict__") and type(value).__eq__ is plain
 
@@ -216,15 +237,15 @@ def compares_by_identity(value: Any) -> bool:
 def may_fuse(
     optimizer: optim.Optimizer, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether torch's fused kernel may update tensors of `dtype`, where the user has not chosen
-    another.
+    """Return whether torch's fused kernel may update tensors of `dtype`.
 
-    It reads and writes each number once where the default loop makes a pass per operation, with
-    the same arithmetic.
+    It reads and writes each number once, while the default implementation makes one pass for each
+    operation, with the same arithmetic. A choice by the user is respected.
     """
     unchosen = options.get("fused", False) is None and not options.get("foreach")
+    # torch has no fused kernel for these options, or it would compute something else.
     plain = not options.get("differentiable") and not options.get("capturable")
-    # A rate that is a tensor rounds what is computed with it to its own dtype.
+    # A learning rate that is a tensor would round results to its own dtype.
     rate = options.get("lr")
     plain &= not isinstance(rate, Tensor) or rate.dtype == dtype
     known = {"cpu": (*_FUSED, optim.Adagrad), "cuda": _FUSED}.get(device.type, ())

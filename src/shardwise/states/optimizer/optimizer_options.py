@@ -1,16 +1,16 @@
-"""Lets inner copies follow the user's optimizer: options, attributes and step hooks.
+"""Keeps inner copies in line with the user's optimizer: options, attributes and step hooks.
 
-The engine updates with inner copies of the user's optimizer. Before every update a copy takes the
-options of the user's parameter groups (schedulers edit the learning rate there) and the attributes
+The engine updates with inner copies of the user's optimizer. Before every update a copy takes over
+the options of the user's parameter groups (schedulers edit the learning rate there) and attributes
 that user code has replaced. Changes by the update itself (ScheduleFree counts steps in a group) are
-written back once all updates of the step are made:
+written back after all updates of the step:
 
     scheduler ─▶ user's param_groups ─▶ inner param_groups ─▶ update
                         ▲                                       │
                         └──────────── write_back ◀──────────────┘
 
 Step hooks run once per step, with the user's optimizer. torch must not call them in the updates of
-the copies, of which there may be several in a step.
+the copies as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardwise.states.optimizer.optimizer_kind import (
     same,
     settings_of,
 )
-from shardwise.states.optimizer.update_interval import copied
+from shardwise.states.optimizer.update_interval import copy_value
 
 Hook = Callable[[optim.Optimizer, Any, Any], Any]
 
@@ -47,31 +47,31 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """The parameter group of the user's optimizer that a bucket belongs to.
-
-    `whole`: each of its tensors is updated as such, and never cut. `together`: all of the
-    optimizer's are, in one call. `stays`: the user's optimizer itself makes that call, over its own
-    parameters, and keeps its own state.
-    """
+    """The parameter group of the user's optimizer that a bucket belongs to."""
 
     optimizer: optim.Optimizer
     index: int
+    """Index of the group in the optimizer."""
     kind: OptimizerKind
     whole: bool
+    """Whether its tensors are never cut."""
     together: bool
+    """Whether one call updates all tensors of the optimizer."""
     stays: bool = False
+    """Whether the user's optimizer itself makes that call, over its own parameters, and keeps its
+    own state."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The group as the user's optimizer has it now."""
+        """The present group of the user's optimizer."""
         return self.optimizer.param_groups[self.index]
 
 
 class FollowedOptions:
-    """The options of the user's groups `numbers`, as the copy `inner` of their optimizer has them.
+    """Copies options of the user's parameter groups to the groups of `inner`, and back.
 
-    `device` is where it updates; `fused`: by torch's fused kernel. Options of `counts` are those
-    that the optimizer changes itself.
+    `inner` is a copy of the user's optimizer that updates on `device`, with torch's fused kernel if
+    `fused`. `counts` has the names of options that the optimizer changes itself.
     """
 
     def __init__(
@@ -86,67 +86,70 @@ class FollowedOptions:
         self.numbers = sorted({group.index for group in groups})
         self.counts = frozenset[str]().union(*(group.kind.group_keys for group in groups))
         self.changes: dict[int, dict[str, Any]] = {}
-        """By number of the user's group, the options that the last update has changed."""
+        """By index of the user's group, the options that the last update has changed."""
         self._inner = inner
         self._device = device
         self._fused = fused
-        self._given: dict[int, dict[str, Any]] = {}
+        self._followed: dict[int, dict[str, Any]] = {}
+        """By index of the user's group, the options that `follow` has copied last."""
 
     def follow(self) -> None:
-        """Take the options of the user's groups as they are now."""
+        """Copy the present options of the user's groups."""
         for number, inner in zip(self.numbers, self._inner.param_groups, strict=True):
-            given = self.of(self.user.param_groups[number])
-            # Each update of a step begins from the same count, so none may write the user's.
-            given |= {key: copied(given[key]) for key in self.counts if key in given}
-            inner.update(given)
-            self._given[number] = given
+            options = self.of(self.user.param_groups[number])
+            # Copies: an update must not count in the user's tensor, because every update of a step
+            # starts from the same count.
+            options |= {key: copy_value(options[key]) for key in self.counts if key in options}
+            inner.update(options)
+            self._followed[number] = options
 
     def record_changes(self) -> None:
         """Remember the options that the update has changed in the inner groups."""
-        # Not written to the user's groups at once: every update of a step, including the one of the
+        # Not written to the user's groups yet: every update of a step, including the one of the
         # next span, must start from the same values.
         for number, inner in zip(self.numbers, self._inner.param_groups, strict=True):
-            given = self._given[number]
+            followed = self._followed[number]
             self.changes[number] = {
                 key: value
                 for key, value in settings_of(inner).items()
-                if key in self.counts or key not in given or value is not given[key]
+                if key in self.counts or key not in followed or value is not followed[key]
             }
 
     def of(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The options with which the inner optimizer updates what belongs to the user's `group`."""
+        """Return the options that the inner optimizer uses for tensors of the user's `group`."""
         options = settings_of(group)
         if self._fused:
             options["fused"] = True
         if options.get("capturable") and self._device.type == "cpu":
-            options["capturable"] = False  # a CUDA graph holds nothing that the CPU does
+            options["capturable"] = False  # a CUDA graph contains no work of the CPU
         return options
 
 
 def write_back_options(followed: Sequence[FollowedOptions]) -> None:
-    """Write what the updates of a step have changed to the user's groups, once all are made.
+    """Write options that the updates of a step have changed to the user's groups.
 
-    Raises ModelError where two updates left different values.
+    Call after all updates of the step. Raises ModelError if two updates left different values.
     """
     first_of: dict[tuple[int, int, str], Any] = {}
     for each in followed:
         for number, changes in each.changes.items():
             for key, value in changes.items():
+                # All updates of a step must agree, because the user's group has one value.
                 first = first_of.setdefault((id(each.user), number, key), value)
                 if not same(first, value):
                     raise ModelError(
                         f"{type(each.user).__name__} keeps {key} in its parameter group, and two "
-                        f"parts of group {number} left it at {first!r} and {value!r}. Choose "
-                        "an optimizer that keeps it by parameter."
+                        f"parts of group {number} left it at {first!r} and {value!r}. Use an "
+                        "optimizer that keeps it for each parameter."
                     )
                 each.user.param_groups[number][key] = value
         each.changes.clear()
 
 
 class FollowedAttributes:
-    """The attributes of `user` as its copy `inner` has them; steps change those named `changing`.
+    """Copies attributes of the user's optimizer `user` to its copy `inner`, and back.
 
-    The copy that `leads` shares objects with `user`.
+    Steps change the attributes `changing`. The copy that `leads` shares objects with `user`.
     """
 
     def __init__(
@@ -161,46 +164,50 @@ class FollowedAttributes:
         self.leads = leads
         self.changing = changing
         self._inner = inner
-        self._follows = not is_known(user)  # torch's own keep nothing in attributes
-        self._given: dict[str, Any] = {}
+        self._follows = not is_known(user)  # torch's own optimizers keep nothing in attributes
+        self._followed: dict[str, Any] = {}
+        """The attributes of the user's optimizer that were copied last."""
         self.follow()
 
     def follow(self) -> None:
-        """Take the attributes of the user's optimizer that user code has replaced."""
+        """Copy the attributes of the user's optimizer that user code has replaced."""
         if not self._follows:
             return
         for name, value in attributes_of(self.user).items():
-            if self._given.get(name, _MISSING) is not value:
+            if self._followed.get(name, _MISSING) is not value:
                 shared = self.leads or name not in self.changing
+                # By identity: user code replaces a value, while a step changes it in place.
                 vars(self._inner)[name] = value if shared else copied_attribute(value, {})
-                self._given[name] = value
+                self._followed[name] = value
 
     def changes(self) -> dict[str, Any]:
-        """The attributes that steps change, as the copy has them now."""
+        """Return the present values of attributes that steps change, from the copy."""
         return {k: vars(self._inner)[k] for k in self.changing if k in vars(self._inner)}
 
     def forget_changes(self) -> None:
         """Treat the present attributes of the user's optimizer as already copied."""
-        self._given = attributes_of(self.user)
+        self._followed = attributes_of(self.user)
 
 
 def write_back_attributes(followed: Sequence[FollowedAttributes]) -> None:
-    """Assign what the updates of a step have changed to the user's optimizers.
+    """Write attributes that the updates of a step have changed to the user's optimizers.
 
     Raises ModelError if two updates left different values.
     """
     changing = [each for each in followed if each.changing]
     first: dict[optim.Optimizer, dict[str, Any]] = {each.user: {} for each in changing}
-    # The copy that leads may have no group that changes an attribute which another's changes.
+    # The leading copy's values win. Other copies may change further attributes, if their groups
+    # differ from its groups.
     for each in sorted(changing, key=lambda each: not each.leads):
         first[each.user] = each.changes() | first[each.user]
+    # Check all before the first assignment: an error leaves the user's optimizers unchanged.
     for each in changing:
         for name, value in each.changes().items():
             if not same(first[each.user][name], value):
                 raise ModelError(
                     f"{type(each.user).__name__} keeps {name} in an attribute, and two parts of "
                     f"its parameters left it at {first[each.user][name]!r:.60} and {value!r:.60}. "
-                    "Start with --zero 0, or let it keep the value by parameter, in self.state."
+                    "Use --zero 0, or make it keep the value for each parameter, in self.state."
                 )
     for each in changing:
         vars(each.user).update(first[each.user])
@@ -209,23 +216,25 @@ def write_back_attributes(followed: Sequence[FollowedAttributes]) -> None:
 
 
 def pre_hooks(optimizer: optim.Optimizer) -> list[tuple[int, Hook]]:
-    """The hooks that torch calls before a step of `optimizer`, in its order, with their ids."""
+    """Return the hooks that torch calls before a step of `optimizer`, in order, with their ids."""
     several: Any = torch_optimizer._global_optimizer_pre_hooks
     return [*several.items(), *optimizer._optimizer_step_pre_hooks.items()]
 
 
 def post_hooks(optimizer: optim.Optimizer) -> list[Hook]:
-    """The hooks that torch calls after a step of `optimizer`, in its order."""
+    """Return the hooks that torch calls after a step of `optimizer`, in order."""
     several: Any = torch_optimizer._global_optimizer_post_hooks
     return [*optimizer._optimizer_step_post_hooks.values(), *several.values()]
 
 
 @contextmanager
 def without_hooks(optimizer: optim.Optimizer) -> Iterator[None]:
-    """Inside the block, `optimizer.step()` calls no hooks.
+    """Context manager inside which `optimizer.step()` calls no hooks.
 
-    Hooks still run for the steps of other optimizers, such as one that `optimizer` is a wrapper of.
+    Hooks of all optimizers still run for others, such as one that `optimizer` wraps.
     """
+    # Hooks of the instance are removed. Global hooks are wrapped, because an optimizer inside
+    # `optimizer` must still run them.
     attributes, module = vars(optimizer), vars(torch_optimizer)
     of_one = {name: attributes[name] for name in _OF_ONE}
     of_all = {name: module[name] for name in _GLOBAL if module[name]}

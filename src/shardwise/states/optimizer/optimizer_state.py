@@ -1,16 +1,18 @@
-"""Optimizer state: inner copies of the user's optimizer over what this rank updates.
+"""Optimizer state: inner copies of the user's optimizer over the intervals of this rank.
 
-Schedulers and edits of `param_groups` act on the user's optimizer, whose options are copied before
-every update (`optimizer_options`). What is updated is, per bucket, the rank's interval in
-the master dtype, as one flat tensor for an element-wise optimizer:
+Schedulers and edits of `param_groups` act on the user's optimizer. Its options are copied to the
+inner optimizers before every update (`optimizer_options.py`).
+
+An element-wise optimizer updates the rank's interval of each bucket, in the master dtype, as one
+flat tensor:
 
     bucket flat   | ........ | own interval ........ | ........ |
     segments                 |  a  |  b   |    c     |
 
-There is one segment to begin with. It is cut at parameter borders where its parameters come to
-differ: one had no gradient on any rank, so that its value, its moments and its step count must
-stay (`update_interval.cut_by_use`). An optimizer that needs whole tensors has one segment per
-tensor from the start.
+At first there is one segment. It is cut between two parameters once their states must differ: one
+had no gradient on any rank, so its value, its moments and its step count must stay the same
+(`update_interval.cut_by_use`). An optimizer that needs whole tensors has one segment per tensor
+from the start.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from shardwise.states.optimizer.optimizer_options import (
     write_back_attributes,
     write_back_options,
 )
-from shardwise.states.optimizer.update_interval import UpdateInterval, UpdateSegment
+from shardwise.states.optimizer.update_interval import BucketUpdate, UpdatedTensor
 from shardwise.states.optimizer.users_optimizer import UsersOptimizer
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.storage.storage import in_spans, spans_of
@@ -45,8 +47,19 @@ _MASTER = "master"
 
 
 class OptimizerState:
-    """The inner optimizers of all buckets, and the masters where parameters are 16-bit or rest
-    elsewhere."""
+    """The inner optimizers of all buckets, and the masters of parameters.
+
+    A parameter has a master if it has 16 bits or is stored on another tier.
+
+    Args:
+        parameters: The parameters in buckets.
+        groups: By bucket, its parameter group of the user's optimizer.
+        gradients: By bucket, its gradients.
+        factory: Makes the storage of masters and of state on a disk.
+        by_spans: Some state is on a disk.
+        sends: Updated buckets are sent to other ranks.
+        known: By parameter, values in the master dtype that replace the rounded parameters.
+    """
 
     def __init__(
         self,
@@ -59,9 +72,6 @@ class OptimizerState:
         sends: bool,
         known: Mapping[nn.Parameter, Tensor],
     ) -> None:
-        """`groups` and `gradients` are by bucket. `by_spans`: some state is on a disk. `sends`: an
-        updated bucket is sent to other ranks. `known` are values in the master dtype, where they
-        are better known than the parameters themselves say."""
         self._parameters = parameters
         self._one_by_one = sends or by_spans
         self.groups = groups
@@ -81,8 +91,8 @@ class OptimizerState:
 
     def _lay_out(
         self, gradients: Sequence[GradientBucket], factory: StorageFactory, by_spans: bool
-    ) -> list[UpdateInterval]:
-        """Allocate what this rank keeps of each bucket."""
+    ) -> list[BucketUpdate]:
+        """Allocate the masters, and the state on a disk, of this rank's interval of each bucket."""
         own = [bucket.own for bucket in gradients]
         numbers = range(len(own))
         lengths = [end - first for first, end in own]
@@ -90,29 +100,31 @@ class OptimizerState:
         targets = [in_spans(self._parameters.part(i, own[i]), spans[i]) for i in numbers]
         kept = []
         for i in numbers:
-            # What needs memory of its own: a separate master; on a disk, the optimizer's state too.
+            # Separate storage for a master. On a disk also for the optimizer's state, which
+            # otherwise the inner optimizer allocates.
             dtype, device = self._parameters.kind(i)
             kind = (torch.float32 if dtype in NARROW else dtype, device)
+            # The optimizer state is in host memory and the parameter is not, or the reverse.
             elsewhere = factory.is_apart(device) != (targets[i].copy_stream is not None)
             names = [_MASTER] if dtype in NARROW or elsewhere else []
             names += sorted(self.groups[i].kind.tensor_keys) if factory.on_disk else []
             kept.append(dict.fromkeys(names, kind))
-        rooms = iter(
+        storages = iter(
             factory.make(
                 "optimizer state",
                 [lengths[i] for i in numbers for _ in kept[i]],
                 [kind for i in numbers for kind in kept[i].values()],
-                width=max([1, *map(len, kept)]),
+                width=max([1, *map(len, kept)]),  # the update uses all storages of a bucket at once
             )
         )
-        made = [{name: in_spans(next(rooms), spans[i]) for name in kept[i]} for i in numbers]
+        states = [{name: in_spans(next(storages), spans[i]) for name in kept[i]} for i in numbers]
         return [
-            UpdateInterval(
+            BucketUpdate(
                 self._parameters.buckets[i],
                 own[i],
                 targets[i],
-                made[i].pop(_MASTER, targets[i]),
-                made[i],
+                states[i].pop(_MASTER, targets[i]),
+                states[i],
                 spans[i],
                 gradients[i],
             )
@@ -120,9 +132,10 @@ class OptimizerState:
         ]
 
     def _fill_master(
-        self, interval: UpdateInterval, wide: Tensor | None, known: Mapping[nn.Parameter, Tensor]
+        self, interval: BucketUpdate, wide: Tensor | None, known: Mapping[nn.Parameter, Tensor]
     ) -> None:
         """Fill a separate master with its parameters' values."""
+        # (numel of the interval,). A wide value has bits that the 16-bit parameter has lost.
         value = (interval.target.loaded() if wide is None else wide).to(interval.master.dtype)
         for piece in interval.bucket.pieces(*interval.own):
             named = self._parameters.named[piece.parameter]
@@ -133,7 +146,7 @@ class OptimizerState:
         interval.master.store(value)
 
     def _build(self, existing: ExistingState) -> None:
-        """Cut every bucket into segments, give each an inner optimizer, take over old state."""
+        """Cut every bucket into segments, make inner optimizers, and take over existing state."""
         for interval, group in zip(self.intervals, self.groups, strict=True):
             interval.segments = existing.segments(interval, group)
         keys = [self._together(index) for index in range(len(self.intervals))]
@@ -141,17 +154,17 @@ class OptimizerState:
         for index, key in enumerate(keys):
             members.setdefault(key, []).append(index)
         led = set[optim.Optimizer]()
-        made: dict[Hashable, InnerOptimizer] = {}
+        inner_by_key: dict[Hashable, InnerOptimizer] = {}
         for key, indices in members.items():
             optimizer = self.groups[indices[0]].optimizer
-            made[key] = self._inner_over(indices, leads=optimizer not in led)
+            inner_by_key[key] = self._make_inner(indices, leads=optimizer not in led)
             led.add(optimizer)
-        self.inners = list(made.values())
+        self.inners = list(inner_by_key.values())
         for inner, following in pairwise(self.inners):
             inner.following = following
-        self._inner_of = [made[key] for key in keys]
-        # The inner optimizers hold the state from now on: in the user's optimizer it would be in
-        # memory twice. An optimizer that updates its own parameters gets it back below.
+        self._inner_of = [inner_by_key[key] for key in keys]
+        # The inner optimizers hold the state from now on; the user's optimizer would be a second
+        # copy in memory. An optimizer that updates its own parameters gets its state back below.
         taken = {named.parameter for named in self._parameters.named}
         for optimizer in {group.optimizer for group in self.groups}:
             resting = held(optimizer)
@@ -164,32 +177,36 @@ class OptimizerState:
         """Return the key of a bucket: buckets with equal keys are updated in one call."""
         interval, group = self.intervals[index], self.groups[index]
         if group.together:
-            return group.optimizer
-        # One call for several buckets saves calls, but a bucket that is sent, fetched or copied
-        # would wait: its transfer overlaps with the update of another bucket only if each has a
-        # call of its own.
+            return group.optimizer  # it combines tensors, so it needs all of them in one call
+        # One call for several buckets saves time. But the transfer of a bucket that is sent, read
+        # or copied can overlap with the update of another one only if each has a separate call.
         is_apart = interval.has_master or interval.master.copy_stream is not None
         stays = interval.master.memory is not None and not interval.moments
         fuses = _fuses(group, interval)
-        in_place = fuses or bool(group.options.get("fused"))  # others make temporaries of its size
+        # Other implementations allocate temporaries as large as the tensors of a call.
+        in_place = fuses or bool(group.options.get("fused"))
         if self._one_by_one or is_apart or not stays or not in_place:
             return index
         return group.optimizer, interval.master.dtype, interval.master.device, fuses
 
-    def _inner_over(self, indices: list[int], *, leads: bool) -> InnerOptimizer:
+    def _make_inner(self, indices: list[int], *, leads: bool) -> InnerOptimizer:
         intervals, groups = [self.intervals[i] for i in indices], [self.groups[i] for i in indices]
         parts = in_memory if all(interval.in_memory for interval in intervals) else by_spans
         if groups[0].stays:
             return UsersOptimizer(indices, intervals, groups, parts, fused=False, leads=leads)
         fused = not groups[0].together and _fuses(groups[0], intervals[0])
         inner = InnerOptimizer(indices, intervals, groups, parts, fused=fused, leads=leads)
+        # A copy for all but the first: each inner optimizer counts its own steps, and a shared
+        # counter would advance several times in a step.
         common = common_state(held(groups[0].optimizer))
         inner.inner.state.update(common if leads else copy.deepcopy(common))
         return inner
 
     def restart(self, states: Mapping[nn.Parameter, Mapping[str, Any]], borders: Set[int]) -> None:
-        """Forget all state, and have that of `states` by parameter: tensors of it are Blanks, for
-        which there is room with anything in it. Segments start at the parameters `borders`."""
+        """Replace all state by `states`, whose tensors are `Blank`, before a checkpoint fills it.
+
+        New segments start at the parameters `borders`.
+        """
         self.inners, self._inner_of = [], []
         by_optimizer = {group.optimizer: states for group in self.groups}
         self._build(ExistingState(self._parameters.named, by_optimizer, borders))
@@ -197,17 +214,18 @@ class OptimizerState:
     # -- use ------------------------------------------------------------------------------
 
     def write_back_options(self) -> None:
-        """Write what the updates changed in their parameter groups and attributes to the user's
-        optimizers; after all of a step. Raises ModelError where two updates left different
-        values."""
+        """Write options and attributes that the updates have changed to the user's optimizers.
+
+        Call after all updates of a step. Raises ModelError if two updates left different values.
+        """
         copies = [inner for inner in self.inners if not isinstance(inner, UsersOptimizer)]
         write_back_options([inner.options for inner in copies])
         write_back_attributes([inner.attributes for inner in copies])
 
     def return_common_state(self) -> None:
-        """Give the user's optimizers the state that belongs to no parameter, where copies keep it.
+        """Copy state that belongs to no parameter from inner copies to the user's optimizers.
 
-        Every copy has counted the same there.
+        It is equal in all copies of an optimizer.
         """
         for inner in self.inners:
             if inner.attributes.leads and inner.inner is not inner.attributes.user:
@@ -219,7 +237,7 @@ class OptimizerState:
         return any(interval.has_master for interval in self.intervals)
 
     def refresh_masters(self, written: set[int]) -> None:
-        """Take the masters of the parameters `written` by user code from those again."""
+        """Update the masters of the parameters `written` by user code from their new values."""
         for interval in self.intervals:
             if not interval.has_master:
                 continue
@@ -234,22 +252,22 @@ class OptimizerState:
                 interval.master.put(index, changed=True)
                 interval.target.put(index, changed=False)
 
-    # -- what there is --------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state and separate masters that this rank keeps now."""
+        """Bytes of optimizer state and separate masters that this rank stores now."""
         masters = sum(i.master.nbytes for i in self.intervals if i.has_master)
         return masters + sum(
             value.numel() * value.element_size()
             for inner in self.inners
             for state in inner.inner.state.values()
             for value in state.values()
-            if isinstance(value, Tensor) and value.ndim
+            if isinstance(value, Tensor) and value.ndim  # not step counts
         )
 
     def expected_bytes(self, index: int) -> int:
-        """The same of bucket `index`, once the optimizer has made all of its state."""
+        """Return the bytes of state and master of bucket `index` after the first update."""
         interval = self.intervals[index]
         moments = len(self.groups[index].kind.tensor_keys)
         return interval.master.nbytes * (moments + interval.has_master)
@@ -268,17 +286,17 @@ class OptimizerState:
                 joined[place] = state[key] if stored is None else stored[place]
         return joined
 
-    def is_flat(self, index: int, segment: UpdateSegment, key: str, value: Any) -> bool:
-        """Whether state `key` of a segment of bucket `index` is flat as that, and cut with it."""
+    def is_flat(self, index: int, segment: UpdatedTensor, key: str, value: Any) -> bool:
+        """Return whether state `key` of a segment is flat like the segment, and cut with it."""
         group = self.groups[index]
         return not group.whole and group.kind.has_shape(key, value, segment.tensor.shape)
 
-    def is_tensor(self, index: int, segment: UpdateSegment, key: str, value: Any) -> bool:
+    def is_tensor(self, index: int, segment: UpdatedTensor, key: str, value: Any) -> bool:
         """Return whether `value` is a tensor of its parameter, not a number such as a count."""
         return self.groups[index].kind.is_tensor(key, value, segment.tensor.shape)
 
-    def state_of(self, index: int) -> list[tuple[UpdateSegment, dict[str, Any]]]:
-        """The segments of bucket `index` with their state, those without any left out."""
+    def state_of(self, index: int) -> list[tuple[UpdatedTensor, dict[str, Any]]]:
+        """Return the segments of bucket `index` that have state, with their state."""
         inner = self._inner_of[index].inner
         return [
             (segment, inner.state[segment.tensor])
@@ -287,5 +305,5 @@ class OptimizerState:
         ]
 
 
-def _fuses(group: ParameterGroup, interval: UpdateInterval) -> bool:
+def _fuses(group: ParameterGroup, interval: BucketUpdate) -> bool:
     return may_fuse(group.optimizer, group.options, interval.master.dtype, interval.master.device)

@@ -1,15 +1,21 @@
-"""Finds what kind of optimizer the user chose: torch's own are known, others are tried on small
-tensors.
+"""Finds out the kind of the user's optimizer: torch's own are known, others run on small tensors.
 
-Sharded optimizer state updates arbitrary intervals of flattened parameters. That equals the
-user's optimizer only if each element's update depends on that element alone (Adam, SGD, Adagrad).
-Some optimizers need whole tensors (Muon, LAMB, Adafactor: norms, factors, orthogonalisation), and
-a few look across tensors (Prodigy). No list of names could know the user's own, so trials do: the
-same random steps on a tensor whole and split, and on two tensors together and apart; with as many
-dims as the group's tensors have, with few and many elements, with small and large
-gradients, for many steps and with counts of steps that are far ahead.
+Sharded optimizer state updates arbitrary intervals of flattened parameters. That gives the results
+of the user's optimizer only if each element's update depends on that element alone (Adam, SGD,
+Adagrad). Some optimizers need whole tensors (Muon, LAMB, Adafactor: norms, factors,
+orthogonalisation). A few combine tensors (Prodigy).
 
-A trial shows what it reaches, no more. So what it says matters only where tensors must be cut.
+No list of names could contain optimizers that users write, so trials decide. A trial makes the same
+random steps twice, and compares the results:
+
+    separable     two tensors together      =?  the first one alone
+    elementwise   two halves of a tensor    =?  the whole tensor
+
+Trials differ in the number of dims (as many as the group's tensors have) and of elements, in the
+size of gradients, in the number of steps, and in step counts that are far ahead.
+
+A trial proves nothing about behaviour that it does not reach. So its result is used only if tensors
+must be cut.
 """
 
 from __future__ import annotations
@@ -52,12 +58,12 @@ def examine(
     *,
     is_copied: bool = True,
 ) -> OptimizerKind:
-    """Return what kind of optimizer `optimizer` is with the options of `group`.
+    """Return the kind of `optimizer` with the options of `group`.
 
-    One that needs a closure is taken to look across tensors, and so is one that no trial can run,
-    unless it `is_copied`: copies of it are to update. Raises ModelError for one that needs sparse
-    gradients, and for one that cannot be copied where it must be.
+    `is_copied` says whether copies of the optimizer will update. Raises ModelError if it needs
+    sparse gradients, or if copies are needed but impossible.
     """
+    # If it needs a closure, or no trial can run it, assume that it needs all tensors together.
     if needs_closure(optimizer):
         return OptimizerKind(False, False, frozenset(), needs_closure=True)
     if isinstance(optimizer, optim.SparseAdam):
@@ -66,7 +72,7 @@ def examine(
             "hold. Build its embeddings with sparse=False and train them with torch.optim.Adam."
         )
     try:
-        return _tried(optimizer, group, device)
+        return _classify(optimizer, group, device)
     except ModelError:
         if is_copied:
             raise
@@ -74,12 +80,12 @@ def examine(
 
 
 _WHOLE = (
-    "That works only where every worker has all parameters and all optimizer state: --zero 0, "
+    "That works only if every worker has all parameters and all optimizer state: --zero 0, "
     "without --exact, --tensor, --pipeline and a disk"
 )
 
 
-def _tried(
+def _classify(
     optimizer: optim.Optimizer, group: dict[str, Any], device: torch.device
 ) -> OptimizerKind:
     name = type(optimizer).__name__
@@ -90,42 +96,43 @@ def _tried(
             f"{type(other).__name__} in its attribute {attribute}, so no copy of it can update "
             f"parts of the model. {_WHOLE}. Or give the engine the {type(other).__name__} itself."
         )
-    bench = _Bench(optimizer, group, device)
+    runner = _TrialRunner(optimizer, group, device)
     short, *long = _trials(group)
-    first = bench.attempt(short)
+    first = runner.attempt(short)
     if first is None:
         raise ModelError(
             f"{name} cannot update a float32 tensor of shape {short.shape} that is not one of its "
-            f"own parameters: {bench.why}. The engine lets a copy of it update others. {_WHOLE}. "
-            "Or choose another optimizer."
+            f"parameters: {runner.reason}. The engine would update such tensors with a copy of "
+            f"it. {_WHOLE}. Or choose another optimizer."
         )
-    if held := sorted(k for k, v in first.attributes.items() if _holds_tensors(v)):
+    if with_tensors := sorted(k for k, v in first.attributes.items() if _holds_tensors(v)):
         raise ModelError(
-            f"{name} keeps tensors in its attribute {held[0]} and changes them in its steps. "
-            f"{_WHOLE}. Or let it keep them in self.state[parameter], which the engine cuts, saves "
-            "and loads."
+            f"{name} keeps tensors in its attribute {with_tensors[0]} and changes them in its "
+            f"steps. {_WHOLE}. Or make it keep them in self.state[parameter], which the engine "
+            "cuts, saves and loads."
         )
     if is_known(optimizer):
         elementwise = type(optimizer) in ELEMENTWISE
         return OptimizerKind(elementwise, True, first.keys, first.singles, known=True)
-    kind = bench.judge(short, first)
+    kind = runner.judge(short, first)
     for trial in long:
-        if not (kind.elementwise or kind.separable) or (whole := bench.attempt(trial)) is None:
+        # An optimizer may refuse some shapes, such as Muon everything but matrices.
+        if not (kind.elementwise or kind.separable) or (whole := runner.attempt(trial)) is None:
             continue
-        found = bench.judge(trial, whole, kind)
+        shown = runner.judge(trial, whole, kind)
         kind = OptimizerKind(
-            elementwise=kind.elementwise and found.elementwise,
-            separable=kind.separable and found.separable,
-            tensor_keys=kind.tensor_keys | found.tensor_keys,
-            single_keys=kind.single_keys | found.single_keys,
-            group_keys=kind.group_keys | found.group_keys,
-            attributes=kind.attributes | found.attributes,
+            elementwise=kind.elementwise and shown.elementwise,
+            separable=kind.separable and shown.separable,
+            tensor_keys=kind.tensor_keys | shown.tensor_keys,
+            single_keys=kind.single_keys | shown.single_keys,
+            group_keys=kind.group_keys | shown.group_keys,
+            attributes=kind.attributes | shown.attributes,
         )
     return kind
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Whether `value` is a nest with a tensor of several elements, or has parameters as keys."""
+    """Return whether `value` contains a tensor of several elements, or a tensor as a key."""
     if isinstance(value, Tensor):
         return value.numel() > 1
     if isinstance(value, Mapping):
@@ -136,10 +143,10 @@ def _holds_tensors(value: Any) -> bool:
 
 
 class OptimizerKinds:
-    """Finds the kinds of several groups, each once for all that differ in their rates alone.
+    """Finds out the kinds of several groups; groups that differ only in their rate need one trial.
 
-    A group of an optimizer that is not torch's is tried once only: later, a method such as `eval()`
-    may have left the optimizer where it makes no steps.
+    A group of an optimizer that is not torch's is tried only once. Later, a method such as `eval()`
+    may have put the optimizer into a mode in which it makes no steps.
     """
 
     def __init__(self) -> None:
@@ -154,7 +161,7 @@ class OptimizerKinds:
         *,
         is_copied: bool = True,
     ) -> OptimizerKind:
-        """As `examine`."""
+        """Return the kind of `optimizer` with the options of `group`; see `examine`."""
         shapes = tuple(_shapes(group))
         numbers = [n for n, each in enumerate(optimizer.param_groups) if each is group]
         place = optimizer, *numbers, device, shapes
@@ -163,7 +170,7 @@ class OptimizerKinds:
         options = {key: value for key, value in settings_of(group).items() if key != "lr"}
         key = optimizer, device, repr(options), shapes
         if key not in self._known:
-            with preserved():  # an optimizer may draw, and trials are not the user's
+            with preserved():  # an optimizer may draw random numbers: keep the user's sequence
                 self._known[key] = examine(optimizer, group, device, is_copied=is_copied)
         if not is_known(optimizer):
             self._first[place] = self._known[key]
@@ -172,19 +179,17 @@ class OptimizerKinds:
 
 @dataclass(frozen=True)
 class _OptimizerTrial:
-    """Steps on tensors of `shape`, with gradients of about `scale`.
-
-    Where it `leaps` the counts of steps are far ahead from the middle on.
-    """
+    """Steps on tensors of `shape`, with gradients of about `scale`."""
 
     shape: tuple[int, ...]
     scale: float = 1.0
     steps: int = 3
     leaps: bool = False
+    """Whether step counts are set far ahead after the middle step."""
 
 
 def _trials(group: Mapping[str, Any]) -> Iterator[_OptimizerTrial]:
-    """A short one first, which most optimizers that need whole tensors do not pass."""
+    """Yield trials, first a short one that most optimizers that need whole tensors fail."""
     shapes = _shapes(group)
     yield from (_OptimizerTrial(shape) for shape in shapes)
     yield from (_OptimizerTrial(shapes[0], scale=scale) for scale in (1e-5, 1e5))
@@ -193,58 +198,62 @@ def _trials(group: Mapping[str, Any]) -> Iterator[_OptimizerTrial]:
 
 
 def _shapes(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Those of tensors with as many dims as the group's have, the most first."""
+    """Return a shape for each number of dims in the group, the most dims first."""
     dims = {min(max(p.ndim, 1), len(_SHAPES)) for p in group["params"]}
     return [_SHAPES[dim - 1] for dim in sorted(dims, reverse=True)]
 
 
 _SHAPES: list[tuple[int, ...]] = [(24,), (4, 6), (4, 3, 2), (2, 3, 2, 2), (2, 3, 2, 2, 1)]
-"""By number of dims, each of 24 elements."""
+"""By number of dims, a shape of 24 elements."""
 
 _AHEAD = 100_000
-"""By how much a count of steps leaps: further than a warm-up lasts."""
+"""Steps that a step count leaps ahead: more than a warm-up lasts."""
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What came of some steps: by tensor the update up to the middle and the one from there on,
-    the first tensor's state, the group's options, and the attributes that the steps changed."""
+class _Outcome:
+    """The result of the steps of a trial."""
 
     updates: list[tuple[Tensor, Tensor]]
+    """By tensor, its change up to the middle, and from there to the end."""
     state: dict[str, Any]
+    """State of the first tensor."""
     options: dict[str, Any]
+    """Options of the group."""
     attributes: dict[str, Any]
+    """Attributes that the steps changed."""
     shape: torch.Size
+    """Shape of the first tensor."""
 
     @property
     def keys(self) -> frozenset[str]:
-        """The entries that have the tensor's shape."""
+        """The state entries that have the tensor's shape."""
         return frozenset(
             k for k, v in self.state.items() if isinstance(v, Tensor) and v.shape == self.shape
         )
 
     @property
     def singles(self) -> frozenset[str]:
-        """The other ones."""
+        """The other state entries."""
         return frozenset(k for k, v in self.state.items() if v is not None) - self.keys
 
     @property
     def moved(self) -> bool:
-        """Whether anything was updated: an update of nothing proves nothing."""
+        """Whether the tensor changed at all; otherwise equal results prove nothing."""
         return any(bool(update.any()) for update in self.updates[0])
 
-    def is_close(self, other: _Run) -> bool:
-        """Whether the first tensor went the same way in both, and the options with it."""
+    def is_close(self, other: _Outcome) -> bool:
+        """Return whether the first tensor's updates, the options and the attributes are equal."""
         pairs = zip(self.updates[0], other.updates[0], strict=True)
-        return self.is_alike_beside(other) and all(_close(a, b) for a, b in pairs)
+        return self.has_same_options(other) and all(_close(a, b) for a, b in pairs)
 
-    def is_alike_beside(self, other: _Run) -> bool:
-        """Whether both left the same options and attributes."""
+    def has_same_options(self, other: _Outcome) -> bool:
+        """Return whether both have the same options and attributes."""
         return same(self.options, other.options) and same(self.attributes, other.attributes)
 
 
-class _Bench:
-    """Tries `optimizer` with the options of `group`."""
+class _TrialRunner:
+    """Runs trials of `optimizer` with the options of `group`."""
 
     def __init__(
         self, optimizer: optim.Optimizer, group: dict[str, Any], device: torch.device
@@ -252,29 +261,36 @@ class _Bench:
         self._optimizer = optimizer
         self._group = group
         self._device = device
-        self.why = ""
-        self._given = False
-        """Whether fresh tensors are given state, as the constructor did (Adagrad's sums)."""
+        self.reason = ""
+        """The error of the last attempt that failed."""
+        self._gives_state = False
+        """Whether new tensors start with state, as from the constructor (Adagrad's sums)."""
 
-    def attempt(self, trial: _OptimizerTrial) -> _Run | None:
-        """The trial's first tensor, alone; None where the optimizer raises, and then `why`."""
-        tensors, grads = _drawn(trial)
+    def attempt(self, trial: _OptimizerTrial) -> _Outcome | None:
+        """Run the trial on its first tensor alone; return None if the optimizer raises."""
+        tensors, grads = _draw(trial)
         try:
             return self._run(trial, tensors[:1], grads[:1])
         except ModelError:
             raise
-        except Exception as error:
-            self.why = f"{type(error).__name__}: {error}"
-        if self._given or not self._existing_state():
+        except Exception as error:  # it is foreign code, which may raise anything
+            self.reason = f"{type(error).__name__}: {error}"
+        # Some constructors make state that `step` relies on: try again with state.
+        if self._gives_state or not self._existing_state():
             return None
-        self._given = True
+        self._gives_state = True
         return self.attempt(trial)
 
     def judge(
-        self, trial: _OptimizerTrial, whole: _Run, so_far: OptimizerKind | None = None
+        self, trial: _OptimizerTrial, whole: _Outcome, so_far: OptimizerKind | None = None
     ) -> OptimizerKind:
-        """Compare with both tensors together, and with the first one split."""
-        tensors, grads = _drawn(trial)
+        """Return the kind that a trial shows.
+
+        Compares `whole`, the result for the first tensor, with both tensors together and with the
+        first one in two parts. Skips properties that earlier trials, in `so_far`, have disproved.
+        """
+        tensors, grads = _draw(trial)
+        # If the first trial changed nothing, equal results prove nothing.
         separable = elementwise = so_far is not None or whole.moved
         if separable and (so_far is None or so_far.separable):
             separable = self._run(trial, tensors, grads).is_close(whole)
@@ -287,31 +303,33 @@ class _Bench:
         return OptimizerKind(elementwise, separable, whole.keys, whole.singles, changed, attributes)
 
     def _is_elementwise(
-        self, trial: _OptimizerTrial, tensor: Tensor, grads: list[Tensor], whole: _Run
+        self, trial: _OptimizerTrial, tensor: Tensor, grads: list[Tensor], whole: _Outcome
     ) -> bool:
-        cut = tensor.numel() // 2 - 1
+        cut = tensor.numel() // 2 - 1  # unequal parts, across the border of a row
         try:
             parts = [
                 self._run(trial, [tensor.flatten()[half]], [[g.flatten()[half] for g in grads]])
                 for half in (slice(cut), slice(cut, None))
             ]
-        except Exception:  # an optimizer that refuses flat tensors says so in its own way
+        except Exception:  # optimizers that refuse flat tensors raise any kind of error
             return False
         joined = [torch.cat(halves) for halves in zip(*(p.updates[0] for p in parts), strict=True)]
         flat = [update.flatten() for update in whole.updates[0]]
-        alike = all(whole.is_alike_beside(part) for part in parts)
-        return alike and all(_close(a, b) for a, b in zip(joined, flat, strict=True))
+        if not all(whole.has_same_options(part) for part in parts):
+            return False
+        return all(_close(a, b) for a, b in zip(joined, flat, strict=True))
 
     def _run(
         self, trial: _OptimizerTrial, tensors: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
-    ) -> _Run:
-        """The steps of a fresh copy."""
+    ) -> _Outcome:
+        """Run the steps of a trial with a new copy of the optimizer."""
         inner = bare_copy(self._optimizer, detached=True)
         options = copy.deepcopy(settings_of(self._group)) | _visible_rate(self._group)
         params = [torch.nn.Parameter(tensor.to(self._device, copy=True)) for tensor in tensors]
         inner.param_groups = [options | {"params": params}]
-        for param in params if self._given else []:
+        for param in params if self._gives_state else []:
             inner.state[param] = self._initial_state(param)
+        # Updates are compared in two halves, because step counts may leap in the middle.
         middle, marks = trial.steps // 2, [list(tensors)]
         for step in range(trial.steps):
             for param, own in zip(params, grads, strict=True):
@@ -321,7 +339,7 @@ class _Bench:
             if counts is not None:
                 for (place, key), number in _numbers(inner).items():
                     if number - counts.get((place, key), number) == 1.0:
-                        # It has counted this step. Not in place: copies share the tensor.
+                        # A number that grew by one counts steps. Not in place: copies share it.
                         entries = _places(inner)[place]
                         entries[key] = entries[key] + _AHEAD
             if step in (middle, trial.steps - 1):
@@ -334,19 +352,22 @@ class _Bench:
             for name, value in attributes_of(inner).items()
             if name not in before or not same(before[name], value, exactly=True)
         }
-        return _Run(updates, dict(inner.state[params[0]]), options, changed, params[0].shape)
+        return _Outcome(updates, dict(inner.state[params[0]]), options, changed, params[0].shape)
 
     def _existing_state(self) -> Mapping[str, Any]:
-        """The state of a parameter of the group."""
+        """Return the state of any parameter of the group that has some."""
         states = (held(self._optimizer).get(p) for p in self._group["params"] if p.ndim)
         return next((state for state in states if state), {})
 
     def _initial_state(self, like: Tensor) -> dict[str, Any]:
-        """What the constructor may have made of `like`: one that exists, its values all alike."""
+        """Return the state that the constructor might have made for `like`.
+
+        It is the existing state of another parameter, with all elements set to its first one.
+        """
         state = self._existing_state()
         owner = next(p for p in self._group["params"] if held(self._optimizer).get(p) is state)
         return {
-            # All elements are the same; a complex one starts from its real part.
+            # A complex state starts from its real part.
             key: torch.full_like(like, value.detach().flatten()[0].real.item())
             if isinstance(value, Tensor) and value.shape == owner.shape and value.numel()
             else copy.deepcopy(value)
@@ -354,10 +375,11 @@ class _Bench:
         }
 
 
-def _drawn(trial: _OptimizerTrial) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Two tensors, and the gradients of each by step."""
+def _draw(trial: _OptimizerTrial) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Draw two tensors, and the gradients of each by step."""
     draw = torch.Generator().manual_seed(0)
-    # Two halves of different scale, so that any norm over the whole shows itself.
+    # Two halves of different scale, so that a norm over the whole tensor differs from those over
+    # its parts.
     numel = math.prod(trial.shape)
     scale = torch.ones(numel)
     scale[numel // 2 :] = 30.0
@@ -371,7 +393,7 @@ def _drawn(trial: _OptimizerTrial) -> tuple[list[Tensor], list[list[Tensor]]]:
 
 
 def _visible_rate(group: dict[str, Any]) -> dict[str, Any]:
-    """A learning rate whose steps show: a warm-up may begin at 0, where nothing would move."""
+    """Return a learning rate that changes tensors noticeably; a warm-up may start at 0."""
     rate = group.get("lr")
     if isinstance(rate, Tensor):
         return {"lr": torch.full_like(rate, _RATE)}
@@ -385,15 +407,17 @@ def _step(inner: optim.Optimizer) -> None:
     except TypeError as error:
         if "closure" in str(error):
             raise ModelError(
-                f"{type(inner).__name__} re-evaluates the loss through a closure, which "
-                "engine.step() cannot do. Use an optimizer whose step() takes none."
+                f"{type(inner).__name__} evaluates the loss again through a closure, which "
+                "engine.step() does not provide. Use an optimizer whose step() needs none."
             ) from error
         raise
 
 
 def _numbers(inner: optim.Optimizer) -> dict[tuple[int, str], float]:
-    """All that may count steps, by place and key: single numbers of the states, of the groups and
-    of the optimizer itself."""
+    """Return everything that may count steps: the single numbers of states, groups and attributes.
+
+    Keys are the index in `_places`, and the name of the entry.
+    """
     return {
         (place, key): float(value)
         for place, entries in enumerate(_places(inner))
@@ -413,7 +437,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Whether two updates are one, to fp32 noise."""
+    """Return whether two updates are equal, except for fp32 noise."""
+    # Relative to the largest update: elements that nearly cancel carry the noise of others.
     finite = b[torch.isfinite(b)].abs()
     size = float(finite.max()) if finite.numel() else 0.0
     return torch.allclose(a, b, rtol=_TOLERANCE, atol=1e-2 * _TOLERANCE * size, equal_nan=True)

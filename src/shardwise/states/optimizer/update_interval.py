@@ -1,7 +1,7 @@
-"""Cuts the interval of a bucket that a rank updates into the segments that an optimizer sees.
+"""The interval of a bucket that a rank updates, cut into segments for an optimizer.
 
-interval      |  a  |  b   |    c     |   d   |      segments: tensors that it updates
-spans         |         0         |     1     |      what is in memory at a time
+interval      |  a  |  b   |    c     |   d   |      segments: the tensors that it updates
+spans         |         0         |     1     |      parts that are in memory at a time
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,58 +22,62 @@ from shardwise.states.storage.storage import Storage
 
 
 @dataclass(eq=False)
-class UpdateSegment:
-    """Elements [first, end) of an interval (counted in the bucket), updated as one tensor."""
+class UpdatedTensor:
+    """Elements [first, end) of a bucket, which an optimizer updates as one tensor."""
 
     first: int
     end: int
     pieces: list[Slot]
+    """The parts of parameters in it."""
     tensor: Tensor
+    """The tensor in the optimizer's parameter group: (end - first,), or of the parameter's shape if
+    the optimizer needs whole tensors."""
     master: Tensor | None = None
-    """What `tensor`, the user's parameter, holds during an update in place of its 16 bits, or of
-    what it has on the device: where the user's own optimizer updates."""
+    """The master of `tensor`, if that is the user's parameter itself and has 16 bits or is on
+    another device. `tensor` holds it during an update."""
 
 
 @dataclass(eq=False)
-class UpdateInterval:
-    """What this rank updates of one bucket: parameters, masters and optimizer state."""
+class BucketUpdate:
+    """The interval of one bucket that this rank updates, with the storage of its states."""
 
     bucket: Bucket
     own: Span
     target: Storage
     """The parameters, elements `own` of the bucket."""
     master: Storage
-    """What the optimizer updates: `target` itself, or its master."""
+    """The values that the optimizer updates: `target` itself, or its master."""
     moments: dict[str, Storage]
-    """By key, the optimizer's state where it rests on a disk."""
+    """By key, the optimizer's state, if it is on a disk."""
     spans: Sequence[Span]
-    """Parts that are in memory at a time, counted from the interval's start."""
+    """The parts that are in memory at a time, in elements of the interval."""
     gradient: GradientBucket
     """Holds the reduced gradient of the elements `own`."""
-    segments: list[UpdateSegment] = field(default_factory=list)
+    segments: list[UpdatedTensor] = field(default_factory=list)
     host_copy: HostCopy | None = None
-    """Brings the gradient to the master, if only the latter is on the host."""
+    """A copy of the gradient on the host, if the master is there and the gradient is not."""
 
-    def segment(self, pieces: list[Slot]) -> UpdateSegment:
-        """A segment of neighbours, as one flat tensor, up to a whole grain."""
+    def segment(self, pieces: list[Slot]) -> UpdatedTensor:
+        """Return a flat segment of neighbouring pieces."""
         first, grain = pieces[0].start, self.bucket.grain
+        # Up to a whole grain: an exact sum must not cut it, and the gap belongs to nothing else.
         end = min(-(-pieces[-1].end // grain) * grain, self.own[1])
-        return UpdateSegment(first, end, pieces, self.flat(first, end))
+        return UpdatedTensor(first, end, pieces, self.flat(first, end))
 
     def flat(self, first: int, end: int) -> Tensor:
-        """Elements of the master, counted in the bucket; without memory while it is on a disk."""
+        """Return elements of the master, counted in the bucket; without memory if on a disk."""
         if (memory := self.master.memory) is not None:
             return memory[first - self.own[0] : end - self.own[0]]
         return without_memory(end - first, self.master.dtype)
 
-    def within(self, span: Span) -> list[UpdateSegment]:
-        """The segments that lie in a span; none crosses its borders."""
+    def within(self, span: Span) -> list[UpdatedTensor]:
+        """Return the segments in a span; no segment crosses its borders."""
         first, end = self.own[0] + span[0], self.own[0] + span[1]
         return [s for s in self.segments if first <= s.first < end]
 
     @property
     def in_memory(self) -> bool:
-        """Whether all that an update needs is in the memory of the device, for good."""
+        """Whether everything that an update needs is permanently in the device's memory."""
         states = (self.target, self.master, self.gradient.reduced)
         return not self.moments and all(
             state.memory is not None and state.copy_stream is None and len(state.spans) == 1
@@ -86,75 +91,68 @@ class UpdateInterval:
 
     @property
     def pieces(self) -> list[list[Slot]]:
-        """What lies in the interval, by span."""
+        """By span, the parts of parameters in it."""
         start = self.own[0]
         return [self.bucket.pieces(start + first, start + end) for first, end in self.spans]
 
     @property
     def all_pieces(self) -> list[Slot]:
-        """The same in one list."""
+        """The parts of parameters in the interval."""
         return [piece for pieces in self.pieces for piece in pieces]
 
 
+# One element for each dtype, expanded to any length: its address shows that a tensor has no memory.
 @cache
 def _nothing(dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype)
 
 
 def without_memory(numel: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor of `numel` elements that stands in for what is on a disk."""
+    """Return a flat tensor of `numel` elements that represents data on a disk."""
     return _nothing(dtype).expand(numel)
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Whether `tensor` is such a stand-in."""
+    """Return whether `tensor` was made by `without_memory`."""
     return tensor.data_ptr() == _nothing(tensor.dtype).data_ptr()
 
 
-def runs(pieces: Sequence[Slot], mark: Callable[[Slot], Any]) -> list[list[Slot]]:
-    """Consecutive pieces of equal mark, together."""
-    found: list[list[Slot]] = []
-    before: Any = object()
-    for piece in pieces:
-        now = mark(piece)
-        if now != before:
-            found.append([])
-        found[-1].append(piece)
-        before = now
-    return found
+def group_consecutive(pieces: Sequence[Slot], mark: Callable[[Slot], Any]) -> list[list[Slot]]:
+    """Group consecutive pieces of equal mark."""
+    return [list(run) for _, run in groupby(pieces, mark)]
 
 
-def copied(value: Any) -> Any:
-    """`value`, sharing no memory with it."""
+def copy_value(value: Any) -> Any:
+    """Return `value`, or a copy of it if it is a tensor."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def cut_by_use(inner: optim.Optimizer, interval: UpdateInterval, used: Sequence[bool]) -> bool:
-    """Cut the segments of `interval` where used and unused parameters meet, their state in `inner`
-    with them; return whether there was one.
+def cut_by_use(inner: optim.Optimizer, interval: BucketUpdate, used: Sequence[bool]) -> bool:
+    """Cut segments of `interval`, with their state in `inner`, between used and unused parameters.
 
-    So an unused parameter keeps its value, its moments and its step count, as with `grad=None` in
-    torch.
+    So an unused parameter keeps its value, its moments and its step count, as torch does with
+    `grad=None`. Returns whether any segment was cut.
     """
-    found: list[UpdateSegment] = []
+    segments: list[UpdatedTensor] = []
     for segment in interval.segments:
-        parts = runs(segment.pieces, lambda piece: used[piece.parameter])
+        parts = group_consecutive(segment.pieces, lambda piece: used[piece.parameter])
         if len(parts) < 2:
-            found.append(segment)
+            segments.append(segment)
             continue
+        # The key of a state is the tensor, so the state moves to the tensors of the parts.
         state: dict[str, Any] | None = inner.state.pop(segment.tensor, None)
         for pieces in parts:
             child = interval.segment(pieces)
-            found.append(child)
+            segments.append(child)
             if state:
                 a, b = child.first - segment.first, child.end - segment.first
-                # Tensors of the segment's form are cut; everything else is copied to each part.
+                # Tensors of the segment's shape are cut; everything else is copied to each part.
                 inner.state[child.tensor] = {
                     key: value[a:b]
                     if isinstance(value, Tensor) and value.shape == segment.tensor.shape
-                    else copied(value)
+                    else copy_value(value)
                     for key, value in state.items()
                 }
-    is_cut = len(found) != len(interval.segments)
-    interval.segments = found
+    is_cut = len(segments) != len(interval.segments)
+    interval.segments = segments
     return is_cut

@@ -1,12 +1,12 @@
-"""Updates with the user's optimizer itself, where each rank has everything whole.
+"""Updates with the user's optimizer itself, if each rank has all states whole.
 
-A copy knows neither what an optimizer keeps in attributes, nor another one that it is a wrapper of,
-nor state that belongs to no parameter. Where nothing is cut there is no need for one: the user's
-optimizer steps over the user's own parameters, in which the engine has put the reduced gradients.
-Its state stays with it, where its own methods and user code find it.
+A copy of an optimizer does not share its attributes, an optimizer that it wraps, or state that
+belongs to no parameter. If nothing is cut, no copy is needed. The engine puts the reduced gradients
+into the user's parameters, and the user's optimizer updates these. Its state stays in the optimizer
+itself, for its own methods and for user code.
 
     parameter.data ◀─ master (if there is one)
-    parameter.grad ◀─ reduced gradient        ─▶  optimizer.step()  ─▶  parameters as they were
+    parameter.grad ◀─ reduced gradient        ─▶  optimizer.step()  ─▶  parameter.data restored
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from shardwise.states.optimizer.optimizer_options import ParameterGroup
 
 
 class UsersOptimizer(InnerOptimizer):
-    """The user's optimizer over `intervals`, which are all that it trains."""
+    """The user's optimizer over `intervals`, which contain everything that it trains."""
 
-    def _made(self) -> optim.Optimizer:
+    def _make_optimizer(self) -> optim.Optimizer:
         return self._groups[0].optimizer
 
     def _regroup(self) -> None:
-        """The groups are the user's own."""
+        """No-op: the groups are the user's own."""
 
     def _follow(self) -> None:
-        """There is no copy that could lag behind."""
+        """No-op: there is no copy to keep up to date."""
 
     def options_of(self, group: ParameterGroup) -> dict[str, Any]:
-        """The options of the user's own group."""
+        """Return the options of the user's own group."""
         return group.options
 
     def _set_divisor(self, factor: float) -> None:
-        """The user's optimizer gets gradients that are divided already."""
+        """No-op: the user's optimizer gets gradients that are already divided."""
 
     def _update(self, parts: Sequence[UpdatePart], used: Sequence[bool], factor: float) -> None:
         # The optimizer steps even if no parameter had a gradient, as it would in one process.
         with self._masters_shown():
-            self._clear(parts)  # the guards, which are in `param.grad` until now
+            self._clear(parts)  # `param.grad` still has the guards
             for part in parts:
                 self._offer(part, used, factor)
             self._call()
         self._clear(parts)
 
     def step_often(self, evaluate: Callable[[], float]) -> None:
-        """Make a step of an optimizer that calls `evaluate` as often as it wants."""
+        """Make a step of an optimizer that may call `evaluate` several times."""
         for parts in self._parts(self):
             self._call(evaluate)
             self._clear(parts)
 
     def _call(self, *closure: Callable[[], float]) -> None:
-        """Make one call of `step`, which may call public methods of the user's optimizer."""
+        """Call `step`, which may call public methods of the user's optimizer."""
         self.is_users_stepping = True
         try:
             super()._call(*closure)
@@ -65,12 +65,13 @@ class UsersOptimizer(InnerOptimizer):
 
     @contextmanager
     def _masters_shown(self) -> Iterator[None]:
-        """Inside the block, parameters that have a master hold it."""
+        """Context manager inside which parameters hold their masters, if they have one."""
         segments = [s for i in self.intervals for s in i.segments if s.master is not None]
+        # The tensors, not copies: the update writes masters, which are rounded into these later.
         before = [segment.tensor.data for segment in segments]
         for segment in segments:
             assert segment.master is not None
-            segment.tensor.grad = None  # of another dtype, or on another device
+            segment.tensor.grad = None  # its dtype or device differs from the master's
             segment.tensor.data = segment.master
         try:
             yield

@@ -1,10 +1,13 @@
-"""Detects writes into parameters while they are gathered for a forward, which would be lost.
+"""Detects writes into gathered parameters, which would be lost when they are resharded.
 
-A write by an operation on the parameter counts up its version; one through `.data` leaves no trace
-but the values. So around some gathers sums of each parameter's bits are compared: around the first
-ones of every bucket, since what a forward does it mostly does from the start, and then around one
-in INTERVAL, so that it costs a step little. On an accelerator the host waits for the first ones
-alone; what the others come to is looked at by later gathers, once it has come down.
+A write by an operation on the parameter counts up its version. A write through `.data` only changes
+the values. So a sum of each parameter's bits is compared before and after some gathers:
+
+    gathers 1 ... FIRST        all, because most code that writes does so from the start
+    later gathers              one in INTERVAL, so that a step costs little more
+
+On an accelerator the host waits only for the results of the first gathers. Later results are copied
+to the host asynchronously, and a later gather looks at them.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from shardwise.tiers.copy_stream import start_to_host
 
 FIRST = 9
 INTERVAL = 31
-"""Odd, so that the gathers for forwards and those for backwards take turns."""
+"""Odd, so that both gathers of forwards and gathers of backwards are compared."""
 
 
-class _Coming(NamedTuple):
-    """Which parameters of `bucket` differ: on the host once `event` has happened."""
+class _PendingResult(NamedTuple):
+    """By slot, whether the parameter was written; on the host once `event` has happened."""
 
     bucket: ShardedBucket
     differ: Tensor
@@ -33,99 +36,99 @@ class _Coming(NamedTuple):
 
 
 class LostWrites:
-    """Compares bits around some gathers; calls `found` with the number of a parameter that was
-    written."""
+    """Compares bits around some gathers; calls `report` with the number of a written parameter."""
 
-    def __init__(self, found: Callable[[int], None]) -> None:
-        self._found = found
+    def __init__(self, report: Callable[[int], None]) -> None:
+        self._report = report
         self._gathers: dict[ShardedBucket, int] = {}
         self._before: dict[ShardedBucket, Tensor] = {}
-        self._coming: deque[_Coming] = deque()
+        self._pending: deque[_PendingResult] = deque()
 
     def begin(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """`bucket` is shown, whole in `flat`."""
-        while self._coming and self._coming[0].event.query():
-            self._tell_first()
+        """Sum the bits of `bucket`, which was just gathered into `flat`, if it is its turn."""
+        while self._pending and self._pending[0].event.query():
+            self._report_first()
         gathers = self._gathers[bucket] = self._gathers.get(bucket, 0) + 1
         if gathers <= FIRST or gathers % INTERVAL == 0:
             self._before[bucket] = _sums(bucket, flat)
 
     def end(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """`bucket` goes to rest: compare its bits with those of before."""
+        """Compare the bits of `bucket`, which is about to be resharded, with `begin`."""
         before = self._before.pop(bucket, None)
         if before is None:
             return
         differ = before != _sums(bucket, flat)
         if differ.device.type == "cpu" or self._gathers[bucket] <= FIRST:
-            self._tell(bucket, differ.tolist())
+            self._report_written(bucket, differ.tolist())
         else:
-            self._coming.append(_Coming(bucket, *start_to_host(differ)))
-
-    def _tell(self, bucket: ShardedBucket, differ: Sequence[bool]) -> None:
-        for slot, differs in zip(bucket.layout.slots, differ, strict=True):
-            if differs:
-                self._found(slot.parameter)
+            self._pending.append(_PendingResult(bucket, *start_to_host(differ)))
 
     def finish(self) -> None:
-        """Wait for what has not come to the host yet: no gather may follow that would look."""
-        while self._coming:
-            if not self._coming[0].event.query():
-                self._coming[0].event.synchronize()
-            self._tell_first()
+        """Wait for all pending results, because there may be no later gather to look at them."""
+        while self._pending:
+            if not self._pending[0].event.query():
+                self._pending[0].event.synchronize()
+            self._report_first()
 
-    def _tell_first(self) -> None:
-        come = self._coming.popleft()
-        self._tell(come.bucket, come.differ.tolist())
+    def _report_first(self) -> None:
+        result = self._pending.popleft()
+        self._report_written(result.bucket, result.differ.tolist())
+
+    def _report_written(self, bucket: ShardedBucket, differ: Sequence[bool]) -> None:
+        for slot, differs in zip(bucket.layout.slots, differ, strict=True):
+            if differs:
+                self._report(slot.parameter)
 
     def forget(self) -> None:
-        """Those that may write, the optimizer or a block that is there for it, have written."""
+        """Drop the sums so far, after a permitted write by the optimizer or a writing block."""
         self._before.clear()
 
 
 def _sums(bucket: ShardedBucket, flat: Tensor) -> Tensor:
-    """By slot, the sum of the parameter's bits as integers, modulo 2^64."""
+    """Return by slot the sum of the parameter's bits as integers, modulo 2^64."""
     sums = [total(flat[slot.start : slot.end]) for slot in bucket.layout.slots]
     return torch.stack(sums) if sums else torch.zeros(0)
 
 
 CHUNK = 1 << 16
-"""Elements that are weighed at once: copies of 512 KB. Of copies of 8 MB glibc kept 50 MB a rank,
-with a model of 34M parameters."""
+"""Elements that are summed at once, in copies of 512 KB. With copies of 8 MB, glibc kept 50 MB per
+rank for a model of 34M parameters."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By their bytes."""
+"""By bytes of an element, the integer dtype of that size."""
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 over the golden ratio, as a signed number."""
 
 
 def integers(tensor: Tensor) -> Tensor:
-    """The same memory as integers; of complex numbers two each, in a last dimension."""
+    """View `tensor` as integers; a complex number gives two, in an additional last dim."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def total(tensor: Tensor) -> Tensor:
-    """The sum of the bits as integers, modulo 2^64: quick, and blind to where they are.
-
-    By chunks on the CPU, where torch copies what it sums as 64-bit integers: twice its bytes.
-    """
+    """Sum the bits as integers, modulo 2^64: fast, but the order of elements does not matter."""
     bits = integers(tensor)
+    # In chunks on the CPU: torch first copies the summands to 64-bit integers, twice their bytes.
     if bits.numel() <= CHUNK or bits.device.type != "cpu":
         return bits.sum()
     return torch.stack([part.sum() for part in torch.split(bits.reshape(-1), CHUNK)]).sum()
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """The same sum, each integer times a number that its place gives: another where elements are
-    exchanged, or signs are turned."""
-    flat = integers(tensor).reshape(-1)
-    sums = [_weighed(part, CHUNK * number) for number, part in enumerate(torch.split(flat, CHUNK))]
+    """Sum the bits as integers, each times a hash of its position, modulo 2^64.
+
+    Unlike `total`, it changes when elements swap places or signs are flipped.
+    """
+    sums = []
+    flat, start = integers(tensor).reshape(-1), 0
+    for part in torch.split(flat, CHUNK):
+        weights = torch.arange(start + 1, start + 1 + part.numel(), device=part.device).mul_(_ODD)
+        # Mix the bits, as hash functions do: with weights linear in the position, changes at
+        # several positions could cancel.
+        weights.bitwise_xor_(weights >> 29).mul_(_ODD).bitwise_xor_(weights >> 32)
+        sums.append(weights.mul_(part).sum())
+        start += part.numel()
     return torch.stack(sums).sum()
-
-
-def _weighed(part: Tensor, start: int) -> Tensor:
-    weights = torch.arange(start + 1, start + 1 + part.numel(), device=part.device).mul_(_ODD)
-    weights.bitwise_xor_(weights >> 29).mul_(_ODD).bitwise_xor_(weights >> 32)
-    return weights.mul_(part).sum()

@@ -1,4 +1,4 @@
-"""Finds the parameters of the models, with their names, places and form in memory."""
+"""The parameters of the models, with their names, places and forms in memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from shardwise.layout.shards import Shard
 
 @dataclass(eq=False)
 class NamedParameter:
-    """A parameter of the models: its name, itself, every place that holds it, and its form.
+    """A parameter of the models, with its name, its form and every place that registers it.
 
-    `shape`, `strides`, `dtype` and `device` are those it had when it was found: what it rests on
-    may change. `shard` says which part of a tensor it is, where layers are split over ranks.
+    `shape`, `strides`, `dtype` and `device` are recorded at construction, because the parameter's
+    data may be swapped later. `shard` says which part of a tensor it is, if its layer is split over
+    ranks.
     """
 
     name: str
@@ -29,52 +30,56 @@ class NamedParameter:
         self.shape = self.parameter.shape
         self.dtype = self.parameter.dtype
         self.device = self.parameter.device
+        # The strides of a dense copy: the parameter itself may be a view with gaps, but keeps its
+        # order of dims in a bucket (channels_last).
         self.strides = torch.empty_like(self.parameter, device="meta").stride()
 
     @property
     def whole_shape(self) -> torch.Size:
-        """The shape of the tensor that it is, or is a part of."""
+        """The shape of the whole tensor, if it is a part of one."""
         return self.shape if self.shard is None else torch.Size(self.shard.shape)
 
     @property
     def alias(self) -> str:
-        """What a message calls it."""
+        """Its name in messages."""
         return self.name or "a parameter outside of the models"
 
     @property
     def can_rest(self) -> bool:
-        """Whether its dtype has a NaN, which a sharded parameter is at rest."""
+        """Whether it can be sharded: its dtype needs a NaN, the value of a parameter at rest."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     @property
     def in_order(self) -> bool:
-        """Whether its elements lie in memory as they are counted, the last dimension fastest."""
+        """Whether its memory is contiguous in row-major order."""
         like = torch.empty_strided(self.shape, self.strides, device="meta")
         return like.is_contiguous()
 
     def view(self, flat: Tensor, start: int) -> Tensor:
-        """The elements of `flat` from `start` on, in the form of the parameter."""
+        """Return a view of `flat`, from element `start` on, in the form of the parameter."""
         return flat.as_strided(self.shape, self.strides, flat.storage_offset() + start)
 
     def flat(self, value: Tensor) -> Tensor | None:
-        """`value` as one dimension in the order of its memory, without a copy; None where it lies
-        in another order than the parameter."""
+        """Return `value` as one dim in memory order, without a copy.
+
+        Returns None if its strides differ from the parameter's.
+        """
         if value.stride() != self.strides:
             return None
         return value.detach().as_strided((value.numel(),), (1,))
 
     def flattened(self, value: Tensor) -> Tensor:
-        """`value`, of the parameter's shape, as one dimension in the order of its memory."""
+        """Return a copy of `value`, of the parameter's shape, as one dim in memory order."""
         flat = value.new_empty(value.numel())
         self.view(flat, 0).copy_(value)
         return flat
 
 
 def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[NamedParameter]:
-    """Every parameter of `models`, in registration order, each once, with all its places.
+    """Find every parameter of `models` once, in registration order, with all of its places.
 
-    Names are those of the plain model: what torch.compile puts in front is left out. With
-    several models each name starts with its model's entry of `names`.
+    Each name starts with its model's entry of `names`, which is empty for a single model. The
+    prefix that torch.compile adds is removed.
     """
     found: dict[nn.Parameter, NamedParameter] = {}
     for model, prefix in zip(models, names, strict=True):
@@ -82,6 +87,7 @@ def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[NamedParam
             for key, parameter in module._parameters.items():
                 if parameter is None:
                     continue
+                # A tied parameter has several places, and the name of the first one.
                 name = ".".join(part for part in (prefix, path, key) if part)
                 if parameter not in found:
                     found[parameter] = NamedParameter(name.replace("_orig_mod.", ""), parameter)
@@ -90,14 +96,15 @@ def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[NamedParam
 
 
 class Census:
-    """The parameters of `models`, counted anew only when a module or a parameter came or went."""
+    """The parameters of `models`, collected again only after a module or parameter has changed."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
         self._count()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of each model, in registration order, each once."""
+        """Return the parameters of each model, in registration order, each once."""
+        # By identity: comparing parameters with == would compute with them.
         now = self._children()
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             self._count()
@@ -109,6 +116,6 @@ class Census:
         self._known = self._children()
 
     def _children(self) -> list[nn.Module | nn.Parameter | None]:
-        """What hangs on each module."""
+        """Return the submodules and parameters that each module registers."""
         kinds = ((module._modules, module._parameters) for module in self._modules)
         return [child for pair in kinds for held in pair for child in held.values()]

@@ -1,7 +1,7 @@
-"""Replicated parameters, and what they have in common with sharded ones: buckets, checks.
+"""The base class of parameters in buckets, and replicated parameters.
 
-Replicated, they are views of flat buffers, private to each rank. `sharded_parameters` has the
-others.
+Replicated parameters are views of flat buffers that each rank has for itself. Sharded parameters
+are in `sharded_parameters.py`.
 """
 
 from __future__ import annotations
@@ -22,54 +22,57 @@ from shardwise.timeline import recorder
 
 
 class Parameters(ABC):
-    """The trainable parameters, laid into buckets.
+    """The trainable parameters in buckets.
 
-    Parameter objects stay the user's own; only what they rest on changes.
+    The parameter objects remain the user's; only the memory of their values changes.
     """
 
     def __init__(self, named: Sequence[NamedParameter], buckets: Sequence[Bucket]) -> None:
         self.named = named
         self.buckets = buckets
         self.wide: dict[int, Tensor] = {}
-        """By bucket, starting values of this rank's interval in a wider dtype, to be taken."""
+        """By bucket, starting values of this rank's interval in a wider dtype, for masters."""
 
     @property
     def frozen(self) -> Sequence[ShardedBucket]:
-        """The buckets of frozen parameters, where those are laid out too."""
+        """The buckets of frozen parameters, if frozen parameters are in buckets."""
         return ()
 
     def kind(self, index: int) -> tuple[torch.dtype, torch.device]:
-        """The dtype of bucket `index`, and the device that computes with it."""
+        """Return the dtype of bucket `index`, and the device that computes with it."""
         first = self.named[self.buckets[index].slots[0].parameter]
         return first.dtype, first.device
 
     @abstractmethod
     def part(self, index: int, own: Span) -> Storage:
-        """The elements `own` of bucket `index`, which this rank holds between steps."""
+        """Return the elements `own` of bucket `index`, which this rank stores between steps."""
 
     @abstractmethod
     def publish(self, index: int) -> Handle:
-        """Let all ranks have what this rank has updated of bucket `index`."""
+        """Start to send the elements of bucket `index` that this rank has updated to all ranks."""
 
     def begin_update(self) -> None:  # noqa: B027 (only published parameters are read by others)
-        """The update of a step begins: nobody reads parameters until they are published."""
+        """Begin the update of a step: no rank reads parameters until they are published."""
 
-    def meet(self) -> None:  # noqa: B027 (nothing to wait for where memory is private)
-        """Before user code's values are stored: return when no rank reads the old ones."""
+    def meet(self) -> None:  # noqa: B027 (private memory needs no wait)
+        """Wait until no rank reads the old values; called before new ones are stored."""
 
     def settle(self) -> None:
-        """Every bucket was published: return when parameters may be used. Collective."""
-        # A user's autocast around several steps would go on with casts of the values before.
+        """Finish an update, after all buckets are published: parameters may be used. Collective."""
+        # User code may hold one autocast block around several steps: its cache would keep casts of
+        # the old values.
         torch.clear_autocast_cache()
+        # The update wrote through other tensors. Autograd must notice: a graph that saved the old
+        # values raises in backward instead of computing with new ones.
         torch.autograd.graph.increment_version([t.parameter for t in self.named])
         self.remember()
 
     def remember(self) -> None:
-        """Take the present values as those that `written` compares with."""
+        """Note the present versions, which `written` compares with."""
         self._versions = [named.parameter._version for named in self.named]
 
     def written(self) -> set[int]:
-        """The parameters that user code has written since (load_state_dict, clamp_ ...)."""
+        """Return the parameters that user code has written since (load_state_dict, clamp_ ...)."""
         pairs = zip(self.named, self._versions, strict=True)
         return {
             i for i, (named, version) in enumerate(pairs) if named.parameter._version != version
@@ -77,38 +80,42 @@ class Parameters(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter or what it rests on, or wrote what
-        reaches nothing."""
+        """Raise BrokenView if user code replaced a parameter, or made a write that is lost."""
 
     @abstractmethod
     def check_places(self) -> None:
-        """The same, where writing is meant."""
+        """Raise BrokenView if user code replaced a parameter or its memory; allow writes."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give each parameter memory of its own again, so that another layout can take it.
+        """Give each parameter separate memory again, so that another layout can take it.
 
         Collective.
         """
 
     @abstractmethod
     def held_bytes(self, index: int) -> int:
-        """Bytes of bucket `index` that this rank holds between steps."""
+        """Return the bytes of bucket `index` that this rank stores between steps."""
 
     def frozen_bytes(self) -> list[tuple[Sequence[NamedParameter], int]]:
-        """The buckets of frozen parameters, where those are laid out too: what is in them, and
-        the bytes that this rank holds of them between steps."""
+        """Return the parameters of each frozen bucket, with the bytes that this rank stores of it.
+
+        Empty if frozen parameters are not in buckets.
+        """
         return []
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of parameters that this rank holds between steps."""
+        """Bytes of parameters that this rank stores between steps."""
         trained = sum(self.held_bytes(index) for index in range(len(self.buckets)))
         return trained + sum(nbytes for _, nbytes in self.frozen_bytes())
 
 
 class ReplicatedParameters(Parameters):
-    """Replicated parameters: each a view of its bucket's flat buffer, for good."""
+    """Replicated parameters: each is permanently a view of its bucket's flat buffer.
+
+    If `published`, every step sends updated elements to the other ranks of `group`.
+    """
 
     def __init__(
         self,
@@ -118,7 +125,6 @@ class ReplicatedParameters(Parameters):
         *,
         published: bool,
     ) -> None:
-        """`published`: every step sends them to the other ranks of `group`."""
         super().__init__(named, buckets)
         self._group = group
         self._published = published
@@ -132,9 +138,11 @@ class ReplicatedParameters(Parameters):
         bucket = self.buckets[index]
         dtype, device = self.kind(index)
         if self._published:
+            # Memory that the transport sends without a copy, and that user code sees.
             flat = self._group.allocate(bucket.numel, dtype, device, forkable=True)
         else:
             flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
+        # Each assignment frees a parameter's old memory, so only one bucket is in memory twice.
         for slot in bucket.slots:
             named = self.named[slot.parameter]
             view = named.view(flat, slot.start)
@@ -143,7 +151,7 @@ class ReplicatedParameters(Parameters):
         return flat
 
     def part(self, index: int, own: Span) -> Storage:
-        """A part of the flat buffer of bucket `index`."""
+        """Return a part of the flat buffer of bucket `index`."""
         return MemoryStorage(self._flats[index][own[0] : own[1]])
 
     def begin_update(self) -> None:
@@ -151,13 +159,13 @@ class ReplicatedParameters(Parameters):
             share_again()
 
     def publish(self, index: int) -> Handle:
-        """Send each rank's updated interval of bucket `index` to all."""
+        """Start the all-gather of bucket `index`; each rank has updated its interval."""
         flat = self._flats[index]
         launched = recorder.launched("all-gather", flat, index)
         return self._group.all_gather(flat, self.buckets[index].cuts).noted(launched)
 
     def held_bytes(self, index: int) -> int:
-        """The whole bucket."""
+        """Return the bytes of the whole bucket."""
         return self._flats[index].nbytes
 
     def check(self) -> None:
@@ -169,7 +177,7 @@ class ReplicatedParameters(Parameters):
                 check_place(named, address)
 
     def release(self) -> None:
-        """Give each parameter memory of its own again, so that another layout can take it."""
+        """Give each parameter separate memory again, so that another layout can take it."""
         for named in self.named:
             named.parameter.data = named.parameter.detach().clone(
                 memory_format=torch.preserve_format
@@ -177,7 +185,10 @@ class ReplicatedParameters(Parameters):
 
 
 class ParameterPlaces:
-    """Checks where parameters lie and are registered, all at once, so that it can be done often."""
+    """Checks the addresses and registrations of several parameters at once.
+
+    It is cheap enough for every step.
+    """
 
     def __init__(self, named: Sequence[NamedParameter]) -> None:
         self._parameters = [each.parameter for each in named]
@@ -185,7 +196,7 @@ class ParameterPlaces:
         self._places = [(*place, each.parameter) for each in named for place in each.places]
 
     def are_kept(self, addresses: Sequence[int]) -> bool:
-        """Whether `check_place` finds nothing wrong with any."""
+        """Return whether `check_place` would accept all of them."""
         return (
             [parameter.data_ptr() for parameter in self._parameters] == addresses
             and [parameter.dtype for parameter in self._parameters] == self._dtypes
@@ -194,15 +205,14 @@ class ParameterPlaces:
 
 
 def check_place(named: NamedParameter, address: int) -> None:
-    """Raise BrokenView unless the parameter lies at `address` and is where it was registered."""
+    """Raise BrokenView unless the parameter has `address` and is registered at its places."""
     parameter = named.parameter
     if parameter.data_ptr() != address or parameter.dtype != named.dtype:
         raise BrokenView(
             f"The storage of {named.alias} was replaced after the engine took it over "
-            f"(it is now {parameter.dtype} on {parameter.device}). Casting or moving a "
-            "model (.to, .half, .data = ...) belongs before sw.Engine(...); for lower "
-            "precision use --precision. To write values: "
-            "with engine.full_parameters(write=True)."
+            f"(it is now {parameter.dtype} on {parameter.device}). Cast or move the model "
+            "(.to, .half, .data = ...) before sw.Engine(...); for lower precision use "
+            "--precision. To write values: with engine.full_parameters(write=True)."
         )
     for module, key in named.places:
         if module._parameters.get(key) is not parameter:
@@ -212,7 +222,7 @@ def check_place(named: NamedParameter, address: int) -> None:
 def _replaced(name: str, module: nn.Module, key: str) -> BrokenView:
     if key in getattr(module, "parametrizations", {}) or hasattr(module, f"{key}_g"):
         return BrokenView(
-            f"{name} was given a parametrization after the engine took it over. "
+            f"{name} got a parametrization after the engine took it over. "
             "Call weight_norm, spectral_norm or register_parametrization before sw.Engine(...)."
         )
     return BrokenView(

@@ -1,15 +1,15 @@
 """Sharded parameters at rest: reading or writing their values raises at the user's line.
 
-While this rank has a part of it only, a parameter keeps its shape, dtype, device, gradient and
-hooks, and no values: a NaN or a stale one would go on in silence. Two ways lead to values, and both
-are watched while it rests:
+A parameter is *at rest* while this rank stores only a part of it. It keeps its shape, dtype,
+device, gradient and hooks, but has no values: a NaN or a stale value would spread silently. Code
+can reach values on two levels, and both are guarded:
 
-    Python      the object is of a subclass of its class, in which torch asks `__torch_function__`
-                about every call; `p.data` and `p.detach()` are tensors without memory alike
-    torch       its dispatch keys have one more, for which the only kernel is one that raises: for
-                what autograd has saved, torch.func, torch.tensor(p)
+    Python      the parameter gets a subclass of its class, whose `__torch_function__` sees every
+                call; `p.data` and `p.detach()` are tensors without memory that raise, too
+    dispatcher  the tensor gets one more dispatch key, whose only kernel raises; this catches
+                tensors that autograd has saved, torch.func and torch.tensor(p)
 
-Whole, it is of its own class and has its own keys again, at no cost.
+A whole parameter has its own class and keys again, so it costs nothing.
 """
 
 from __future__ import annotations
@@ -27,25 +27,31 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import ParameterAccess, UsageError
 from shardwise.parallel.tensor.torch_functions import SIZES
-from shardwise.states.parameters.torch_calls import FORMAL, functions, what_is_done, written
+from shardwise.states.parameters.torch_calls import (
+    FORMAL,
+    functions,
+    operation_name,
+    written_arguments,
+)
 
 unguarded = torch._C.DisableTorchFunctionSubclass
-"""Inside this block `__torch_function__` is not asked: for the engine's own bookkeeping of many
-parameters. No code of a user's may run inside."""
+"""Context manager without `__torch_function__`, for the engine's bookkeeping of many parameters.
+No user code may run inside."""
 
 PASSES_ON = True
-"""Calls from here are made for their caller, for which parallel/tensor/parameter_uses.py looks."""
+"""Marks calls from this module as made for their caller, the frame that
+parallel/tensor/parameter_uses.py looks for."""
 
 _KEY: Any = torch._C._parse_dispatch_key("DeferredInit")
-"""A dispatch key that comes before all others of a tensor, and that torch has no use for itself."""
+"""A dispatch key that precedes all other keys of a tensor, and that torch itself does not use."""
 _KEYS = torch._C.DispatchKeySet(_KEY)
 
 
 class SwappingData:
-    """Allows a block to swap parameters' data: to put them to rest, and to give them values."""
+    """Context manager that allows swapping parameters' data, to unshard or reshard them."""
 
-    # As torch._C._ExcludeDispatchKeyGuard does, in half the time: it is entered twice for each
-    # bucket and pass.
+    # Does the same as torch._C._ExcludeDispatchKeyGuard in half the time. Every pass enters it
+    # twice for each bucket.
     __slots__ = ("_was",)
 
     def __enter__(self) -> None:
@@ -62,18 +68,21 @@ _exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 @dataclass(frozen=True, eq=False)
 class AtRest:
-    """The form of a parameter at rest, which messages call `name`: of class `kind`, over
-    `value`, which raises where torch uses it; `like` has its form too, and does not. Whole, it is
-    of class `own`."""
+    """The form of one parameter at rest."""
 
     name: str
+    """Its name in messages."""
     value: Tensor
+    """Its data at rest, with the raising dispatch key."""
     like: Tensor
+    """A usable tensor of the same form in the same memory."""
     own: type[nn.Parameter]
+    """Its class while it is whole."""
     kind: type[nn.Parameter]
+    """Its class at rest."""
 
     def mark(self, parameter: nn.Parameter) -> None:
-        """Let `parameter` know how it rests; deepcopy and pickle of it raise until `unmark`."""
+        """Attach this form to `parameter`; deepcopy and pickle of it raise until `unmark`."""
         values = (self, self._refuse_copy, self._refuse_copy)
         parameter.__dict__.update(zip(_MARKS, values, strict=True))
 
@@ -86,30 +95,30 @@ _MARKS = (_MARK, "__deepcopy__", "__reduce_ex__")
 
 
 def at_rest(parameter: nn.Parameter, name: str, like: Tensor) -> AtRest:
-    """How `parameter` rests: in the form of `like`, NaN of its shape, and at the same address."""
+    """Return the form that `parameter` has at rest: the shape, NaNs and address of `like`."""
     own = type(parameter)
-    made = AtRest(name, _unusable(like), like, own, _resting(own))
-    _known[like.data_ptr()] = made
-    return made
+    form = AtRest(name, _unusable(like), like, own, _resting(own))
+    _known[like.data_ptr()] = form
+    return form
 
 
 _known: WeakValueDictionary[int, AtRest] = WeakValueDictionary()
-"""By address of its value."""
+"""All forms, by the address of their values."""
 
 
 class _Keyed(Tensor):
-    """A tensor that is made with the key; another that takes its value has the key too."""
+    """A tensor with the raising dispatch key; assigning it to `.data` passes the key on."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise AssertionError(f"{func} of what parameters rest on")
+        raise AssertionError(f"{func} called on the memory of a parameter at rest")
 
 
 def _unusable(like: Tensor) -> Tensor:
-    """A tensor over the memory of `like`, with the key."""
-    _watch()
+    """Return a tensor in the memory of `like` that has the raising dispatch key."""
+    _register_fallback()
     keyed: Tensor = Tensor._make_wrapper_subclass(
         _Keyed,
         like.shape,
@@ -120,76 +129,75 @@ def _unusable(like: Tensor) -> Tensor:
     )
     with torch.no_grad(), SwappingData(), torch._C._DisableTorchDispatch():
         keyed.set_(like.untyped_storage(), like.storage_offset(), like.shape, like.stride())
-        made = torch.empty(0, dtype=like.dtype, device=like.device)
-        made.data = keyed  # takes all keys but that of the class
-    return made
+        unusable = torch.empty(0, dtype=like.dtype, device=like.device)
+        unusable.data = keyed  # takes over all keys, except the one of the Python subclass
+    return unusable
 
 
 @cache
-def _watch() -> Any:
-    """Let torch call `_used` for every operation on a tensor with the key."""
+def _register_fallback() -> Any:
+    """Make every operation on a tensor with the key raise; once for each process."""
+
+    def refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
+        raise _refusal(func, args, kwargs)
+
     library: Any = torch.library.Library("_", "IMPL", "DeferredInit")  # type: ignore[no-untyped-call]
-    library.fallback(_used)
-    return library
-
-
-def _used(func: Any, *args: Any, **kwargs: Any) -> Any:
-    raise _refusal(func, args, kwargs)
+    library.fallback(refuse)
+    return library  # the cache keeps it alive: torch removes the kernel together with it
 
 
 def unmark(parameter: nn.Parameter) -> None:
-    """Undo `AtRest.mark`: it is whole for good, or for copies to be made."""
+    """Undo `AtRest.mark`, so that `parameter` can be copied."""
     for name in _MARKS:
         parameter.__dict__.pop(name, None)
 
 
 def sharded_copy(name: str) -> UsageError:
-    """The error for copying or saving what is sharded."""
+    """Return the error for copying or saving a sharded parameter."""
     return UsageError(
-        f"{name} is sharded: this rank holds a part of it only, so a copy would be none. Inside "
+        f"{name} is sharded: this rank holds only a part of it, so it cannot be copied. Inside "
         "with engine.full_parameters(): state_dict(), deepcopy and pickle give plain tensors; "
         "engine.export('model.safetensors') writes the whole model."
     )
 
 
 def name_of(parameter: nn.Parameter) -> str:
-    """What messages call a parameter that is sharded."""
+    """Return the name of a sharded parameter in messages."""
     form: AtRest = parameter.__dict__[_MARK]
     return form.name
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `module` holds a parameter that is at rest or shown for the moment only."""
+    """Return whether `module` has a sharded parameter, whether at rest or gathered for a pass."""
     return any(_MARK in p.__dict__ for p in module.parameters())
 
 
 @cache
 def _resting(own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class of parameters of class `own` while they rest."""
+    """Return the class that parameters of class `own` have at rest."""
     members = {
         "__torch_function__": classmethod(_touched),
         "__module__": __name__,
         "covers": own,
     }
     metaclass: Any = type(own)
-    made: type[nn.Parameter] = metaclass(f"{own.__name__}AtRest", (own,), members)
-    return made
+    kind: type[nn.Parameter] = metaclass(f"{own.__name__}AtRest", (own,), members)
+    return kind
 
 
 class ValueAtRest(Tensor):
-    """Stands for `p.data` and `p.detach()` of a parameter at rest: its form, without memory."""
+    """A tensor without memory that replaces `p.data` and `p.detach()` of a parameter at rest."""
 
     form: AtRest
 
     @staticmethod
     def __new__(cls, form: AtRest) -> ValueAtRest:
-        """Like `held.value`."""
         like = form.like
-        made = Tensor._make_wrapper_subclass(
+        value = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.form = form
-        return made
+        value.form = form
+        return value
 
     @classmethod
     def __torch_function__(
@@ -201,17 +209,18 @@ class ValueAtRest(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What has not asked `__torch_function__`: torch.tensor(p.data)."""
+        # Some operations bypass `__torch_function__`, such as torch.tensor(p.data).
         raise _refusal(func, args, kwargs or {})
 
 
 def _touched(
     cls: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """An operation on what rests: done where it needs no values, else refused."""
+    """Run an operation on parameters at rest if it needs no values; otherwise raise."""
     del cls
     kwargs = kwargs or {}
     if func in FORMAL:
+        # Without the dispatch key, whose kernel would raise for these operations, too.
         with SwappingData():
             return form_of(func, types, args, kwargs)
     if func in _LIKE:
@@ -220,29 +229,38 @@ def _touched(
     if func in _ALIASES:
         return ValueAtRest(_form(args[0]))
     if func in _SHOWN_AS_TEXT:
-        return _text(args[0])
+        form = _form(args[0])
+        return (
+            f"<{form.name}, sharded: shape {tuple(form.like.shape)}, {form.like.dtype}, "
+            "whole inside of engine.full_parameters()>"
+        )
     if func in _DIFFERENTIATES:
         with _lifted(args, kwargs):
             return func(*args, **kwargs)
     if func in _CASTS:
         return _cast(func, args, kwargs)
     if func == SET_DATA and args[0] is args[1]:
-        return None  # model.to(device) where it is already
+        return None  # model.to(device) of a model that is already there
     if any(_in_trial(kind) for kind in types):
-        return below(types)(func, types, args, kwargs)  # nothing is computed
+        return own_torch_function(types)(func, types, args, kwargs)  # nothing is computed
     raise _refusal(func, args, kwargs)
 
 
 def _in_trial(kind: Any) -> bool:
-    """Whether parameters of class `kind` are of a pipeline that tries a loss without values: all
-    ranks come to the end of it, and refuse alike what was used."""
+    """Return whether a pipeline is trying a loss without values over parameters of class `kind`.
+
+    Every rank must finish such a trial; all of them then refuse the loss in the same way.
+    """
     trial = getattr(getattr(kind, "covers", kind), "in_trial", None)
     return trial is not None and trial()
 
 
-def below(types: Any) -> Callable[..., Any]:
-    """What does operations on parameters of `types`, as they would be asked in their own classes:
-    those that parallel/tensor/parameter_uses.py watches are of layers on several workers."""
+def own_torch_function(types: Any) -> Callable[..., Any]:
+    """Return the function that runs operations on parameters of `types` as if they were whole.
+
+    It is the `__torch_function__` that they have while they are whole. For parameters of layers
+    that several workers share, parallel/tensor/parameter_uses.py defines one.
+    """
     for kind in types:
         own = getattr(kind, "covers", kind)
         ask: Callable[..., Any] = own.__torch_function__
@@ -255,21 +273,23 @@ _STRAIGHTLY: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
 
 def form_of(func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What is asked about a form; sizes of what is split are those of the whole."""
-    ask = below(types) if func in SIZES else _STRAIGHTLY
+    """Run an operation on a tensor's form; a split parameter answers with its whole size."""
+    ask = own_torch_function(types) if func in SIZES else _STRAIGHTLY
     return ask(func, types, args, kwargs)
 
 
 def _plain(value: Any) -> Any:
-    """What has the form of `value` and can be used."""
+    """Return a usable tensor of the same form if `value` is at rest, else `value` itself."""
     form = _found(value)
     return value if form is None else form.like
 
 
 def _found(value: Any) -> AtRest | None:
-    """How `value` rests, if it does."""
+    """Return the form of `value` if it is a parameter at rest, or a value of one."""
     if isinstance(value, ValueAtRest):
         return value.form
+    # Not by its class: a tensor that autograd has saved is of no subclass, but has the key. The
+    # value of every form has a different address.
     if isinstance(value, Tensor) and torch._C._dispatch_keys(value).has(_KEY):
         with unguarded():
             return _known.get(value.data_ptr())
@@ -282,83 +302,79 @@ def _form(value: Any) -> AtRest:
     return form
 
 
-def _text(value: Any) -> str:
-    form = _form(value)
-    return (
-        f"<{form.name}, sharded: shape {tuple(form.like.shape)}, {form.like.dtype}, "
-        "whole inside of engine.full_parameters()>"
-    )
-
-
 def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a cast or move of something that rests gives: itself, where there is nothing to do."""
+    """Return a parameter at rest if a cast or move would not change it; otherwise raise."""
     value, *rest = args
     like = _form(value).like
+    # torch returns its argument itself from a cast without effect: try it on an empty tensor.
     stand_in = torch.empty((0,) * like.dim(), dtype=like.dtype, device=like.device)
-    made = func(stand_in, *rest, **kwargs)
-    if made is stand_in and kwargs.get("memory_format") in (None, torch.preserve_format):
+    result = func(stand_in, *rest, **kwargs)
+    if result is stand_in and kwargs.get("memory_format") in (None, torch.preserve_format):
         return value
-    if isinstance(made, str):
-        return made  # p.type()
+    if isinstance(result, str):
+        return result  # p.type()
     raise _refusal(func, args, kwargs)
 
 
 @contextmanager
 def _lifted(args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block the parameters among the arguments, which are differentiated by and not
-    read, are of their own class, so that torch does not ask about them again."""
-    found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _found(leaf) is not None]
-    for parameter in found:
+    """Context manager that gives parameters at rest among the arguments their own class.
+
+    torch.autograd.grad differentiates with respect to them without reading their values. With their
+    own class, torch does not call `__torch_function__` for them again.
+    """
+    lifted = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _found(leaf) is not None]
+    for parameter in lifted:
         parameter.__class__ = _form(parameter).own
     try:
         yield
     finally:
-        for parameter in found:
-            if (form := _found(parameter)) is not None:  # it may have been shown inside
+        for parameter in lifted:
+            if (form := _found(parameter)) is not None:  # not if the backward has unsharded it
                 parameter.__class__ = form.kind
 
 
 def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
-    """The error for an operation that needs values which are not there."""
+    """Return the error for an operation that needs values of a parameter at rest."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     name = next((form.name for leaf in leaves if (form := _found(leaf))), "A sharded parameter")
-    what = what_is_done(func)
+    what = operation_name(func)
     if func in _CASTS:
         return ParameterAccess(
-            f"{name} was cast or moved ({what}) while it is sharded: this worker holds a part of "
-            "it only. Casting or moving a model belongs before sw.Engine(...); for lower precision "
-            f"use --precision. {_TO_READ}"
+            f"{name} was cast or moved ({what}) while it is sharded: this worker holds only a part "
+            "of it. Cast or move the model before sw.Engine(...); for lower precision use "
+            f"--precision. {_TO_READ}"
         )
-    if any(_found(target) is not None for target in written(what, args, kwargs)):
-        return write_refused(name, what)
-    return _read_refused(name, what)
+    if any(_found(target) is not None for target in written_arguments(what, args, kwargs)):
+        return write_error(name, what)
+    return _read_error(name, what)
 
 
 def used_outside(parameter: nn.Parameter) -> ParameterAccess:
-    """The error for a line that computes with `parameter` outside of forwards."""
-    return _read_refused(name_of(parameter), "outside of its module")
+    """Return the error for a line that computes with `parameter` outside of any forward."""
+    return _read_error(name_of(parameter), "outside of its module")
 
 
-def _read_refused(name: str, what: str) -> ParameterAccess:
+def _read_error(name: str, what: str) -> ParameterAccess:
     return ParameterAccess(
-        f"{name} was read ({what}) while it is sharded: this worker holds a part of it only, and "
-        "all of it just while the forward of its module runs. Call the module itself, not another "
-        "method of it and not module.forward(x). What a loss needs of it (a penalty) is computed "
-        "in the forward of the module that it is registered in, and returned or kept for the loss; "
-        f"a moving average of weights is --ema-decay. {_TO_READ} --zero 2 keeps parameters whole."
+        f"{name} was read ({what}) while it is sharded: this worker holds only a part of it, "
+        "except while the forward of its module runs. Call the module itself, not another method "
+        "of it and not module.forward(x). If a loss needs the parameter (a penalty), compute that "
+        "term in the forward of the module that registers it, and return it. For a moving average "
+        f"of weights use --ema-decay. {_TO_READ} --zero 2 keeps parameters whole."
     )
 
 
-def write_refused(name: str, what: str) -> ParameterAccess:
-    """The error for a write, by the operation `what`, into a parameter that is sharded."""
+def write_error(name: str, what: str) -> ParameterAccess:
+    """Return the error for the operation `what`, which writes into a sharded parameter."""
     return ParameterAccess(
-        f"{name} was written ({what}) while it is sharded: this worker holds a part of it "
-        "only, so nothing was changed. Write, on all workers alike: "
+        f"{name} was written ({what}) while it is sharded: this worker holds only a part of it, so "
+        "nothing was changed. To write it, on every worker: "
         "with engine.full_parameters(write=True): ..."
     )
 
 
-_TO_READ = "To read it, without gradients, on all workers alike: with engine.full_parameters(): ..."
+_TO_READ = "To read it, without gradients, on every worker: with engine.full_parameters(): ..."
 
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -375,4 +391,4 @@ _LIKE = frozenset(
         torch,
     )
 )
-"""What needs no values either, but memory, or a tensor to make others like."""
+"""Functions that need no values, but an address, or a tensor whose form a new tensor takes."""

@@ -1,10 +1,11 @@
 """Makes parameters read-only while they stay gathered between a forward and its backward.
 
-Values that a unit keeps from its forward to its backward are a temporary copy. A read of them is
-right, also in a loss; a write would reach no shard, so it raises at its line. While they stay, a
-parameter is of a subclass of its class, in which torch asks `__torch_function__` about every call,
-and so is every view that is made of it. A read is then the business of the class that it is of:
-with tensor or pipeline parallelism all ranks take part in it (parallel/tensor/parameter_uses.py).
+Values that a unit keeps from its forward to its backward are a temporary copy. Reading them is
+correct, in a loss as well. A write would reach no shard, so it raises at its line.
+
+During that time a parameter, and every view of it, has a subclass of its class, whose
+`__torch_function__` sees every call. It passes reads on to the parameter's own class: with tensor
+or pipeline parallelism all ranks take part in a read (parallel/tensor/parameter_uses.py).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from torch.utils import _pytree as pytree
 
 from shardwise.states.parameters.parameters_at_rest import (
     SET_DATA,
-    below,
     form_of,
     name_of,
+    own_torch_function,
     unguarded,
-    write_refused,
+    write_error,
 )
-from shardwise.states.parameters.torch_calls import FORMAL, what_is_done, written
+from shardwise.states.parameters.torch_calls import FORMAL, operation_name, written_arguments
 
 PASSES_ON = True  # as in parameters_at_rest.py
 
@@ -37,34 +38,36 @@ class _ReadOnly:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Do an operation; refuse it where it writes."""
+        """Run an operation; raise if it writes into a read-only parameter or a view of one."""
         kwargs = kwargs or {}
         if func in FORMAL:
             return form_of(func, types, args, kwargs)
         if func == SET_DATA and args[0] is args[1]:
-            return None  # model.to(device) where it is already
-        what = what_is_done(func)
-        for target in written(what, args, kwargs):
+            return None  # model.to(device) of a model that is already there
+        # Before the operation runs: a write must change nothing.
+        what = operation_name(func)
+        for target in written_arguments(what, args, kwargs):
             if isinstance(target, _ReadOnly):
-                raise write_refused(_name(target), what)
-        made = below(types)(func, types, args, kwargs)
+                raise write_error(_name(target), what)
+        result = own_torch_function(types)(func, types, args, kwargs)
+        # A write through a view would be lost in the same way, so views are read-only, too.
         with unguarded():
-            return pytree.tree_map_only(Tensor, _Views(args, kwargs), made)
+            return pytree.tree_map_only(Tensor, _Views(args, kwargs), result)
 
 
 class _View(_ReadOnly, Tensor):
-    """A view of the parameter that messages call `parameter`."""
+    """A view of the parameter named `parameter`."""
 
     parameter: str
 
 
 @cache
 def read_only(own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class of parameters of class `own` that may be read and not written."""
+    """Return the read-only subclass of `own`, a class of parameters."""
     metaclass: Any = type(own)
     bases, members = (_ReadOnly, own), {"__module__": __name__, "covers": own}
-    made: type[nn.Parameter] = metaclass(f"{own.__name__}ReadOnly", bases, members)
-    return made
+    subclass: type[nn.Parameter] = metaclass(f"{own.__name__}ReadOnly", bases, members)
+    return subclass
 
 
 def _name(value: Any) -> str:
@@ -72,29 +75,27 @@ def _name(value: Any) -> str:
 
 
 class _Views:
-    """Finds which results of an operation are views of what it was given."""
+    """Recognises results of an operation that are views of its read-only arguments."""
 
-    def __init__(self, *given: Any) -> None:
-        leaves = pytree.tree_leaves(given)
+    def __init__(self, *arguments: Any) -> None:
+        leaves = pytree.tree_leaves(arguments)
         self._names = {_memory(leaf): _name(leaf) for leaf in leaves if isinstance(leaf, _ReadOnly)}
 
-    def __call__(self, made: Tensor) -> Tensor:
-        """`made`, as a _View where it is one."""
-        name = self._names.get(_memory(made))
-        if name is None or isinstance(made, _ReadOnly):
-            return made
-        view = made.as_subclass(_View)
+    def __call__(self, result: Tensor) -> Tensor:
+        """Return `result`, as a _View if it is one."""
+        name = self._names.get(_memory(result))
+        if name is None or isinstance(result, _ReadOnly):
+            return result
+        view = result.as_subclass(_View)
         view.parameter = name
         return view
 
 
 def _memory(tensor: Any) -> int:
-    """The storage of a tensor; 0 where it has none.
-
-    A tensor of a level of torch.func has none. torch refuses to write to what it wraps.
-    """
+    """Return an identifier of a tensor's storage, or 0 if it has no storage."""
     if tensor.layout is not torch.strided:
         return 0
+    # A tensor inside a transform of torch.func. torch itself refuses writes to the tensor in it.
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
     return int(tensor.untyped_storage()._cdata)

@@ -1,8 +1,9 @@
-"""Saved-tensor references: what autograd saves instead of the memory of gathered parameters.
+"""Saved-tensor references, which autograd saves in place of gathered parameters.
 
-A gathered bucket must not be kept from forward to backward. So of a tensor that lies in one,
-autograd saves where it lies (a `BucketReference`), and backward gathers the bucket again. The same
-holds for the 16-bit cast that autocast makes of a trained parameter: backward casts it again.
+A gathered bucket must not stay in memory from forward to backward. For a tensor in such a bucket,
+autograd therefore saves its position (a `BucketReference`), and backward gathers the bucket again.
+The same holds for the 16-bit cast that autocast makes of a trained parameter: backward repeats the
+cast.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from shardwise.model.precision import NARROW
 from shardwise.model.unit_hooks import SavedReference
 
 Form = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
-"""A tensor as it lies in other memory: offset in elements of its dtype, shape, strides, dtype."""
+"""The form of a view: offset in elements of its dtype, shape, strides, dtype."""
 
 
 class BucketReference(SavedReference):
-    """Refers to a tensor in bucket `index` of unit `unit`, in a `generation` of its values; or, in
-    the form `cast`, to a cast of that tensor."""
+    """A reference to a tensor in bucket `index` of unit `unit`, or to a cast of that tensor.
+
+    `form` is the tensor's form in the bucket. `cast` is None, or the form of the saved tensor in
+    the memory of the cast. The reference is valid for one `generation` of parameter values.
+    """
 
     __slots__ = ("cast", "form", "generation", "index", "unit")
 
@@ -33,62 +37,64 @@ class BucketReference(SavedReference):
         self.generation = generation
         self.cast: Form | None = None
 
-    def of(self, lying: Tensor) -> Tensor:
-        """The tensor that was saved, `lying` being what lies in the bucket in `form`."""
+    def of(self, view: Tensor) -> Tensor:
+        """Return the saved tensor, given the bucket's view of `form`."""
         if self.cast is None:
-            return lying
+            return view
         with torch.no_grad():
-            return shaped(lying.to(self.cast[-1]), self.cast)
+            return view_in_form(view.to(self.cast[-1]), self.cast)
 
 
-def shaped(flat: Tensor, form: Form) -> Tensor:
-    """What lies in `flat`, a whole bucket, in `form`."""
+def view_in_form(flat: Tensor, form: Form) -> Tensor:
+    """Return the view of `flat`, a whole bucket, that has `form`."""
     offset, shape, stride, dtype = form
     flat = flat if flat.dtype == dtype else flat.view(dtype)
     return flat.as_strided(shape, stride, flat.storage_offset() + offset)
 
 
 class CastCache:
-    """Empties autocast's cache when a forward leaves a unit; else all casts stay until its end.
+    """Empties autocast's cache when a forward leaves a unit, to free the casts of its weights.
 
-    A weight that is used on both sides of such a moment would be cast twice, and its gradients meet
-    in fp32 rather than in 16 bits: other bits than those of rows that keep parameters whole. So a
-    first forward shows whether there is such a weight, and with one the cache is left alone.
+    Otherwise autocast keeps all casts until the end of the forward. A weight that is used both
+    before and after the cache is emptied would be cast twice. Its gradients would then be summed in
+    fp32 instead of 16 bits, and differ from the bits of the rows that keep parameters whole. The
+    first forward shows whether such a weight exists; if so, the cache is never emptied.
     """
 
     def __init__(self) -> None:
         self._first: dict[int, int] = {}
-        """By parameter, how many units had been left when its cast was first saved."""
+        """By parameter, the number of units left when its cast was first saved."""
         self._left = 0
         self._units: set[int] = set()
-        """Those that have been left."""
+        """The units that were left in this forward."""
         self._forwards = 0
         self._is_used_again = False
 
     def begin(self) -> None:
-        """A forward of the whole model begins."""
-        self._first.clear()  # of a recomputation, too
+        """Start a forward of the whole model."""
+        self._first.clear()  # it may have entries from a recomputation, too
         self._units.clear()
         self._left = 0
 
-    def saw(self, parameter: Tensor) -> None:
-        """A cast of `parameter` was saved."""
+    def note_saved(self, parameter: Tensor) -> None:
+        """Note that autograd has saved a cast of `parameter`."""
         if self._first.setdefault(id(parameter), self._left) != self._left:
             self._is_used_again = True
 
-    def left(self, number: int) -> None:
-        """The forward has left unit `number`."""
+    def leave_unit(self, number: int) -> None:
+        """Empty the cache, if that is safe, because the forward has left unit `number`."""
         if not torch._C._is_any_autocast_enabled():
             return
         self._left += 1
         self._is_used_again = self._is_used_again or number in self._units
         self._units.add(number)
         recording = torch.is_grad_enabled()
+        # Without autograd there are no gradients whose bits could differ.
         if not recording or (self._forwards and not self._is_used_again):
             torch.clear_autocast_cache()
 
     def end(self) -> None:
-        """The forward has ended."""
+        """Count the forward, if autocast and autograd were enabled in it."""
         self._forwards += bool(self._left and torch.is_grad_enabled())
 
 
@@ -97,11 +103,11 @@ _Range = tuple[int, int, int, int]
 
 
 class BucketAddresses:
-    """Finds by address which whole bucket a tensor lies in; `generation` counts up when values
-    change."""
+    """Finds the whole bucket that contains a tensor's memory, by address."""
 
     def __init__(self) -> None:
         self.generation = 0
+        """Counts up when parameter values change."""
         self.casts = CastCache()
         self._ranges: list[_Range] = []
         self._firsts: list[int] = []
@@ -120,28 +126,32 @@ class BucketAddresses:
             del self._ranges[place], self._firsts[place]
 
     def find(self, tensor: Tensor) -> BucketReference | None:
-        """Refer to `tensor` where it lies in a whole bucket, or in the cast of what does; None for
-        any other memory. Called for all that autograd saves."""
+        """Return a reference to `tensor`, or None if it is not in the memory of a whole bucket.
+
+        The memory of a parameter's cast counts, too. Called for every tensor that autograd saves.
+        """
         try:
             address = tensor.data_ptr()
-        except RuntimeError:  # it has none: sparse, or a wrapper
+        except RuntimeError:  # no address: sparse, or a wrapper
             return None
         found = self._at(address, tensor)
         return self._cast(tensor) if found is None and tensor.dtype in NARROW else found
 
     def _cast(self, tensor: Tensor) -> BucketReference | None:
-        """Refer to `tensor` where it is a 16-bit cast of a trained parameter, or a view of one."""
+        """Return a reference to `tensor` if it is or views a 16-bit cast of a trained parameter."""
         cast = tensor if tensor._base is None else tensor._base
-        if cast.dtype != tensor.dtype:  # its bits, seen as another type
+        if cast.dtype != tensor.dtype:  # a view of the bits as another dtype
             return None
         parameter = cast_parameter(cast)
         if parameter is None or (found := self._at(parameter.data_ptr(), parameter)) is None:
             return None
         found.cast = int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
-        self.casts.saw(parameter)
+        self.casts.note_saved(parameter)
         return found
 
     def _at(self, address: int, tensor: Tensor) -> BucketReference | None:
+        # Buckets do not overlap, so only the last one that starts at or before `address` can
+        # contain it.
         place = bisect(self._firsts, address) - 1
         if place < 0:
             return None
@@ -154,14 +164,17 @@ class BucketAddresses:
 
 
 def cast_parameter(cast: Tensor) -> Tensor | None:
-    """The parameter of which `cast` is a copy in another dtype, as autograd has recorded; None
-    where it is none. The copy's values, shape and strides are those that `parameter.to` gives."""
-    made_by = cast.grad_fn
-    if made_by is None or made_by.name() != "ToCopyBackward0":
+    """Return the parameter that `cast` is a copy of in another dtype, or None.
+
+    Autograd's graph records that. `parameter.to(cast.dtype)` gives the same values, shape and
+    strides again.
+    """
+    node = cast.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
         return None
-    parameter: Tensor | None = getattr(made_by.next_functions[0][0], "variable", None)
+    parameter: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
     if parameter is None or cast._version or cast.device != parameter.device:
-        return None  # of no leaf, written to since, or on its way to another device
-    alike = cast.shape == parameter.shape and cast.stride() == parameter.stride()
+        return None  # not the cast of a leaf, written to since, or moved to another device
+    same_form = cast.shape == parameter.shape and cast.stride() == parameter.stride()
     dense = cast.untyped_storage().nbytes() == cast.numel() * cast.element_size()
-    return parameter if alike and dense else None
+    return parameter if same_form and dense else None

@@ -1,4 +1,4 @@
-"""A bucket of sharded parameters: the interval that one rank stores between steps."""
+"""A bucket of sharded parameters: each rank stores its interval of it between steps."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from shardwise.states.storage.storage import Storage
 
 @dataclass(frozen=True, eq=False)
 class ShardedBucket:
-    """A bucket of which this rank stores its interval; where ranks share memory, all of it."""
+    """A bucket of sharded parameters on this rank."""
 
     layout: Bucket
     named: tuple[NamedParameter, ...]
-    """By slot."""
+    """The parameters, by slot."""
     own: Span
+    """This rank's interval, in elements of the bucket."""
     storage: Storage
+    """The values of that interval between steps."""
     common: Tensor | None
+    """The whole bucket, if the ranks share memory: (numel,)."""
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """By slot."""
+        """The parameter objects, by slot."""
         return [named.parameter for named in self.named]
 
     @cached_property
@@ -35,29 +38,30 @@ class ShardedBucket:
         return self.layout.numel, self.named[0].dtype, self.named[0].device
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """By slot, its parameter in `flat`, a whole bucket."""
+        """Return by slot the view of `flat`, a whole bucket, in its parameter's form."""
         pairs = zip(self.named, self.layout.slots, strict=True)
         return [named.view(flat, slot.start) for named, slot in pairs]
 
     def store(self, flat: Tensor) -> None:
-        """Take this rank's interval out of `flat`, a whole bucket."""
+        """Store this rank's interval of `flat`, a whole bucket."""
         self.storage.store(flat[self.own[0] : self.own[1]])
 
     def load(self, flat: Tensor) -> None:
-        """Put this rank's interval into `flat`, a whole bucket."""
+        """Copy this rank's interval into its place in `flat`, a whole bucket."""
         self.storage.load(flat[self.own[0] : self.own[1]])
 
     def written(self, flat: Tensor) -> list[int]:
-        """The parameters whose part of this rank's interval is another in `flat`."""
-        was = torch.zeros_like(flat)
-        self.load(was)
+        """Return the parameters whose elements in this rank's interval differ in `flat`."""
+        stored = torch.zeros_like(flat)
+        self.load(stored)
+        # As bytes: a NaN equals itself then.
+        now, before = flat.view(torch.uint8), stored.view(torch.uint8)
+        size = flat.element_size()
         return [
             piece.parameter
             for piece in self.layout.pieces(*self.own)
-            if not _same_bits(flat[piece.start : piece.end], was[piece.start : piece.end])
+            if not torch.equal(
+                now[piece.start * size : piece.end * size],
+                before[piece.start * size : piece.end * size],
+            )
         ]
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two flat tensors of one dtype are the same, NaN for NaN."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

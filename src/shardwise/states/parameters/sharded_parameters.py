@@ -1,7 +1,7 @@
-"""Sharded parameters: a rank holds its interval of every bucket and nothing else.
+"""Sharded parameters: a rank stores its interval of every bucket and nothing else.
 
-At rest a parameter has its shape and no values: `parameters_at_rest` refuses to read or write it.
-`residency` shows the whole values while a forward or a backward needs them.
+A parameter at rest has its shape but no values: `parameters_at_rest.py` makes reads and writes
+raise. `residency.py` gathers the values while a forward or a backward needs them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.comm import Collectives, Handle
 from shardwise.errors import BrokenView
-from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.model.meta import make_real
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import ParameterPlaces, Parameters, check_place
@@ -33,9 +33,10 @@ from shardwise.states.storage.storage_factory import StorageFactory
 
 
 class ShardedParameters(Parameters):
-    """Sharded parameters, trained and frozen: each rank has its interval of every bucket.
+    """Sharded parameters, trained and frozen: each rank stores its interval of every bucket.
 
-    `sharded_buckets` are those of the trained parameters, in their order, then those of the frozen.
+    `sharded_buckets` has the buckets of trained parameters in order, then the frozen ones. A bucket
+    starts with the values that `value_of` returns, each in the shape and dtype of its parameter.
     """
 
     def __init__(
@@ -48,7 +49,6 @@ class ShardedParameters(Parameters):
         factory: StorageFactory,
         value_of: Callable[[NamedParameter], Tensor],
     ) -> None:
-        """`value_of` gives a parameter's starting value, in its shape and dtype."""
         super().__init__(named, buckets)
         self._group = group
         self._watchers: list[Callable[[], None]] = []
@@ -78,8 +78,10 @@ class ShardedParameters(Parameters):
         self.remember()
 
     def _form_at_rest(self, number: int) -> AtRest:
-        """The form of a parameter at rest. The NaNs of one kind lie side by side to be looked at,
-        each at an address of its own, since tools know by it which parameters are the same."""
+        """Return the form that parameter `number` has at rest: one NaN, expanded to its shape."""
+        # One tensor holds the NaNs of all parameters of a dtype and device, so that `check` looks
+        # at them in one call. Each parameter has a different address, because tools recognise tied
+        # parameters by address.
         each = self._all[number]
         kind = (each.dtype, each.device)
         if kind not in self._nans:
@@ -91,7 +93,7 @@ class ShardedParameters(Parameters):
     def _make_buckets(
         self, buckets: Sequence[Bucket], factory: StorageFactory
     ) -> list[ShardedBucket]:
-        """Room for this rank's interval of every bucket."""
+        """Allocate this rank's interval of every bucket."""
         owns = [bucket.interval(self._group.rank) for bucket in buckets]
         named = [tuple(self._all[slot.parameter] for slot in b.slots) for b in buckets]
         kinds = [(each[0].dtype, each[0].device) for each in named]
@@ -117,9 +119,10 @@ class ShardedParameters(Parameters):
     def _adopt(
         self, index: int, bucket: ShardedBucket, value_of: Callable[[NamedParameter], Tensor]
     ) -> None:
-        """Take this rank's interval of a bucket from its parameters; the rest is let go."""
+        """Store this rank's interval of a bucket, and free the parameters' own memory."""
         own = bucket.own
         _, dtype, device = bucket.kind
+        # Zeros, because the padding is stored and gathered, too.
         interval = torch.zeros(own[1] - own[0], dtype=dtype, device=device)
         wide: Tensor | None = None
         places = zip(bucket.named, bucket.layout.slots, self._at_rest[bucket].each, strict=True)
@@ -130,29 +133,33 @@ class ShardedParameters(Parameters):
                 flat = each.flattened(value)
                 place = slice(low - own[0], high - own[0])
                 interval[place] = flat[low - slot.start : high - slot.start]
+                # A value wider than the parameter is the better start for an fp32 master.
                 if value.dtype != dtype:
                     wide = interval.to(value.dtype) if wide is None else wide
                     wide[place] = flat[low - slot.start : high - slot.start]
             if each.parameter.is_meta:
+                # In place: the user's model and optimizer hold this parameter object.
                 make_real(each.parameter, rest.like)
             with SwappingData():
                 each.parameter.data = rest.value
+            # Assigned last: with the new class, setting `data` above would raise.
             each.parameter.__class__ = rest.kind
             rest.mark(each.parameter)
         bucket.storage.store(interval)
         if wide is not None and index < len(self.buckets):
             self.wide[index] = wide
 
-    def part(self, index: int, own: tuple[int, int]) -> Storage:
-        """This rank's interval of bucket `index`."""
+    def part(self, index: int, own: Span) -> Storage:
+        """Return this rank's interval of bucket `index`."""
         assert own == self.sharded_buckets[index].own
         return self.sharded_buckets[index].storage
 
-    def show(self, bucket: ShardedBucket, views: Sequence[Tensor], addresses: list[int]) -> None:
-        """Let the parameters of a bucket have their values, which are in `views`, by slot, at
-        `addresses`."""
+    def unshard(self, bucket: ShardedBucket, views: Sequence[Tensor], addresses: list[int]) -> None:
+        """Give the parameters of a bucket their values: by slot, `views` at `addresses`."""
         resting = self._at_rest[bucket]
-        if list(map(type, bucket.parameters)) != resting.kinds:  # at rest all else raises
+        # User code cannot replace the data of a parameter at rest, because that raises. Look only
+        # if a parameter is not at rest.
+        if list(map(type, bucket.parameters)) != resting.kinds:
             with unguarded():
                 self._note_replaced(bucket)
         with SwappingData():
@@ -162,14 +169,14 @@ class ShardedParameters(Parameters):
         self._addresses[bucket] = addresses
 
     def allow_writes(self, bucket: ShardedBucket, *, allowed: bool) -> None:
-        """Let the parameters of a bucket, which are shown, be written or only be read."""
+        """Allow or refuse writes into the parameters of a bucket that is whole."""
         resting = self._at_rest[bucket]
         kinds = resting.owns if allowed else resting.read_only
         for parameter, kind in zip(bucket.parameters, kinds, strict=True):
             parameter.__class__ = kind
 
-    def rest(self, bucket: ShardedBucket) -> None:
-        """Take the values of a bucket's parameters away: to read or to write them raises."""
+    def reshard(self, bucket: ShardedBucket) -> None:
+        """Remove the values of a bucket's parameters; reading or writing them raises then."""
         resting = self._at_rest[bucket]
         with unguarded(), SwappingData():
             self._note_replaced(bucket)
@@ -180,7 +187,7 @@ class ShardedParameters(Parameters):
         self._addresses[bucket] = resting.addresses
 
     def refuse_copies(self, bucket: ShardedBucket) -> None:
-        """Let deepcopy and pickle of a bucket's parameters raise."""
+        """Make deepcopy and pickle of a bucket's parameters raise."""
         for parameter, rest in zip(bucket.parameters, self._at_rest[bucket].each, strict=True):
             rest.mark(parameter)
 
@@ -190,19 +197,19 @@ class ShardedParameters(Parameters):
             unmark(parameter)
 
     def _note_replaced(self, bucket: ShardedBucket) -> None:
-        """Remember a parameter that user code gave other memory: `check` reports it."""
+        """Remember a parameter whose memory user code replaced; `check` reports it."""
         now, then = list(map(Tensor.data_ptr, bucket.parameters)), self._addresses[bucket]
         if now != then:
-            wrong = zip(bucket.named, now, then, strict=True)
-            self._replaced = next(each for each, a, b in wrong if a != b)
+            trios = zip(bucket.named, now, then, strict=True)
+            self._replaced = next(each for each, a, b in trios if a != b)
 
     def publish(self, index: int) -> Handle:
-        """Nothing to send: a unit is gathered when it is needed."""
+        """No-op: a unit is gathered when it is needed."""
         del index
         return Handle()
 
     def settle(self) -> None:
-        """Every bucket was updated: return when all ranks may read what they share."""
+        """Finish an update of all buckets: wait until all ranks may read shared memory."""
         with unguarded():
             super().settle()
         self.meet()
@@ -210,52 +217,56 @@ class ShardedParameters(Parameters):
             changed()
 
     def meet(self) -> None:
-        """Where ranks share memory, wait until all are done with reading or writing it."""
+        """Wait until all ranks have finished reading or writing memory that they share."""
         if any(bucket.common is not None for bucket in self.sharded_buckets):
-            # Without it a rank could write its interval while another still computes with it.
+            # Otherwise a rank could write its interval while another still computes with it.
             self._group.barrier()
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever parameters have changed and may be used."""
+        """Call `changed` after every change of parameters, once they may be used again."""
         self._watchers.append(changed)
 
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter, or wrote what reaches nothing."""
+        """Raise BrokenView if user code replaced a parameter, or made a write that is lost."""
         self.check_places()
         written = self._replaced
         for nans in self._nans.values():
+            # On an accelerator this would make the host wait in every step.
             if nans.device.type == "cpu" and not bool(nans.isnan().all()):
                 written = self._all[int((~nans.isnan()).nonzero()[0])]
-                nans.fill_(torch.nan)
+                nans.fill_(torch.nan)  # raise once only
+        # A write through an operation on the parameter counts up its version, also on a device.
         versions = self._versions_of_all()
         if versions != self._all_versions:
             pairs = zip(self._all, versions, self._all_versions, strict=True)
             *_, written = (each for each, now, then in pairs if now != then)
         if written is not None:
-            raise self.written_in_vain(written)
+            raise self.lost_write_error(written)
 
     def note_written(self, number: int) -> None:
-        """Remember that user code wrote into a temporary copy of parameter `number`: `check`
-        reports it."""
+        """Remember that user code wrote into a gathered copy of parameter `number`.
+
+        `check` reports it.
+        """
         self._replaced = self._all[number]
 
     def check_unwritten(self, shown: Mapping[ShardedBucket, Tensor]) -> None:
-        """Raise BrokenView if one of `shown`, whole buckets to be read, was written to.
+        """Raise BrokenView if one of `shown`, whole buckets for reading, was written.
 
-        Collective: each rank looks at its own interval.
+        Collective: each rank compares its own interval.
         """
-        # All ranks raise alike: one that went on would wait for the others in its next gather.
+        # All ranks must raise: one that continued would wait forever in its next gather.
         mine = [number for bucket, flat in shown.items() for number in bucket.written(flat)]
         for number in itertools.chain.from_iterable(self._group.gather_objects(mine)):
-            raise self.written_in_vain(self._all[number])
+            raise self.lost_write_error(self._all[number])
 
-    def written_in_vain(self, named: NamedParameter) -> BrokenView:
-        """The error for a write that only this rank's temporary copy of a parameter has seen."""
+    def lost_write_error(self, named: NamedParameter) -> BrokenView:
+        """Return the error for a write into a temporary copy of a parameter on this rank."""
         self._replaced = None
         self.remember()
         return BrokenView(
-            f"{named.alias} was written while sharded, which reaches nothing. To write "
-            "parameters: with engine.full_parameters(module, write=True)."
+            f"{named.alias} was written while sharded: the write changed a temporary copy and is "
+            "lost. To write parameters: with engine.full_parameters(module, write=True)."
         )
 
     def remember(self) -> None:
@@ -272,55 +283,59 @@ class ShardedParameters(Parameters):
             return super().written()
 
     def check_places(self) -> None:
-        """Raise BrokenView if user code replaced a parameter; once, since the next use of its unit
-        mends it."""
+        """Raise BrokenView if user code replaced a parameter; once for each replacement."""
         with unguarded():
             for bucket, places in self._places.items():
                 addresses = self._addresses[bucket]
                 if not places.are_kept(addresses):
+                    # The next use of the unit repairs it, so it must not raise a second time.
                     self._addresses[bucket] = [p.data_ptr() for p in bucket.parameters]
                     for named, address in zip(bucket.named, addresses, strict=True):
                         check_place(named, address)
 
     def release(self) -> None:
-        """Give each parameter whole memory of its own again. Collective."""
+        """Give each parameter its whole value in separate memory again. Collective."""
         for bucket in self.sharded_buckets:
             flat = self.gathered(bucket)
             assert flat is not None
             fresh = [v.clone(memory_format=torch.preserve_format) for v in bucket.views(flat)]
-            self.show(bucket, fresh, [])
+            self.unshard(bucket, fresh, [])
             self.allow_copies(bucket)
 
     def gathered(self, bucket: ShardedBucket, *, here: bool = True) -> Tensor | None:
-        """The whole of a bucket in fresh memory, if it is wanted `here`. Collective."""
+        """Gather a bucket into new memory. Collective.
+
+        Returns None on a rank that is not `here`.
+        """
         if bucket.common is not None:
+            # A copy: the caller may write it, and other ranks read the shared memory.
             return bucket.common.clone() if here else None
         numel, dtype, device = bucket.kind
         flat = torch.zeros(numel, dtype=dtype, device=device)
         bucket.load(flat)
-        # A rank that does not want it sends its interval all the same.
+        # A rank that does not need the result still sends its interval.
         self._group.all_gather(flat, bucket.layout.cuts).wait()
         return flat if here else None
 
     def held_bytes(self, index: int) -> int:
-        """This rank's interval."""
+        """Return the bytes of this rank's interval of bucket `index`."""
         return self.sharded_buckets[index].storage.nbytes
 
     def frozen_bytes(self) -> list[tuple[Sequence[NamedParameter], int]]:
-        """This rank's intervals."""
+        """Return the frozen buckets' parameters, with the bytes of this rank's intervals."""
         return [(bucket.named, bucket.storage.nbytes) for bucket in self.frozen]
 
     @property
     def frozen(self) -> Sequence[ShardedBucket]:
-        """Those that come after the trained ones."""
+        """The buckets of frozen parameters."""
         return self.sharded_buckets[len(self.buckets) :]
 
 
 class _BucketAtRest:
-    """The forms that a bucket's parameters have at rest, by slot; in lists, as the hot path reads
-    them."""
+    """The forms that a bucket's parameters have at rest, by slot."""
 
     def __init__(self, each: list[AtRest]) -> None:
+        # A list for each attribute: every forward reads them for all parameters.
         self.each = each
         self.values = [rest.value for rest in each]
         self.kinds = [rest.kind for rest in each]

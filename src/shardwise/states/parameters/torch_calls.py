@@ -1,6 +1,6 @@
-"""Classifies functions of torch: those that need only the form of a tensor, those that write.
+"""Classifies functions of torch: which need only the form of a tensor, and which write.
 
-A function is as `__torch_function__` is given it.
+Functions are the objects that `__torch_function__` receives.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-def what_is_done(func: Any) -> str:
-    """What a message calls an operation; `.data` for the getter and setter of an attribute."""
+def operation_name(func: Any) -> str:
+    """Return the name of an operation in messages, such as `add_`, `.data` or `.data =`."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         attribute = f".{func.__self__.__name__}"
@@ -22,8 +22,9 @@ def what_is_done(func: Any) -> str:
     return str(name).split(".")[0]
 
 
-def written(what: str, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """What the operation called `what` writes to: its first argument or none, and `out`."""
+def written_arguments(what: str, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that the operation named `what` writes to: the first, and `out`."""
+    # torch's convention: `add_` writes its first argument, `__iadd__` (+=) does as well.
     in_place = what.endswith("_") and not what.endswith("__")
     operator = what.startswith("__i") and what[3:-2] in _OPERATORS
     first = (*args, *kwargs.values())[:1]  # nn.init names its argument
@@ -37,16 +38,16 @@ _OPERATORS = frozenset(
 
 
 def functions(names: str, *of: Any) -> Iterator[Any]:
-    """Those among `names` that `of` has, in this version of torch."""
+    """Yield the functions `names` of the objects `of`, as far as this version of torch has them."""
     return (getattr(each, name) for each in of for name in names.split() if hasattr(each, name))
 
 
 _READ = frozenset(["T", "H", "mT", "mH", "real", "imag", "data"])
-"""Attributes of tensors that are values, or lead to them."""
+"""Attributes of tensors that give access to values."""
 
 
 def _attributes() -> Iterator[Any]:
-    """Getters, setters and deleters of the attributes that say nothing of values."""
+    """Yield the getters, setters and deleters of attributes that reveal no values."""
     for name in set(dir(Tensor)) - _READ:
         attribute = getattr(Tensor, name)
         if type(attribute).__name__ == "getset_descriptor":
@@ -67,4 +68,4 @@ FORMAL = frozenset(
         ),
     )
 )
-"""What needs no values, and writes none."""
+"""Functions that neither need nor write values."""

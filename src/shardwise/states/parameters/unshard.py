@@ -1,12 +1,12 @@
-"""Unshards units of sharded parameters (shows them whole), ahead of their turn, and reshards them.
+"""Unshards and reshards units of sharded parameters, in the sense of FSDP2.
 
-A *unit* is a part of the model whose parameters come and go together. To show one is to let its
-parameters be views of gathered buckets, to rest it (FSDP's reshard) is to take them away:
+A *unit* is a part of the model whose parameters are gathered together. Unsharding a unit makes its
+parameters views of gathered buckets. Resharding it removes their values again:
 
-    gather ─▶ show    parameters, addresses and bit sums are those of the whole buckets
-              rest    the same undone, then the buffers go back: nobody may see them any more
+    gather ─▶ unshard   parameters become views; register their addresses, sum their bits
+              reshard   undo both in reverse order; return the buffers last
 
-Which unit is shown when is said by `residency`.
+`residency.py` decides which unit is whole at what time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardwise.states.parameters.bucket_gathers import (
     BucketGathers,
     Gather,
     WholeBucket,
-    there,
-    whole_of,
+    finished_gather,
+    whole_bucket,
 )
 from shardwise.states.parameters.lost_writes import LostWrites
 from shardwise.states.parameters.named_parameters import NamedParameter
@@ -32,22 +32,21 @@ from shardwise.states.parameters.sharded_parameters import ShardedParameters
 
 @dataclass(eq=False)
 class Unit:
-    """A part of the model that is gathered as a whole.
-
-    `lasting`: kept from the end of a forward to the end of its backward. `always`: whole all the
-    time, since no module says when it is needed. `kept`: whole until the next backward has ended,
-    because autograd has saved the parameters themselves.
-    """
+    """A part of the model whose parameters are gathered together."""
 
     name: str
     buckets: list[ShardedBucket]
     lasting: bool = False
+    """Whether it stays whole from the end of a forward to the end of its backward."""
     always: bool = False
+    """Whether it is whole all the time, because no module shows when it is needed."""
     kept: bool = False
+    """Whether it stays whole until the next backward has ended, because autograd has saved its
+    parameters themselves."""
     gather: Gather | None = field(default=None, repr=False)
     wholes: list[WholeBucket] = field(default_factory=list, repr=False)
     depth: int = 0
-    """How many of its modules' forwards are under way, one inside the other."""
+    """Number of its modules' forwards that are running, one inside the other."""
 
     @property
     def is_whole(self) -> bool:
@@ -56,12 +55,12 @@ class Unit:
 
     @property
     def named(self) -> list[NamedParameter]:
-        """Its parameters."""
+        """The parameters of all of its buckets."""
         return [named for bucket in self.buckets for named in bucket.named]
 
 
 class WholeUnits:
-    """Shows and rests `units`, which `gathers` makes whole."""
+    """Unshards and reshards `units`, whose buckets `gathers` makes whole."""
 
     def __init__(
         self, parameters: ShardedParameters, units: Sequence[Unit], gathers: BucketGathers
@@ -71,14 +70,14 @@ class WholeUnits:
         self._gathers = gathers
         self._whole: dict[Unit, None] = {}
         self._ahead: dict[int, Gather] = {}
-        """By number of a unit, its gather that was started ahead of its turn."""
+        """By unit number, the gather that was started before its turn."""
         self._addresses = BucketAddresses()
         self._writes = LostWrites(parameters.note_written)
 
     # -- gathers --------------------------------------------------------------------------
 
     def start_ahead(self, number: int) -> None:
-        """Start the gather of unit `number`, whose turn comes next."""
+        """Start the gather of unit `number`, which has the next turn."""
         if number not in self._ahead:
             self._ahead[number] = self._gathers.start(self._units[number].buckets)
 
@@ -87,139 +86,151 @@ class WholeUnits:
         return ahead if ahead is not None else self._gathers.start(self._units[number].buckets)
 
     def take_part(self, number: int) -> None:
-        """Gather unit `number` for the other ranks, and keep nothing of it."""
+        """Take part in the gather of unit `number` for other ranks, without unsharding it."""
         gather = self._started(number)
         gather.wait()
         self._gathers.give_back(gather)
 
-    def show(self, number: int) -> None:
-        """Gather unit `number`, and let its parameters have their values."""
-        self._show(number, self._started(number))
+    def unshard(self, number: int) -> None:
+        """Gather unit `number` and give its parameters their values."""
+        self._unshard(number, self._started(number))
 
-    def _show(self, number: int, gather: Gather) -> None:
+    def _unshard(self, number: int, gather: Gather) -> None:
         unit = self._units[number]
-        assert not unit.is_whole
+        assert not unit.is_whole  # a second gather would leave the first one's buffers borrowed
         unit.wholes, unit.gather = gather.wait(), gather
         self._whole[unit] = None
         for index, (bucket, whole) in enumerate(zip(unit.buckets, unit.wholes, strict=True)):
-            self._parameters.show(bucket, whole.views, whole.addresses)
+            self._parameters.unshard(bucket, whole.views, whole.addresses)
             self._addresses.add(whole.flat, number, index)
             self._writes.begin(bucket, whole.flat)
 
-    # -- rest -----------------------------------------------------------------------------
+    # -- reshard --------------------------------------------------------------------------
 
-    def let_go(self, unit: Unit) -> None:
-        """Put a unit to rest, unless it is needed: always, in a forward under way, or in the next
-        backward."""
+    def reshard_if_unneeded(self, unit: Unit) -> None:
+        """Reshard a unit, unless a running forward, the next backward or all code needs it."""
         if not (unit.depth or unit.always or unit.kept):
-            self._rest(unit)
+            self._reshard(unit)
 
-    def let_go_of_all(self, *, but_lasting: bool = False) -> None:
-        """Put all to rest that are not needed; with `but_lasting` none of those that last."""
+    def reshard_unneeded(self, *, keep_lasting: bool = False) -> None:
+        """Reshard all units that are not needed; with `keep_lasting`, no lasting unit."""
         for unit in list(self._whole):
-            if not (but_lasting and unit.lasting):
-                self.let_go(unit)
+            if not (keep_lasting and unit.lasting):
+                self.reshard_if_unneeded(unit)
 
     def keep(self, number: int | None) -> None:
-        """Keep unit `number`, or all that are whole, until `end_keeping`."""
+        """Keep unit `number`, or all whole units, until `end_keeping`."""
         for unit in list(self._whole) if number is None else [self._units[number]]:
             unit.kept = True
 
     def end_keeping(self) -> None:
-        """Let units that were kept rest with the others."""
+        """Treat kept units like the others again."""
         for unit in self._units:
             unit.kept = False
 
     def allow_writes(self, allowed: bool) -> None:
-        """Between passes what stays whole may be read and not written: it is a temporary copy, and
-        a write would reach no shard."""
+        """Allow or refuse writes into the units that are whole, except in a running forward.
+
+        Between passes a whole unit is a temporary copy, so a write would reach no shard.
+        """
         for unit in self._whole:
             for bucket in unit.buckets if not unit.depth else ():
                 self._parameters.allow_writes(bucket, allowed=allowed)
 
-    def _rest(self, unit: Unit) -> None:
+    def _reshard(self, unit: Unit) -> None:
         if unit.gather is None:
             return
         del self._whole[unit]
         for bucket, whole in zip(unit.buckets, unit.wholes, strict=True):
-            self._writes.end(bucket, whole.flat)  # while the values are still there
-            self._parameters.rest(bucket)
+            self._writes.end(bucket, whole.flat)  # first: it compares the values
+            self._parameters.reshard(bucket)
             self._addresses.remove(whole.flat)
+        # The unit drops its views first: the buffer's reference count must show only other users.
         gather, unit.gather, unit.wholes = unit.gather, None, []
-        # Last: the buffer may be borrowed, and written, by the next gather at once.
+        # Last: the next gather may borrow and overwrite the buffer at once.
         self._gathers.give_back(gather)
 
-    # -- memory of their own --------------------------------------------------------------
+    # -- separate memory ------------------------------------------------------------------
 
     def make_own(self, number: int, *, here: bool) -> dict[ShardedBucket, Tensor]:
-        """Make unit `number` whole in memory of its own; returns its buckets. Collective.
+        """Gather unit `number` into separate memory and unshard it; return its buckets.
 
-        A rank that is not `here` takes part and keeps nothing.
+        Collective. A rank that is not `here` only takes part, and returns no buckets.
         """
         unit = self._units[number]
-        self._rest(unit)
+        # A unit that is always whole is in a gather buffer, or in shared memory. The caller may
+        # write, so it gets separate memory.
+        self._reshard(unit)
         flats = {bucket: self._parameters.gathered(bucket, here=here) for bucket in unit.buckets}
-        found = {bucket: flat for bucket, flat in flats.items() if flat is not None}
+        own = {bucket: flat for bucket, flat in flats.items() if flat is not None}
         if here:
-            wholes = [whole_of(bucket, flat) for bucket, flat in found.items()]
-            self._show(number, there(wholes))
-            unit.depth += 1
+            wholes = [whole_bucket(bucket, flat) for bucket, flat in own.items()]
+            self._unshard(number, finished_gather(wholes))
+            unit.depth += 1  # as in a forward: nothing may reshard it before `end_own`
             for bucket in unit.buckets:
                 self._parameters.allow_copies(bucket)
-        return found
+        return own
 
     def end_own(self, number: int, *, here: bool) -> None:
         """Undo `make_own`."""
         unit = self._units[number]
         if here:
             unit.depth -= 1
-            self._rest(unit)
+            self._reshard(unit)
             for bucket in unit.buckets:
                 self._parameters.refuse_copies(bucket)
         if unit.always:
-            self.show(number)
+            self.unshard(number)
 
     def finish_checks(self) -> None:
-        """Wait until it is known of all passes so far whether anything was written in them."""
+        """Wait for the pending checks whether user code wrote into parameters in a pass."""
         self._writes.finish()
 
     def forget_writes(self) -> None:
-        """Those that may write, the optimizer or a block that is there for it, have written."""
+        """Drop the bit sums so far, after a permitted write by the optimizer or a writing block."""
         self._writes.forget()
 
     # -- between steps --------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Parameters have changed: rest all, and show those that are always shown anew.
-        Collective."""
+        """Reshard all units after a change of parameters, and gather those that are always whole.
+
+        Collective.
+        """
         self._addresses.generation += 1
         self._writes.forget()
-        while self._ahead:  # of a pass that was abandoned: the values of before
+        # Gathers that were started ahead in an abandoned pass would bring the old values.
+        while self._ahead:
             self.take_part(next(iter(self._ahead)))
-        self.let_go_of_all()
+        self.reshard_unneeded()
+        # In the order of units, which is equal on all ranks: these gathers have no turns.
         for number, unit in enumerate(self._units):
             if unit.always:
-                self._rest(unit)
-                self.show(number)
+                self._reshard(unit)
+                self.unshard(number)
         self.allow_writes(False)
 
     # -- what autograd saves --------------------------------------------------------------
 
     @property
     def reference_of(self) -> Callable[[Tensor], BucketReference | None]:
-        """Finds what to save instead of a tensor, if its memory is a whole unit's."""
-        return self._addresses.find  # itself, since it is called for all that autograd saves
+        """A function that returns the reference to save in place of a tensor.
+
+        It returns None for a tensor that is not in the memory of a whole unit.
+        """
+        # The method itself, without a wrapper: autograd calls it for every tensor that it saves.
+        return self._addresses.find
 
     @property
     def casts(self) -> CastCache:
-        """What autocast keeps of a forward's weights."""
+        """Control of autocast's cache of a forward's weights."""
         return self._addresses.casts
 
     def is_current(self, reference: BucketReference) -> bool:
-        """Whether parameters have not changed since `reference` was made."""
+        """Return whether parameters are unchanged since `reference` was made."""
         return reference.generation == self._addresses.generation
 
     def tensor_at(self, reference: BucketReference) -> Tensor:
-        """The tensor that `reference` was made of; its unit is whole."""
+        """Return the tensor of `reference`, whose unit must be whole."""
         whole = self._units[reference.unit].wholes[reference.index]
         return reference.of(whole.in_form(reference.form))

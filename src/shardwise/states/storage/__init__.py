@@ -1,1 +1,1 @@
-"""Where the bytes of a state are stored: in device memory, on the host, or on a disk."""
+"""Storage of a state's bytes: in device memory, on the host, or on a disk."""

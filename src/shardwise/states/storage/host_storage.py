@@ -1,11 +1,11 @@
-"""Storage in the host's memory of states that an accelerator computes with.
+"""Storage in the host's memory for states that an accelerator uses.
 
-    gradients     sum ── down, beside backward ──▶ host
-    update        on the CPU, bucket by bucket, each once its gradient has come down
-    parameters    host ── up, while the next bucket is updated ──▶ device
+    gradients     device ── copied down in parallel with backward ──▶ host
+    update        on the CPU, bucket by bucket, each once its gradient is on the host
+    parameters    host ── copied up while the next bucket is updated ──▶ device
 
-Nothing else knows: a span that is taken is not in a copy any more, and a copy is ordered by whoever
-asked for it.
+The rest of the engine needs no knowledge of copies: `take` waits for pending ones, and every method
+that copies orders its copy after them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shardwise.tiers.copy_stream import CopyStream
 
 
 class HostStorage(Storage):
-    """Storage in `tensor`, pinned memory of the host. Its device is the CPU.
+    """Storage in `tensor`, pinned memory of the host; its spans are used on the CPU.
 
-    `take` waits for copies to and from it that are under way.
+    `moving` has the events of pending copies, shared by all storages in the same memory.
     """
 
     memory: Tensor
@@ -40,7 +40,6 @@ class HostStorage(Storage):
         spans: Sequence[Span] | None = None,
         moving: list[Any] | None = None,
     ) -> None:
-        """`moving` are the events of copies, shared by all who use the same memory."""
         self.memory = tensor
         self.copy_stream = copy_stream
         self.spans = [(0, tensor.numel())] if spans is None else spans
@@ -48,10 +47,10 @@ class HostStorage(Storage):
         self._moving: list[Any] = [] if moving is None else moving
 
     def read_ahead(self, index: int) -> None:
-        """No-op: the data is in memory, or a pending copy brings it."""
+        """No-op: the data is in memory, or in a pending copy."""
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Return the span, once no copy reads or writes it any more."""
+        """Wait until no copy reads or writes the span, and return it."""
         del fresh
         first, end = self.spans[index]
         return self._settled()[first:end]
@@ -60,7 +59,7 @@ class HostStorage(Storage):
         """No-op: the data stays in memory."""
 
     def take_on(self, index: int, device: torch.device) -> Tensor:
-        """A copy of the span on `device`; the memory itself for the host."""
+        """Return a copy of the span on `device`, or the memory itself for the CPU."""
         if device != self.copy_stream.device:
             return super().take_on(index, device)
         self._wait_here()
@@ -70,17 +69,17 @@ class HostStorage(Storage):
         return value
 
     def loaded(self, device: torch.device | None = None) -> Tensor:
-        """The memory itself; a copy on another device."""
+        """Return the memory itself, or a copy on another device."""
         return self._settled() if device in (None, self.device) else super().loaded(device)
 
     def load(self, into: Tensor) -> None:
-        """Copy the interval up on the present stream."""
+        """Copy the interval to the device on the current stream."""
         self._wait_here()
         into.copy_(self.memory, non_blocking=True)
         self._moves(self.copy_stream.here())
 
     def store(self, value: Tensor) -> None:
-        """Copy the interval down on the present stream."""
+        """Copy the interval to the host on the current stream."""
         if not self.is_apart(value):
             super().store(value)
             return
@@ -89,38 +88,39 @@ class HostStorage(Storage):
         self._moves(self.copy_stream.here())
 
     def send(self, index: int, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, a span that was taken, up on the present stream."""
+        """Copy `value`, a taken span, to the device on the current stream."""
         del index
         if into.dtype != value.dtype and into.device != value.device:
-            self.copy_stream.send_narrowed(value, into)  # here, so that less moves
+            self.copy_stream.send_narrowed(value, into)  # cast on the host, to copy fewer bytes
             return
         into.copy_(value, non_blocking=True)
         self._moves(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor, Handle]:
-        """Add on the device, where `part` is and its squares are summed; then let the sum come
-        down beside the work."""
+        """Add and square on the device of `part`; copy the sum to the host asynchronously."""
         total = part
+        # Added on the device: the host is slower, and would have to wait for `part`.
         if not fresh:
             total, came = self.copy_stream.up(self.memory, self._moving)
             self.copy_stream.await_(came)
             total.add_(part)
         left = self.copy_stream.down(total, self.memory, self._moving)
         self._moves(left)
-        # `part` is the reducer's buffer: written again before `left`, the copy would be of that.
+        # `part` belongs to a borrowed buffer. If that were overwritten before the event `left`, the
+        # host would get the new content.
         return squared_sum(total), Handle(partial(self.copy_stream.await_, left))
 
     def cut(self, spans: Sequence[Span]) -> HostStorage:
-        """The same memory, used in `spans`."""
+        """Return storage in the same memory, used in `spans`."""
         return HostStorage(self.memory, self.copy_stream, spans, self._moving)
 
     def widened(self) -> HostStorage:
-        """Room for the same in fp32, with anything in it."""
+        """Return storage of the same length in fp32, with arbitrary content."""
         return HostStorage(self.copy_stream.memory(self.numel, torch.float32), self.copy_stream)
 
     @property
     def memory_bytes(self) -> int:
-        """All of it."""
+        """Bytes of the whole interval."""
         return self.nbytes
 
     def _moves(self, event: Any) -> None:
@@ -129,22 +129,23 @@ class HostStorage(Storage):
         self._moving.append(event)
 
     def _wait_here(self) -> None:
-        """Make the present stream wait for pending copies."""
-        # A value must have arrived before it is copied up again, and a copy up must have read it
-        # before it is overwritten.
+        """Make the current stream wait for pending copies."""
+        # A value must have arrived on the host before it is copied up again. A copy up must have
+        # read a value before it is overwritten.
         for event in self._moving:
             self.copy_stream.await_(event)
 
     def _settled(self) -> Tensor:
+        """Wait on the host until no copy is pending, and return the memory."""
         while self._moving:
             self._moving.pop().synchronize()
         return self.memory
 
 
 class HostCopy(Storage):
-    """A copy on the host of what is in the accelerator's memory, for an update on the CPU.
+    """A temporary copy of accelerator memory on the host, for an update on the CPU.
 
-    A span comes down for the time of its use. What is changed in it is forgotten.
+    A span is copied down for the time of its use. Changes to it are lost.
     """
 
     def __init__(self, tensor: Tensor, copy_stream: CopyStream, spans: Sequence[Span]) -> None:
@@ -152,29 +153,30 @@ class HostCopy(Storage):
         self.spans = spans
         self.numel, self.dtype, self.device = tensor.numel(), tensor.dtype, torch.device("cpu")
         self._copy_stream = copy_stream
-        self._coming: dict[int, tuple[Tensor, Any]] = {}
+        self._copies: dict[int, tuple[Tensor, Any]] = {}
+        """By span, its copy and the event that ends it."""
 
     def read_ahead(self, index: int) -> None:
-        """Let span `index` come down."""
-        if index not in self._coming:
+        """Start to copy span `index` to the host."""
+        if index not in self._copies:
             first, end = self.spans[index]
             memory = self._copy_stream.memory(end - first, self.dtype)
-            self._coming[index] = memory, self._copy_stream.down(self.source[first:end], memory)
+            self._copies[index] = memory, self._copy_stream.down(self.source[first:end], memory)
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """A copy of span `index`, once it is here."""
+        """Wait for the copy of span `index`, and return it."""
         del fresh
         self.read_ahead(index)
-        memory, came = self._coming[index]
-        came.synchronize()
+        memory, event = self._copies[index]
+        event.synchronize()
         return memory
 
     def put(self, index: int, *, changed: bool) -> None:
-        """Forget the copy."""
-        assert not changed, "what is here is a copy"
-        del self._coming[index]
+        """Free the copy."""
+        assert not changed, "changes to a copy would be lost"
+        del self._copies[index]
 
     @property
     def memory_bytes(self) -> int:
-        """None of its own between steps."""
+        """Zero: copies exist only during an update."""
         return 0

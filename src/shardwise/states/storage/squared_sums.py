@@ -13,15 +13,15 @@ from shardwise.layout.bucket_layout import Span
 from shardwise.model.precision import NARROW
 
 CHUNK = 1 << 18
-"""Elements whose squares are added up in the tensor's own precision."""
+"""Number of elements whose squares are added in the tensor's own precision."""
 
 GRAIN = 64
-"""Elements that an exact sum adds as one. The CPU's widest vector loops take as many at a time (two
-registers of 64 bytes, of 16-bit numbers), so no element falls into the scalar rest of a loop, whose
-rounding differs."""
+"""Number of elements that an exact sum adds together. The CPU's widest vector loops process as many
+at a time (two registers of 64 bytes with 16-bit numbers). So no element is left for the scalar tail
+of a loop, which rounds differently."""
 
 EXACT_CHUNK = 1 << 17
-"""Elements that an exact sum reads at a time, while they are in the processor's cache."""
+"""Number of elements that an exact sum reads at a time, so that they stay in the CPU's cache."""
 
 _LOWEST = -1073
 """The smallest exponent that frexp gives for an fp64 number."""
@@ -29,14 +29,14 @@ _LOWEST = -1073
 _BINS = 1024 - _LOWEST + 1
 
 _DIGITS = 53
-"""Bits of an fp64 number's whole part; in two halves, so that sums of 2**26 of them stay below
-2**53 and travel as fp64."""
+"""Bits of an fp64 number's significand. It is counted in two halves, so that sums of 2**26 of them
+stay below 2**53 and can be sent as fp64 without rounding."""
 
 _HALF = 27
 
 
 class Squared(Protocol):
-    """The part of a storage that sums of squares use."""
+    """The interface of a storage that sums of squares use."""
 
     @property
     def memory(self) -> Tensor | None:
@@ -57,12 +57,13 @@ class Squared(Protocol):
 def square_span(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
     """Return the sum of squares of the elements `own` of `storage`, an fp64 scalar.
 
-    With `wide`, and where not all of it is in the device's memory, each square is fp64 too.
+    Squares are computed in fp64 if `wide`, or if the storage is not wholly in the device's memory.
     """
     if storage.memory is not None and storage.copy_stream is None and not wide:
         return squared_sum(storage.memory[own[0] : own[1]])
     total = torch.zeros((), dtype=torch.float64)
     for first, value in storage.read_spans():
+        # The part of this span that belongs to `own`.
         low, high = max(first, own[0]), min(first + value.numel(), own[1])
         if low < high:
             part = value[low - first : high - first]
@@ -71,10 +72,11 @@ def square_span(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
 
 
 def squared_sum(values: Tensor) -> Tensor:
-    """Return the sum of squares of a flat tensor in fp64, added by chunks: short fp32 sums do not
-    drift.
+    """Return the sum of squares of a flat tensor, an fp64 scalar on its device.
 
-    On an accelerator it takes a few kernels, whatever the length, and no copy to the host.
+    Squares are added in the tensor's precision, at least fp32, within chunks that are short enough
+    for an accurate sum, and in fp64 over chunks. On an accelerator this takes a fixed number of
+    kernels and no copy to the host.
     """
     values = as_real(values)
     if not values.numel():
@@ -84,7 +86,7 @@ def squared_sum(values: Tensor) -> Tensor:
     if values.device.type == "cpu":
         chunks = torch.split(values, CHUNK)
         return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).double().sum()
-    # One reduction over all chunks, since each launch of a kernel costs time.
+    # One reduction over all chunks, because every kernel launch costs time.
     whole = values.numel() // CHUNK * CHUNK
     norms = torch.linalg.vector_norm(values[:whole].view(-1, CHUNK), dim=1)
     rest = torch.linalg.vector_norm(values[whole:])
@@ -101,16 +103,17 @@ def as_real(values: Tensor) -> Tensor:
 def exact_row(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
     """Count the squares of the elements `own` of `storage` by exponent: int64, (2 x bins + 1,).
 
-    Rows of buckets and ranks add up; the last number counts grains that are not finite. With
-    `wide`, squares are fp64, for fp32 numbers whose squares overflow.
+    Rows can be added over buckets and ranks. The last number counts grains that are not finite.
+    With `wide`, squares are fp64, for fp32 numbers whose squares overflow.
 
         s = x * x    (64)  ─▶  s[:32] + s[32:]  ─▶  ...  ─▶  one number per grain
 
-    The bits depend on the elements alone, wherever buckets and intervals begin: no interval cuts a
-    grain, and each grain's number is a whole multiple of a power of two. Whole numbers are added
-    exactly in any order, so they are counted by exponent and rounded once, in `exact_total`.
+    The result depends only on the elements, not on the borders of buckets and intervals: no
+    interval cuts a grain, and each grain's number is a whole multiple of a power of two. Whole
+    numbers are added exactly in any order, so they are counted by exponent, and rounded once in
+    `exact_total`.
     """
-    # A storage on the host of an accelerator's rank is read on the host.
+    # A rank on an accelerator reads storage in host memory on the host.
     device = torch.device("cpu") if storage.copy_stream is not None else storage.device
     row = torch.zeros(2 * _BINS + 1, dtype=torch.int64, device=device)
     for first, value in storage.read_spans():
@@ -125,6 +128,7 @@ def _count(values: Tensor, row: Tensor, *, wide: bool) -> None:
     values = as_real(values).double() if wide else as_real(values)
     squares = values.view(-1, GRAIN)
     squares = squares * squares
+    # Halves are added in a fixed order. `sum` could choose another order on another CPU.
     while squares.shape[1] > 1:
         half = squares.shape[1] // 2
         squares = squares[:, :half] + squares[:, half:]
@@ -132,7 +136,7 @@ def _count(values: Tensor, row: Tensor, *, wide: bool) -> None:
     finite = torch.isfinite(sums)
     row[-1] += (~finite).sum()
     fraction, exponent = torch.frexp(torch.where(finite, sums, 0.0))
-    # The whole part of 53 bits in two halves, so that sums of 2**26 of them stay exact in fp64.
+    # The significand of 53 bits in two halves, so that sums of 2**26 of them stay exact in fp64.
     whole = (fraction * 2.0**_DIGITS).long()
     bins = exponent.long() - _LOWEST
     row[:_BINS].index_add_(0, bins, whole >> _HALF)
@@ -140,9 +144,8 @@ def _count(values: Tensor, row: Tensor, *, wide: bool) -> None:
 
 
 def exact_total(rows: Sequence[Sequence[float]]) -> float:
-    """Return the sum of squares that the exact rows of all ranks add up to; NaN if any is not
-    finite."""
-    whole = 0
+    """Return the total of all ranks' exact rows, rounded once; NaN if any square is not finite."""
+    whole = 0  # a Python integer of any length, so nothing is rounded before the division
     for row in rows:
         if row[-1]:
             return math.nan
@@ -151,5 +154,5 @@ def exact_total(rows: Sequence[Sequence[float]]) -> float:
                 whole += int(count) << (place + _HALF if place < _BINS else place - _BINS)
     try:
         return whole / (1 << (_DIGITS - _LOWEST))
-    except OverflowError:
+    except OverflowError:  # more than an fp64 number can represent
         return math.inf

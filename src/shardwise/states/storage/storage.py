@@ -1,12 +1,12 @@
-"""Stores the interval of one bucket that a rank holds between steps: in memory or on a disk.
+"""Storage of one bucket's interval between steps: in memory or on a disk.
 
-`host_storage` has states in the host's memory that are used on an accelerator.
+`host_storage.py` has storage in the host's memory for states that an accelerator uses.
 
-Storage is used span by span. In memory there is one span, the whole interval. On a disk spans are
-cut so that a few of them are all the memory that it ever takes:
+Storage is used span by span. In memory there is one span, the whole interval. On a disk the
+interval is cut into several spans, and only a few of them are in memory at a time:
 
     take(0)   use   put(0)
-      read_ahead(1)      take(1)   use   put(1)      read ahead, written behind
+      read_ahead(1)      take(1)   use   put(1)      `put` writes asynchronously
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.nvme import BufferLease, Store
 
 SPAN = 4 * 2**20
-"""Elements of a span on a disk: large enough for its full rate, small compared with any model."""
+"""Elements of a span on a disk: large enough for the disk's full rate, small next to any model."""
 
 
 class Storage(ABC):
@@ -45,20 +45,23 @@ class Storage(ABC):
 
     @abstractmethod
     def read_ahead(self, index: int) -> None:
-        """Start to read span `index`, which is needed soon."""
+        """Start to read span `index`, which will be taken soon."""
 
     @abstractmethod
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Span `index`, to be read and changed until it is `put`; `fresh`: with anything in it."""
+        """Return span `index`, (elements of the span,), to be read and changed until it is `put`.
+
+        With `fresh` its content is arbitrary: the caller overwrites it, so nothing is read.
+        """
 
     @abstractmethod
     def put(self, index: int, *, changed: bool) -> None:
-        """Span `index` is no longer in use."""
+        """Release span `index`; if it `changed`, store it."""
 
     @property
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Bytes of memory that it takes between steps."""
+        """Bytes of memory in use between steps."""
 
     def read_spans(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the first element of each span and the span, readable until the next one."""
@@ -67,11 +70,11 @@ class Storage(ABC):
             self.put(index, changed=False)
 
     def take_on(self, index: int, device: torch.device) -> Tensor:
-        """Return span `index` on `device`, to be read until it is `put`."""
+        """Return span `index` on `device`, which may be read until it is `put`."""
         return self.take(index).to(device)
 
     def load(self, into: Tensor) -> None:
-        """Copy the whole interval `into` a tensor of its length, on the present stream."""
+        """Copy the whole interval `into` a tensor of its length, on the current stream."""
         for index, (first, end) in enumerate(self.spans):
             if index + 1 < len(self.spans):
                 self.read_ahead(index + 1)
@@ -79,13 +82,13 @@ class Storage(ABC):
             self.put(index, changed=False)
 
     def store(self, value: Tensor) -> None:
-        """Take the whole interval from `value`."""
+        """Set the whole interval to `value`."""
         for index, (first, end) in enumerate(self.spans):
             self.take(index, fresh=True).copy_(value[first:end])
             self.put(index, changed=True)
 
     def send(self, index: int, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, span `index` that was taken, `into` another interval's."""
+        """Copy `value`, the taken span `index`, `into` the span of another storage."""
         del index
         into.copy_(value)
 
@@ -95,10 +98,11 @@ class Storage(ABC):
         Returns the sum of squares of the result (None in memory), and a handle that is `reusable`
         once `part` may be written again.
         """
-        # Squared on the way: reading a disk again for the gradient norm would cost more.
+        # Square the values now: reading the disk again for the gradient norm would cost more.
         squares = []
         for index, (first, end) in enumerate(self.spans):
             value = self.take(index, fresh=fresh)
+            # Written, not added to zeros: that saves clearing the storage after every step.
             if fresh:
                 value.copy_(part[first:end])
             else:
@@ -108,7 +112,7 @@ class Storage(ABC):
         return torch.stack(squares).sum() if squares else None, Handle()
 
     def cut(self, spans: Sequence[Span]) -> Storage:
-        """The same storage, used in `spans`."""
+        """Return the same storage, used in `spans`."""
         assert list(self.spans) == list(spans), "all spans on a disk are cut in the same way"
         return self
 
@@ -117,15 +121,19 @@ class Storage(ABC):
         raise AssertionError("a disk keeps 16-bit sums in fp32 from the start")
 
     def loaded(self, device: torch.device | None = None) -> Tensor:
-        """Return the whole interval, on `device` if given: the stored tensor itself if it is in
-        that memory, else a copy."""
+        """Return the whole interval, on `device` if given.
+
+        It is the stored tensor itself if that is in the right memory, else a copy.
+        """
         value = torch.empty(self.numel, dtype=self.dtype, device=device or self.device)
         self.load(value)
         return value
 
     def is_apart(self, other: Tensor) -> bool:
-        """Return whether `other` is in an accelerator's memory, and copies to and from it are
-        asynchronous."""
+        """Return whether copies between this storage and `other` are asynchronous.
+
+        They are if `other` is on the accelerator and this storage is not.
+        """
         return self.copy_stream is not None and other.device == self.copy_stream.device
 
     @property
@@ -135,7 +143,7 @@ class Storage(ABC):
 
 
 class MemoryStorage(Storage):
-    """Storage in memory; in one span, unless it goes with one that is on a disk."""
+    """Storage in memory; in one span, unless it is updated together with storage on a disk."""
 
     def __init__(self, tensor: Tensor, spans: Sequence[Span] | None = None) -> None:
         self.tensor = self.memory = tensor
@@ -155,8 +163,8 @@ class MemoryStorage(Storage):
         """No-op: the data stays in memory."""
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add in one call. Squares are computed when they are needed: a skipped norm costs
-        nothing."""
+        """Add `part` in one call; return no sum of squares."""
+        # In memory the norm can be computed later, and costs nothing if it is skipped.
         if fresh:
             self.tensor.copy_(part)
         else:
@@ -164,28 +172,29 @@ class MemoryStorage(Storage):
         return None, Handle()
 
     def cut(self, spans: Sequence[Span]) -> MemoryStorage:
-        """The same memory, used in `spans`."""
+        """Return storage in the same memory, used in `spans`."""
         return MemoryStorage(self.tensor, spans)
 
     def widened(self) -> MemoryStorage:
-        """The same in fp32."""
+        """Return a copy in fp32."""
         return MemoryStorage(self.tensor.float())
 
     def loaded(self, device: torch.device | None = None) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself, or a copy on another device."""
         return self.tensor if device is None else self.tensor.to(device)
 
     @property
     def memory_bytes(self) -> int:
-        """All of it."""
+        """Bytes of the whole interval."""
         return self.nbytes
 
 
 class DiskStorage(Storage):
     """Storage on a disk: its spans are the records of a store, from record `first` on.
 
-    With a copy stream, the store's buffers are pinned. Copies between them and the accelerator do
-    not stop the host, which waits for the disk's reads alone; the disk's threads wait for copies.
+    With a copy stream, the store's buffers are pinned memory, and copies between them and the
+    accelerator are asynchronous. The host waits only for reads of the disk. The disk's threads wait
+    for copies before they write or reuse a buffer.
     """
 
     def __init__(
@@ -209,7 +218,7 @@ class DiskStorage(Storage):
             self._leases[index] = self._store.read(self._first + index)
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Span `index`, once it is here."""
+        """Wait until span `index` is read, and return it."""
         if index not in self._leases:
             start = self._store.blank if fresh else self._store.read
             self._leases[index] = start(self._first + index)
@@ -218,22 +227,24 @@ class DiskStorage(Storage):
     def put(self, index: int, *, changed: bool) -> None:
         """Release span `index`; if it changed, write it back asynchronously."""
         lease = self._leases.pop(index)
-        # Both end the lease: the buffer is another record's next, and no view of it may be used.
+        # Both end the lease: another record may get the buffer, so no view of it may be used.
         if changed:
             lease.write()
         else:
             lease.give_back()
 
     def take_on(self, index: int, device: torch.device) -> Tensor:
-        """A copy of span `index` on `device`, once its bytes are here."""
+        """Wait until span `index` is read, and return a copy on `device`."""
         if self.copy_stream is None or device != self.copy_stream.device:
             return super().take_on(index, device)
-        value = self._taken(index).to(device, non_blocking=True)  # it was read: no copy is left
-        self._leases[index].copied(self.copy_stream.here())
+        # A lease that was just read has no earlier copies to wait for.
+        value = self._taken(index).to(device, non_blocking=True)
+        self._leases[index].add_copy(self.copy_stream.here())
         return value
 
     def load(self, into: Tensor) -> None:
-        """Copy the interval up on the present stream, each span once its bytes are here."""
+        """Copy the interval to the device on the current stream, each span once it is read."""
+        # Between the host and itself there are no asynchronous copies.
         if not self.is_apart(into):
             super().load(into)
             return
@@ -244,7 +255,7 @@ class DiskStorage(Storage):
                 into[first:end].copy_(memory, non_blocking=True)
 
     def store(self, value: Tensor) -> None:
-        """Copy the interval down on the present stream; each span is written after its copy."""
+        """Copy the interval to the host on the current stream; write each span after its copy."""
         if not self.is_apart(value):
             super().store(value)
             return
@@ -253,19 +264,20 @@ class DiskStorage(Storage):
                 memory.copy_(value[first:end], non_blocking=True)
 
     def send(self, index: int, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, span `index` that was taken, `into` another interval's: up on the present
-        stream, if that is on the accelerator."""
+        """Copy `value`, the taken span `index`, `into` the span of another storage.
+
+        If that is on the accelerator, the copy runs on the current stream.
+        """
         if self.copy_stream is None or not self.is_apart(into):
             into.copy_(value)
         elif into.dtype != value.dtype:
             self.copy_stream.send_narrowed(value, into)
         else:
             into.copy_(value, non_blocking=True)
-            self._leases[index].copied(self.copy_stream.here())
+            self._leases[index].add_copy(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add on the accelerator, square there, then copy the sum down and write it, in parallel
-        with other work."""
+        """Add and square on the accelerator, then copy the sum to the host and write it."""
         if not self.is_apart(part):
             return super().add(part, fresh=fresh)
         squares, read = [], Handle()
@@ -274,15 +286,17 @@ class DiskStorage(Storage):
                 self.read_ahead(index + 1)
             total, left = self._add(index, part[first:end], fresh=fresh)
             assert self.copy_stream is not None
-            read = Handle(partial(self.copy_stream.await_, left))  # one stream: of all before, too
+            # One stream makes all copies in order, so the last event stands for all of them.
+            read = Handle(partial(self.copy_stream.await_, left))
             squares.append(squared_sum(total))
         return torch.stack(squares).sum() if squares else None, read
 
     def _add(self, index: int, part: Tensor, *, fresh: bool) -> tuple[Tensor, Any]:
-        """Return the sum of `part` and span `index`, and the event when its buffer has it."""
+        """Return the sum of `part` and span `index`, and the event of the copy into its buffer."""
         copy_stream = self.copy_stream
         assert copy_stream is not None
         memory, lease = self._taken(index, fresh=fresh), self._leases[index]
+        # On the device, which adds and squares faster than the host.
         if fresh:
             total = part.to(self.dtype)
         else:
@@ -290,7 +304,7 @@ class DiskStorage(Storage):
             copy_stream.await_(came)
             total.add_(part)
         left = copy_stream.down(total, memory, lease.copies)
-        lease.copied(left)
+        lease.add_copy(left)
         self.put(index, changed=True)
         return total, left
 
@@ -303,18 +317,19 @@ class DiskStorage(Storage):
 
     @contextmanager
     def _copying(self, index: int, *, fresh: bool = False, changed: bool) -> Iterator[Tensor]:
-        """Span `index`, for a copy to or from it that the present stream is given in the block."""
+        """Context manager for a copy on the current stream from or to span `index`."""
         assert self.copy_stream is not None
         memory = self._taken(index, fresh=fresh)
+        # The stream of an earlier copy may differ from the current one, so order this one after it.
         for event in self._leases[index].copies:
             self.copy_stream.await_(event)
         yield memory
-        self._leases[index].copied(self.copy_stream.here())
+        self._leases[index].add_copy(self.copy_stream.here())
         self.put(index, changed=changed)
 
     @property
     def memory_bytes(self) -> int:
-        """None: the store's few buffers serve all intervals."""
+        """Zero: the few buffers of the store serve all intervals."""
         return 0
 
 
@@ -324,12 +339,12 @@ def spans_of(numel: int) -> list[Span]:
 
 
 def record_bytes(numels: Sequence[int], itemsize: int) -> list[int]:
-    """The sizes of a store's records for intervals of `numels` elements of `itemsize` bytes."""
+    """Return the sizes of a store's records for intervals of `numels` elements."""
     return [(end - first) * itemsize for numel in numels for first, end in spans_of(numel)]
 
 
 def in_spans(storage: Storage, spans: Sequence[Span]) -> Storage:
-    """`storage`, used in `spans`."""
+    """Return `storage`, used in `spans`."""
     return storage if list(storage.spans) == list(spans) else storage.cut(spans)
 
 
@@ -339,9 +354,9 @@ def on_disk(
     dtypes: Sequence[torch.dtype],
     copy_streams: Sequence[CopyStream | None],
 ) -> list[DiskStorage]:
-    """The storages of the intervals that `store` was made for, in order."""
-    made, first = [], 0
+    """Return the storages of the intervals that `store` was made for, in order."""
+    storages, first = [], 0
     for numel, dtype, copy_stream in zip(numels, dtypes, copy_streams, strict=True):
-        made.append(DiskStorage(store, first, numel, dtype, copy_stream))
-        first += len(made[-1].spans)
-    return made
+        storages.append(DiskStorage(store, first, numel, dtype, copy_stream))
+        first += len(storages[-1].spans)
+    return storages

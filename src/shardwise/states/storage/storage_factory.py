@@ -21,7 +21,7 @@ TensorKind = tuple[torch.dtype, torch.device]
 class StorageFactory:
     """Makes storage for one state of one rank on `tier`.
 
-    On a rank that computes on the CPU, the tier `cpu` is where the device's memory is anyway.
+    On a rank that computes on the CPU, the tier `cpu` is the memory of the device itself.
     """
 
     def __init__(self, tier: Tier, group: Collectives) -> None:
@@ -32,20 +32,20 @@ class StorageFactory:
 
     @property
     def is_device(self) -> bool:
-        """Whether the state rests where it is used, as far as the tier says."""
+        """Whether the tier is the device's memory."""
         return self.tier.kind == "device"
 
     @property
     def on_disk(self) -> bool:
-        """Whether the state takes no memory between steps."""
+        """Whether the tier is a disk, so that the state takes no memory between steps."""
         return self.tier.kind == "nvme"
 
     def is_apart(self, device: torch.device) -> bool:
-        """Whether what rests here and is used on `device` is in other memory than that device's."""
+        """Return whether a state that is used on `device` is stored outside its memory."""
         return not self.is_device and device.type != "cpu"
 
     def copy_stream(self, device: torch.device) -> CopyStream | None:
-        """What copies between here and `device`, if that is apart."""
+        """Return the copy stream between this tier and `device`; None if both are one memory."""
         if not self.is_apart(device):
             return None
         if device not in self._copy_streams:
@@ -55,9 +55,10 @@ class StorageFactory:
     def make(
         self, label: str, lengths: Sequence[int], kinds: Sequence[TensorKind], *, width: int = 1
     ) -> list[Storage]:
-        """Storage for intervals of `lengths` elements, with anything in it.
+        """Make storage with arbitrary content for intervals of `lengths` elements.
 
-        `width` of them are in use at a time. Raises TierError where a disk cannot take them.
+        `width` is the number of intervals in use at a time. Raises TierError if a disk has no space
+        for them.
         """
         if not self.on_disk:
             return self._in_memory(lengths, kinds)
@@ -74,7 +75,7 @@ class StorageFactory:
             label,
             records,
             rank=self._group.rank,
-            # One span of each in use, one read ahead, one written behind; and one to spare.
+            # For each interval one span in use, one being read and one being written; plus one.
             in_flight=3 * width + 1,
             pages=None if apart is None else apart.pages,
         )
@@ -82,14 +83,15 @@ class StorageFactory:
         return list(on_disk(store, lengths, dtypes, copy_streams))
 
     def _in_memory(self, lengths: Sequence[int], kinds: Sequence[TensorKind]) -> list[Storage]:
-        made: list[Storage | None] = [None] * len(kinds)
+        storages: list[Storage | None] = [None] * len(kinds)
+        # Kind by kind, since pinned memory is allocated in one block for all intervals of a kind.
         for kind in dict.fromkeys(kinds):
             indices = [index for index, each in enumerate(kinds) if each == kind]
             for index, storage in zip(
                 indices, self._of_kind([lengths[i] for i in indices], *kind), strict=True
             ):
-                made[index] = storage
-        return [storage for storage in made if storage is not None]
+                storages[index] = storage
+        return [storage for storage in storages if storage is not None]
 
     def _of_kind(
         self, lengths: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -103,8 +105,12 @@ class StorageFactory:
                 yield HostStorage(memory, copy_stream)
 
     def close(self) -> None:
-        """Give room on disks back, all of it also where one has failed; raises the first error."""
+        """Free the space on disks: all of it, even if closing one store fails.
+
+        Raises the first error.
+        """
         failures = []
+        # Popped first: a second `close` after an error does not try the same store again.
         while self._stores:
             try:
                 self._stores.pop().close()

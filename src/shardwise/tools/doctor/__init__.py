@@ -1,1 +1,1 @@
-"""`shardwise doctor`: checks each host, measures the network, and says what to mend."""
+"""The command `shardwise doctor`: checks each host, measures the network, and gives advice."""

@@ -18,15 +18,17 @@ from shardwise.world.world import World
 
 
 def main() -> int:
-    """Check this host, join the others, measure; rank 0 prints. Returns 1 where a run would
-    fail."""
+    """Check this host, join the other ranks, and measure. Rank 0 prints the results.
+
+    Returns 1 on rank 0 if a run would fail.
+    """
     try:
         world = enter(0, {}, network.connect_all)
     except network.Unreachable as error:
         return _say_what_is_wrong(error.lines)
-    except ConfigError as error:  # alike on all ranks, as settings are
+    except ConfigError as error:  # settings are equal, so every rank has this error: print it once
         return _say_what_is_wrong([str(error)])
-    except LaunchError as error:  # maybe of this rank alone
+    except LaunchError as error:  # may concern this rank only, so it prints the error itself
         print(printable(f"wrong: {error}"), flush=True)
         return 1
     hosts = _hosts(world)
@@ -34,11 +36,12 @@ def main() -> int:
     faults = findings.faults(hosts)
     if world.is_main:
         _print(world, hosts, measured, faults)
+    # Only rank 0: one failed rank is enough for the launcher, and every further one adds a message.
     return 1 if faults and world.is_main else 0
 
 
 def _say_what_is_wrong(lines: list[str]) -> int:
-    """Print on rank 0 what keeps the ranks from joining; returns the exit code."""
+    """Print on rank 0 why the ranks cannot join. Returns the exit code."""
     is_main = launcher_detection.identify().rank == 0
     for line in lines if is_main else ():
         print(printable(f"wrong: {line}"), flush=True)
@@ -46,31 +49,36 @@ def _say_what_is_wrong(lines: list[str]) -> int:
 
 
 def _hosts(world: World) -> dict[str, list[Check]]:
-    """The checks of each host, as made by its first rank."""
+    """Return the checks of each host, made by its first rank."""
     mine = checks.of_host(world.settings)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
     mine.append(Check("network interface", interface))
     mine += network.check(launcher_detection.identify())
+    # Measured against rank 0 over the connection that hang reports use.
     ahead = world.collectives.status_server.clock_offset(0, "wall")
     mine.append(findings.clock(None if ahead is None else ahead.ns / 1e9))
     hosts: dict[str, list[Check]] = {}
-    for host, found in world.gather((world.host, mine)):
-        hosts.setdefault(host, found)
+    for host, host_checks in world.gather((world.host, mine)):
+        # In rank order, so the first rank of each host counts.
+        hosts.setdefault(host, host_checks)
     return hosts
 
 
 def _measured(world: World) -> dict[str, Speed]:
-    """Speeds over all ranks and, where there are several hosts, inside each."""
+    """Measure speeds over all ranks and, with several hosts, inside each host."""
     if world.size == 1:
         return {}
     group = world.collectives
-    found = {f"of {world.size} ranks over {group.name}": network.measure_speed(group, world.device)}
+    speeds = {
+        f"of {world.size} ranks over {group.name}": network.measure_speed(group, world.device)
+    }
     names = world.gather(world.host)
     members = [[rank for rank, name in enumerate(names) if name == host] for host in set(names)]
+    # Only if every host has at least two ranks: `split` is a collective, so all must take part.
     if len(members) > 1 and min(map(len, members)) > 1:
         inside = group.split(sorted(members))
-        found[f"inside {world.host}"] = network.measure_speed(inside, world.device)
-    return found
+        speeds[f"inside {world.host}"] = network.measure_speed(inside, world.device)
+    return speeds
 
 
 def _print(
@@ -86,7 +94,7 @@ def _print(
     for line in faults:
         console.print(printable(f"wrong: {line}"), soft_wrap=True)
     if not faults:
-        console.print("Nothing here would make a run fail.")
+        console.print("Found nothing that would make a run fail.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checks one host: what it has, and what of that would make a run fail or go slowly."""
+"""Checks one host for anything that would make a run fail or slow it down."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ LEAST_MEMORY = GIB
 LEAST_SHARED = GIB // 4
 
 OLDEST_TORCH, NEWEST_TORCH = "2.9.1", "2.15.0"
-"""The tested range of torch: unit and pipeline tests pass under both (`make test-torch`)."""
+"""The tested range of torch: unit and pipeline tests pass with both (`make test-torch`)."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table: its `name` and what is `shown` of a host.
+    """One row of the table: its `name`, and the text `shown` for a host.
 
-    `fault` is why a run would fail, `advice` why it might go badly; both end with what to do.
+    `fault` says why a run would fail, `advice` why it might be slow or misleading. Both end with
+    what to do.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Check:
 
 
 def of_host(settings: Settings) -> list[Check]:
-    """All checks of this host, in the order of the table."""
+    """Return all checks of this host, in the order of the table."""
     return [
         Check("Python", platform.python_version()),
         Check("torch", torch.__version__),
@@ -58,18 +59,18 @@ def of_host(settings: Settings) -> list[Check]:
 
 
 def tested(installed: str) -> Check:
-    """Whether the `installed` version of torch lies in the range that the tests have run with.
+    """Return whether the `installed` version of torch is in the range that the tests cover.
 
-    Minor versions are compared: a patch release of a tested one is in the range.
+    Only minor versions are compared: a patch release of a tested version is in the range.
     """
     bounds = f"{OLDEST_TORCH} to {NEWEST_TORCH}"
     if _minor(OLDEST_TORCH) <= _minor(installed) <= _minor(NEWEST_TORCH):
-        return Check("tested torch", f"{bounds}: this one is in the range")
+        return Check("tested torch", f"{bounds}: this version is in the range")
     return Check(
         "tested torch",
-        f"{bounds}: this one is outside",
-        advice=f"torch {installed} is outside the range that Shardwise is tested with: if "
-        f"something fails, install one of {bounds}.",
+        f"{bounds}: this version is outside",
+        advice=f"torch {installed} is outside the range that Shardwise is tested with. If "
+        f"something fails, install a version from {bounds}.",
     )
 
 
@@ -78,6 +79,7 @@ def _minor(release: str) -> tuple[int, ...]:
 
 
 def _devices() -> Check:
+    # The cores that this process may use: a job of a cluster often has only some of the host's.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu = f"{cores} CPU core{'s' * (cores != 1)}"
     if not torch.cuda.is_available():
@@ -99,16 +101,20 @@ def _memory() -> Check:
     if not table.exists():
         return Check("memory", "unknown")
     lines = dict(line.split(":", 1) for line in table.read_text().splitlines())
+    # MemAvailable includes caches that the kernel can drop; MemFree would look alarming on any
+    # host.
     free, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    # Advice rather than a fault: a small script runs with less.
     few = free < LEAST_MEMORY
-    advice = "little memory is free: end what else runs here." if few else ""
+    advice = "little memory is free: end other programs on this host." if few else ""
     return Check("free memory", f"{free / GIB:.1f} of {total / GIB:.1f} GB", advice=advice)
 
 
 def _open_files() -> Check:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    # Every pair of ranks has sockets, and each DataLoader worker has pipes.
     few = limit != resource.RLIM_INFINITY and limit < FEWEST_FILES
-    fault = f"a rank may open only {limit}: write ulimit -n 65536 before the run."
+    fault = f"a rank may open only {limit} files: run `ulimit -n 65536` before the run."
     shown = _limit(resource.RLIMIT_NOFILE, 1, "")
     return Check("open files", shown, fault=fault if few else "")
 
@@ -121,12 +127,13 @@ def _limit(which: int, unit: int, name: str) -> str:
 
 
 def _shared_memory() -> Check:
+    # Outside of Linux DataLoader workers use other shared memory.
     if not Path("/dev/shm").is_dir():
         return Check("/dev/shm", "none")
     free = shutil.disk_usage("/dev/shm").free
     few = (
-        "DataLoader workers pass batches through it, and crash when it is full: start the "
-        "container with --shm-size 8g, or keep num_workers=0."
+        "DataLoader workers pass batches through /dev/shm, and crash when it is full: start the "
+        "container with --shm-size 8g, or use num_workers=0."
     )
     return Check("/dev/shm", f"{free / GIB:.2g} GB free", advice=few if free < LEAST_SHARED else "")
 
@@ -135,14 +142,16 @@ def _temporary() -> Check:
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError:
-        return Check("temporary folder", "none", fault="no folder is writable: set TMPDIR to one.")
+        return Check(
+            "temporary folder", "none", fault="no folder is writable: set TMPDIR to one that is."
+        )
     return Check(
         "temporary folder", f"{folder}, {shutil.disk_usage(folder).free / GIB:.0f} GB free"
     )
 
 
 def _offload_folders(settings: Settings) -> Iterator[Check]:
-    """The folders that offloading was asked to use, each once."""
+    """Check each folder that the settings offload to, once."""
     tiers = [
         settings.offload_optimizer,
         settings.offload_params,
@@ -150,13 +159,13 @@ def _offload_folders(settings: Settings) -> Iterator[Check]:
         settings.offload_activations,
     ]
     for folder in dict.fromkeys(tier.folder for tier in tiers if tier is not None):
-        if folder:
-            yield _folder(folder)
-
-
-def _folder(path: str) -> Check:
-    if not os.path.isdir(path):
-        return Check(path, "missing", fault=f"there is no folder {path} to offload to: make it.")
-    if not os.access(path, os.W_OK):
-        return Check(path, "read-only", fault=f"{path} may not be written to: choose another.")
-    return Check(path, f"{shutil.disk_usage(path).free / GIB:.0f} GB free")
+        if not folder:
+            continue
+        if not os.path.isdir(folder):
+            fault = f"no such folder to offload to: {folder}. Create it."
+            yield Check(folder, "missing", fault=fault)
+        elif not os.access(folder, os.W_OK):
+            fault = f"{folder} is not writable: choose another folder."
+            yield Check(folder, "read-only", fault=fault)
+        else:
+            yield Check(folder, f"{shutil.disk_usage(folder).free / GIB:.0f} GB free")

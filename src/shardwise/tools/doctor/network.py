@@ -1,8 +1,8 @@
 """Tests the network: connects every host to every other, and measures the speed of all-reduce.
 
-Connections are tried before ranks join, since those would wait for an unreachable one. Each host's
-first rank listens on a port that the kernel chooses, as ranks do; hosts exchange the ports, and who
-could not connect, over the store on which all have met.
+Connections are tried before ranks join, because joining would wait for an unreachable host. Each
+host's first rank listens on a port that the kernel chooses, as ranks do. Hosts exchange the ports,
+and their failures to connect, over the store where all ranks have already met.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from shardwise.net.identity import Identity
 from shardwise.tools.doctor.checks import Check
 
 REACH = 3.0
-"""Seconds for a connection between two hosts."""
+"""Timeout in seconds of a connection between two hosts."""
 
 SMALL, SMALL_TIMES = 1024, 30
 LARGE, LARGE_TIMES = 2**22, 5
-"""Elements of the two buffers whose sums are timed, and how often."""
+"""Elements of the two timed buffers, and the number of repetitions."""
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @dataclass(frozen=True)
 class ListeningHost:
-    """The address at which the first rank of a host listens."""
+    """The listening address of the first rank of a host."""
 
     host: str
     address: str
@@ -53,11 +53,12 @@ class Unreachable(Exception):
 
 
 def connect_all(identity: Identity, store: Store) -> None:
-    """Connect every host to every other. Collective; raises Unreachable on all ranks alike."""
+    """Connect every host to every other. A collective: raises Unreachable on all ranks or none."""
     if identity.on_one_host:
         return
     with ExitStack() as stack:
         mine = None
+        # One rank per host listens and connects: ports are open or closed for a host as a whole.
         if identity.local_rank == 0:
             address = address_of(identity)
             server = stack.enter_context(network.listen(address, 0))
@@ -68,26 +69,31 @@ def connect_all(identity: Identity, store: Store) -> None:
         lines = [line for each in _exchange(identity, store, "lost", lost) for line in each]
         store.set(f"reach/known/{identity.rank}", "")
         for rank in range(identity.size) if identity.rank == 0 else ():
-            store.get(f"reach/known/{rank}")  # the store goes with rank 0: it leaves last
+            # The store ends with rank 0, so it waits until all others have read everything.
+            store.get(f"reach/known/{rank}")
     if lines:
         raise Unreachable(lines)
 
 
 def _exchange(identity: Identity, store: Store, what: str, value: Any) -> list[Any]:
-    """Gather every rank's `value`, in rank order."""
+    """Gather every rank's `value` in rank order."""
     keys = [f"reach/{what}/{rank}" for rank in range(identity.size)]
     store.set(keys[identity.rank], json.dumps(value))
     return [json.loads(store.get(key)) for key in keys]
 
 
 def _unreachable_from(mine: ListeningHost, hosts: list[ListeningHost]) -> list[str]:
-    """A line for each host to which no connection can be made from here."""
+    """Return a line for each host that this host cannot connect to."""
+    # Every host tries all others, because a firewall may block one direction only.
     others = [host for host in hosts if host != mine]
+    ports = "-".join(_RANGE.read_text().split()) if _RANGE.exists() else "that the kernel chooses"
     with ThreadPoolExecutor(min(64, len(others))) as pool:
+        # In parallel: an unreachable host takes REACH seconds to find out.
         failures = list(pool.map(_failure, others))
     return [
         f"{mine.host} cannot connect to {host.host} at {host.address}, port {host.port}: "
-        f"{failure}. {_advice()}"
+        f"{failure}. Ranks connect to each other at TCP ports {ports}: open them between the "
+        "hosts, or name a network that all hosts share with --interface NAME."
         for host, failure in zip(others, failures, strict=True)
         if failure is not None
     ]
@@ -101,16 +107,8 @@ def _failure(host: ListeningHost) -> str | None:
     return None
 
 
-def _advice() -> str:
-    ports = "-".join(_RANGE.read_text().split()) if _RANGE.exists() else "that kernels choose"
-    return (
-        f"Ranks connect to each other at TCP ports {ports}: open them between the hosts, or name "
-        "a network that all share, with --interface NAME."
-    )
-
-
 def check(identity: Identity) -> list[Check]:
-    """The line of the table, once all hosts have reached each other."""
+    """Return the check that all hosts have reached each other."""
     if identity.on_one_host:
         return []
     return [Check("open ports", f"others connect to {address_of(identity)}")]
@@ -118,17 +116,21 @@ def check(identity: Identity) -> list[Check]:
 
 @dataclass(frozen=True)
 class Speed:
-    """`latency` in seconds of an all-reduce of 4 KB; `bandwidth` in bytes per second of one of
-    16 MB, as the bytes that each rank must send and receive in any algorithm."""
+    """The speed of all-reduce.
+
+    `latency` is seconds for 4 KB. `bandwidth` is bytes/s for 16 MB, counting the bytes that each
+    rank must send and receive in any algorithm.
+    """
 
     latency: float
     bandwidth: float
 
 
 def measure_speed(group: Collectives, device: torch.device) -> Speed:
-    """Measure all-reduce. Collective; medians over a few calls, after one that is not counted."""
+    """Measure all-reduce, as the median of a few calls after a warm-up. A collective."""
     small = _seconds(group, SMALL, SMALL_TIMES, device)
     large = _seconds(group, LARGE, LARGE_TIMES, device)
+    # fp32 elements are 4 bytes. An all-reduce sends and receives 2 (n - 1) / n of them per rank.
     moved = 4 * LARGE * 2 * (group.size - 1) / group.size
     return Speed(latency=small, bandwidth=moved / large)
 
@@ -137,12 +139,14 @@ def _seconds(group: Collectives, numel: int, times: int, device: torch.device) -
     buffer = group.allocate(numel, torch.float32, device)
     taken = []
     for _ in range(times + 1):
-        group.barrier()
+        group.barrier()  # otherwise the wait for the slowest rank would count
         began = time.perf_counter()
         handle = group.all_reduce(buffer)
         handle.wait()
         handle.reusable()
+        # A GPU's collective returns when it is enqueued.
         if device.type != "cpu":
             torch.get_device_module(device).synchronize()
         taken.append(time.perf_counter() - began)
+    # The first call sets up connections and buffers.
     return median(taken[1:])

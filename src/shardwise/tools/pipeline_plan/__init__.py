@@ -1,1 +1,1 @@
-"""`shardwise pipeline-plan`: times layers, and shows where to cut a model into pipeline stages."""
+"""The command `shardwise pipeline-plan`: times layers, and divides a model into stages."""

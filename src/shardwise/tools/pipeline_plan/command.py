@@ -24,7 +24,7 @@ from shardwise.parallel.pipeline import partition, schedule
 
 @dataclass(frozen=True)
 class TimedLayer:
-    """A timed layer: seconds in a step, and the bytes that it sends to the next layer."""
+    """A timed layer: seconds per step, and the bytes that it sends to the next layer."""
 
     name: str
     parameters: int
@@ -32,7 +32,7 @@ class TimedLayer:
     backward: float
     nbytes: float
     adds_parameters: bool
-    """Whether it has a parameter to train that no layer before has."""
+    """Whether it has a trainable parameter that no earlier layer has."""
 
     @property
     def time(self) -> float:
@@ -42,7 +42,7 @@ class TimedLayer:
 
 @dataclass(frozen=True)
 class PipelinePlanRequest:
-    """Arguments of the command: `words` are the script and its own, `flags` those of its run."""
+    """The arguments of the command: the script's `words`, and the `flags` of its run."""
 
     words: tuple[str, ...]
     flags: tuple[str, ...]
@@ -54,10 +54,10 @@ class PipelinePlanRequest:
 
 
 def show_plan(request: PipelinePlanRequest) -> int:
-    """Time the layers and show the stages; returns the exit code.
+    """Time the layers and show the stages. Returns the exit code.
 
-    Raises LaunchError for a script that failed or trains nothing, ModelError for more stages than
-    layers.
+    Raises LaunchError if the script fails or trains nothing, ModelError if there are more stages
+    than layers.
     """
     console = Console(highlight=False, markup=False)
     with console.status(f"timing {request.steps} steps on one worker"):
@@ -78,6 +78,8 @@ def _time_layers(request: PipelinePlanRequest) -> list[TimedLayer]:
             *request.words,
         ]
         with log.open("wb") as output:
+            # On one worker: layers take the same time in a pipeline, and one worker needs no
+            # division yet.
             code = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -87,16 +89,16 @@ def _time_layers(request: PipelinePlanRequest) -> list[TimedLayer]:
                 check=False,
             ).returncode
         if code or not path.exists():
-            said = log.read_text(errors="replace").strip()[-3000:]
+            output_text = log.read_text(errors="replace").strip()[-3000:]
             why = f"failed (exit code {code})" if code else "made no step with an sw.Engine"
             raise LaunchError(
                 f"{request.words[0]} {why}, so there are no layers to divide into stages. "
-                f"Its output:\n{said}"
+                f"Its output:\n{output_text}"
             )
         report: dict[str, Any] = json.loads(path.read_text())
     if not report["steps"]:
         raise LaunchError(
-            f"{request.words[0]} made no step with an sw.Engine: no layers to divide into stages."
+            f"{request.words[0]} made no step with an sw.Engine, so there are no layers to divide."
         )
     return [
         TimedLayer(
@@ -114,20 +116,21 @@ def _time_layers(request: PipelinePlanRequest) -> list[TimedLayer]:
 def assign_layers(
     layers: Sequence[TimedLayer], request: PipelinePlanRequest, stages: int
 ) -> list[Sequence[TimedLayer]]:
-    """Divide layers into balanced stages. Raises ModelError for fewer layers than `stages`."""
+    """Divide layers into balanced stages. Raises ModelError if there are fewer layers."""
     if len(layers) < stages:
         raise ModelError(
-            f"The model has {len(layers)} layer(s), which are fewer than {stages} stages: "
-            f"write --pipeline {len(layers)} or less, or name finer ones with --units."
+            f"The model has {len(layers)} layer(s), which is fewer than {stages} stages. "
+            f"Write --pipeline {len(layers)} or less, or name finer layers with --units."
         )
     sizes = [each.time if request.by == "time" else float(each.parameters) for each in layers]
     starts = partition.balanced_starts(sizes, stages)
+    # The engine refuses a stage without parameters to train.
     starts = partition.with_trainable_stages(starts, [each.adds_parameters for each in layers])
     return [[layers[n] for n in each] for each in partition.ranges_of(starts, len(layers))]
 
 
 def tables(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[Table]:
-    """Tables of the stages, and of the idle time by schedule."""
+    """Return tables of the stages, and of the idle time by schedule."""
     assigned = assign_layers(layers, request, request.pipeline)
     total = sum(each.time for each in layers)
     stages = Table(
@@ -139,6 +142,7 @@ def tables(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[T
         stages.add_column(heading, justify="right")
     for number, stage in enumerate(assigned):
         last = number == request.pipeline - 1
+        # A layer's output was recorded for the whole batch. A message carries one micro-batch.
         sent = 0.0 if last else stage[-1].nbytes / request.microbatches
         stages.add_row(
             str(number),
@@ -156,28 +160,29 @@ def tables(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[T
     for heading in ("stages", "idle", "if all stages were equal"):
         times.add_column(heading, justify="right")
     for name in SCHEDULES:
-        if (found := idle_times(layers, request, name)) is not None:
-            count, here, alike = found
+        if (idle := idle_times(layers, request, name)) is not None:
+            count, here, alike = idle
             times.add_row(name, str(count), f"{here:.1%}", f"{alike:.1%}")
     return [stages, times]
-
-
-def _layer_range(layers: Sequence[TimedLayer]) -> str:
-    """The names of the first and last layer of a stage."""
-    return layers[0].name if len(layers) == 1 else f"{layers[0].name} to {layers[-1].name}"
 
 
 def idle_times(
     layers: Sequence[TimedLayer], request: PipelinePlanRequest, name: str
 ) -> tuple[int, float, float] | None:
-    """The number of stages, and the share of time that workers idle under schedule `name`: with the
-    layers as they are, and with equal stages. None where the schedule is not possible."""
+    """Return the number of stages, and the idle fraction of workers under the schedule `name`.
+
+    The first fraction is for the layers as they are, the second for equal stages. Returns None if
+    the schedule is not possible.
+    """
     stages = request.pipeline * (2 if name == "interleaved" else 1)
+    # All schedules are compared at the same number of micro-batches, and some of them need a
+    # multiple.
     if len(layers) < stages or request.microbatches % request.pipeline:
         return None
     assigned = assign_layers(layers, request, stages)
     forward = [sum(each.forward for each in stage) for stage in assigned]
     backward = [sum(each.backward for each in stage) for stage in assigned]
+    # The bound for any division into stages: equal times.
     alike = [sum(forward) / stages] * stages, [sum(backward) / stages] * stages
     here, best = (
         schedule.idle_fraction(
@@ -193,19 +198,20 @@ def idle_times(
 
 
 def advice(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[str]:
-    """The layers of each stage, and the command line that trains with these stages.
-
-    They are lines and no column of the table, which would break names on a narrow terminal.
-    """
+    """Return the layers of each stage, and the command that trains with these stages."""
+    # Lines rather than a column of the table: a narrow terminal would break the names.
     assigned = assign_layers(layers, request, request.pipeline)
-    lines = [f"stage {number}: {_layer_range(stage)}" for number, stage in enumerate(assigned)]
+    lines = [
+        f"stage {number}: {' to '.join(dict.fromkeys((stage[0].name, stage[-1].name)))}"
+        for number, stage in enumerate(assigned)
+    ]
     names = ",".join(stage[0].name for stage in assigned[1:])
     flags = ["--pipeline", str(request.pipeline), "--stages", names]
     flags += ["--microbatches", str(request.microbatches)]
     words = [*flags, *request.flags, *request.words]
     return [
         *lines,
-        "engine.forward_backward in the loop keeps all workers busy; with engine.backward they "
-        "take turns (docs/parallel.md). To start it so:",
+        "In the loop, engine.forward_backward keeps all workers busy. With engine.backward they "
+        "take turns (docs/parallel.md). To start the training:",
         f"  shardwise run -n {request.pipeline} {shlex.join(words)}",
     ]

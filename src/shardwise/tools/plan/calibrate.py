@@ -1,7 +1,7 @@
-"""`shardwise plan --calibrate`: measures this machine for a minute, for `--on here`.
+"""`shardwise plan --calibrate`: measures this machine for about a minute, for `--on here`.
 
-Each number of ranks is measured by itself, since ranks share cores, memory and links: 1, 2, 4, ...
-up to the accelerators or cores of the machine. What was found is a file of the user's catalogue.
+Each number of ranks is measured separately, because ranks share cores, memory and links: 1, 2, 4,
+... up to the accelerators or cores of the machine. The result is a file of the user's catalogue.
 """
 
 from __future__ import annotations
@@ -26,39 +26,42 @@ from shardwise.tools.plan.catalogue import GIB, read_file, user_folder
 from shardwise.tools.plan.cluster import HERE, name_here
 
 EXPECTED = 40
-"""About the measurements of one number of ranks, for the progress bar."""
+"""Approximate number of measurements per number of ranks, for the progress bar."""
 
 MOST_RANKS = 8
 
 
 def calibrate(console: Console, file: Path | None = None) -> Path:
-    """Measure this machine and write the catalogue's file; returns it. Raises LaunchError where a
-    run fails."""
+    """Measure this machine and write the file of the catalogue. Returns its path.
+
+    Raises LaunchError if a run fails.
+    """
     target = file or user_folder() / f"{HERE}.toml"
-    found: dict[int, list[dict[str, Any]]] = {}
+    measurements: dict[int, list[dict[str, Any]]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         for ranks in rank_counts(resources.gpu_count(os.environ), os.cpu_count() or 1):
             task = progress.add_task(f"measuring with {ranks} rank(s)", total=EXPECTED)
-            found[ranks] = _measure(ranks, partial(progress.update, task))
+            measurements[ranks] = _measure(ranks, partial(progress.update, task))
             progress.update(task, completed=EXPECTED)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_suffix(".new")
-    aside.write_text(as_toml(found, date.today().isoformat()))
-    # A file that the catalogue refuses would break every later command, so it is read first.
+    aside.write_text(as_toml(measurements, date.today().isoformat()))
+    # Read it first: a file that the catalogue refuses would break every later command.
     read_file(aside)
+    # Renaming is atomic: an interrupted calibration leaves the old file.
     aside.replace(target)
     return target
 
 
 def rank_counts(accelerators: int, cores: int) -> list[int]:
-    """The numbers of ranks that are measured: powers of two up to the devices or cores."""
+    """Return the numbers of ranks to measure: powers of two up to the devices or cores."""
     most = min(accelerators or cores, MOST_RANKS)
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
 def _measure(ranks: int, on_made: Callable[..., None]) -> list[dict[str, Any]]:
-    """Run the workers; returns their measurements."""
+    """Run the workers and return their measurements."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "measured.jsonl", Path(folder) / "log"
         file.touch()
@@ -79,16 +82,16 @@ def _measure(ranks: int, on_made: Callable[..., None]) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def as_toml(found: dict[int, list[dict[str, Any]]], day: str) -> str:
-    """The catalogue's file of measurements by number of ranks, made on `day`."""
+def as_toml(measurements: dict[int, list[dict[str, Any]]], day: str) -> str:
+    """Return the catalogue file of measurements by number of ranks, made on `day`."""
     parts = [f'[sources.measured]\ntext = "shardwise plan --calibrate"\ndate = "{day}"\n']
-    for ranks, lines in found.items():
+    for ranks, lines in measurements.items():
         parts += _device(ranks, lines)
     return "\n".join(parts)
 
 
 def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
-    """The tables of a device and its link."""
+    """Return the tables of a device and its link."""
     values = {line["kind"]: line["value"] for line in lines if "value" in line}
     rates = {
         kind: [(line["size"], line["size"] / line["seconds"]) for line in lines
@@ -96,6 +99,7 @@ def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
         for kind in dict.fromkeys(line["kind"] for line in lines if "size" in line)
     }  # fmt: skip
     name = name_here(ranks)
+    # The peak is the best measured rate, not the data sheet's: efficiency is then at most 1.
     numbers = {
         f"{kind.removeprefix('matmul_')}_tflops": max(rate for _, rate in points) / 1e12
         for kind, points in rates.items()
@@ -107,6 +111,7 @@ def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
     if "overlap" in values:
         numbers["overlap"] = values["overlap"]
     curves = {kind: _curve(points, 1e9) for kind, points in rates.items() if "matmul" in kind}
+    # Dtypes that were not measured (fp16, tf32) use the curve of fp32.
     curves["matmul"] = curves["matmul_fp32"]
     curves["memory"] = _curve(rates["memory"], 1e6)
     head = [
@@ -127,13 +132,17 @@ def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _link(name: str, ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
-    """The table of the link between ranks: the latency of a hop, and the bus bandwidth of what is
-    large. One rank has none, and gets one that is never used."""
+    """Return the table of the link between ranks.
+
+    The smallest message gives the latency of a hop, the largest the bus bandwidth. One rank gets a
+    link that is never used.
+    """
     reduced = sorted((x["size"], x["seconds"]) for x in lines if x["kind"] == "all_reduce")
     bandwidth, latency = 1.0, 1.0
     if reduced:
         moved = 2 * (ranks - 1) / ranks
         (small, fast), (large, slow) = reduced[0], reduced[-1]
+        # The slope between the two sizes, in which the latency cancels out.
         bandwidth = moved * (large - small) / max(1e-9, slow - fast) / 1e9
         hops = 2 * (ranks - 1)
         latency = max(0.01, (fast - moved * small / bandwidth / 1e9) / hops * 1e6)
@@ -147,7 +156,8 @@ def _link(name: str, ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _curve(points: Sequence[tuple[float, float]], unit: float) -> str:
-    """Fractions of the best rate, by size in `unit`."""
+    """Return fractions of the best rate, by size in `unit`."""
+    # The catalogue keeps the peak separately, so a curve has fractions of it.
     best = max(rate for _, rate in points)
     pairs = [f"[{size / unit:.6g}, {max(1e-6, rate / best):.4g}]" for size, rate in points]
     return f"[{', '.join(pairs)}]"

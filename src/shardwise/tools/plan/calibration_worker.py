@@ -3,8 +3,8 @@
     shardwise run -n N -m shardwise.tools.plan.calibration_worker FILE
 
 
-All ranks measure at once, since they share a host's memory and cores. Rank 0 appends a line of JSON
-to FILE for each measurement: {"kind", "size", "seconds"} or {"kind", "value"}.
+All ranks measure at the same time, because they share a host's memory and cores. Rank 0 appends a
+line of JSON to FILE for each measurement: {"kind", "size", "seconds"} or {"kind", "value"}.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ COLLECTIVE_BYTES = (4096, 2**20, 2**25)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 SURE = 512
-"""A matrix of this side is always measured."""
+"""Matrices up to this side are always measured."""
 
 LEAST = 0.1
-"""Seconds that a measurement repeats its operation for."""
+"""A measurement repeats its operation for at least this many seconds."""
 
 LONGEST = 1.0
-"""A size of which one repetition takes longer is the last."""
+"""Matrices are measured up to the size that takes this many seconds."""
 
 DISK_BYTES = 2**27
 
 
 def main(file: Path) -> None:
-    """Measure, and write to `file` on rank 0."""
+    """Measure on all ranks, and write to `file` on rank 0."""
     world = init(seed=0)
     for line in _measured(world):
-        # All ranks measure the same thing at the same time: they share cores and memory.
+        # Ranks share cores and memory, so all of them must measure the same thing at a time.
         world.barrier()
         if world.is_main:
             with file.open("a") as out:
@@ -53,13 +53,18 @@ def main(file: Path) -> None:
 
 def _measured(world: World) -> Iterator[dict[str, Any]]:
     device = world.device
-    yield {"kind": "memory bytes", "value": _memory(device, world.size)}
+    if device.type == "cpu":  # ranks share the host's memory
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.size
+    else:
+        memory = int(torch.cuda.get_device_properties(device).total_memory)
+    yield {"kind": "memory bytes", "value": memory}
     yield {"kind": "launch", "value": _launch(device)}
     for name, dtype in DTYPES.items():
         for side in MATMUL_SIDES:
             seconds = _matmul(side, dtype, device)
             yield {"kind": f"matmul_{name}", "size": 2.0 * side**3, "seconds": seconds}
-            if side >= SURE and world.any(seconds > LONGEST / 8):  # the next: 8 times
+            # The next side takes 8 times as long. `any` makes all ranks stop at the same size.
+            if side >= SURE and world.any(seconds > LONGEST / 8):
                 break
     for megabytes in MEMORY_MB:
         seconds = _traffic(int(megabytes * 1e6 / 12), device)
@@ -73,8 +78,10 @@ def _measured(world: World) -> Iterator[dict[str, Any]]:
 
 
 def _timed(work: Callable[[], object], device: torch.device, least: float = LEAST) -> float:
-    """The least time of `work`, repeated for `least` seconds and three times at the least: what
-    else the machine does can only make it longer."""
+    """Return the shortest time of `work`, repeated for `least` seconds and at least three times.
+
+    Other load on the machine can only make it longer.
+    """
     work()
     times: list[float] = []
     begun = time.perf_counter()
@@ -92,7 +99,8 @@ def _wait(device: torch.device) -> None:
 
 
 def _launch(device: torch.device) -> float:
-    """Seconds that the host takes for an operation of nothing."""
+    """Return the seconds that the host needs to launch an operation."""
+    # One element: the kernel itself takes no time.
     small = torch.ones(1, device=device)
 
     def many() -> None:
@@ -104,19 +112,20 @@ def _launch(device: torch.device) -> float:
 
 def _matmul(side: int, dtype: torch.dtype, device: torch.device) -> float:
     left = torch.ones(side, side, dtype=dtype, device=device)
+    # Preallocated: the allocator's time is not the product's.
     out = torch.empty_like(left)
     return _timed(lambda: torch.mm(left, left, out=out), device)
 
 
 def _traffic(numel: int, device: torch.device) -> float:
-    """Seconds of an addition that reads two tensors and writes one, of fp32."""
+    """Return the seconds of an fp32 addition, which reads two tensors and writes one."""
     left, right = torch.ones(numel, device=device), torch.ones(numel, device=device)
     out = torch.empty_like(left)
     return _timed(lambda: torch.add(left, right, out=out), device)
 
 
 def _all_reduce(world: World, count: int) -> float:
-    """Seconds of an all-reduce by the transport that the engine would use."""
+    """Return the seconds of an all-reduce with the transport that the engine would use."""
     group = world.collectives
     buffer = group.allocate(count // 4, torch.float32, world.device)
 
@@ -126,7 +135,7 @@ def _all_reduce(world: World, count: int) -> float:
         handle.reusable()
 
     times = []
-    for _ in range(8):  # as many on all ranks
+    for _ in range(8):  # the same number on all ranks, since each one is a collective
         world.barrier()
         start = time.perf_counter()
         once()
@@ -136,7 +145,7 @@ def _all_reduce(world: World, count: int) -> float:
 
 
 def _hidden(world: World) -> float:
-    """The fraction of an all-reduce that matrix products beside it do not feel."""
+    """Return the fraction of an all-reduce that does not slow down concurrent matrix products."""
     group, side = world.collectives, 768
     buffer = group.allocate(2**23, torch.float32, world.device)
     left = torch.ones(side, side, device=world.device)
@@ -146,6 +155,7 @@ def _hidden(world: World) -> float:
             torch.mm(left, left)
         _wait(world.device)
 
+    # The minimum over repetitions, since other load can only slow a measurement down.
     def elapsed(work: Callable[[], object]) -> float:
         times = []
         for _ in range(5):
@@ -167,12 +177,14 @@ def _hidden(world: World) -> float:
         handle.reusable()
 
     alone, reduced = elapsed(compute), elapsed(reduce)
+    # The time saved by running both at once, relative to the most that could be saved.
     saved = alone + reduced - elapsed(both)
     return min(1.0, max(0.01, saved / min(alone, reduced)))
 
 
 def _disk() -> float:
-    """Seconds to write a file to the working folder's disk, synced, and to read it back."""
+    """Return the seconds to write and sync a file in the working folder, and to read it back."""
+    # Random, because some file systems and disks compress.
     chunk = os.urandom(2**20) * 8
     with tempfile.NamedTemporaryFile(dir=".") as file:
         start = time.perf_counter()
@@ -181,20 +193,13 @@ def _disk() -> float:
         file.flush()
         os.fsync(file.fileno())
         written = time.perf_counter() - start
-        if hasattr(os, "posix_fadvise"):  # read from the disk, not from the host's memory
+        if hasattr(os, "posix_fadvise"):  # drop the page cache, to read from the disk
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         start = time.perf_counter()
         while file.read(len(chunk)):
             pass
         return written + time.perf_counter() - start
-
-
-def _memory(device: torch.device, ranks: int) -> int:
-    """Bytes of the device; of a rank's share of the host, where ranks compute on it."""
-    if device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The catalogue of devices and links: reads and checks TOML files in which each value has a source.
+"""The catalogue of devices and links, from TOML files in which each value has a source.
 
-A file has any number of sources, devices and links. Those that come with the package are in
-hardware/; users add theirs in `$XDG_CONFIG_HOME/shardwise/hardware` or by `--hardware`, and a
-device or link of theirs replaces one of the same name.
+A file has any number of sources, devices and links. The package's files are in hardware/. Users add
+files in `$XDG_CONFIG_HOME/shardwise/hardware` or with `--hardware`; their devices and links replace
+those with the same name.
 
     [sources.sheet]
     text = "data sheet"
@@ -50,9 +50,9 @@ SCALES: dict[str, float] = {
     "dollars_high": 1.0,
     "overlap": 1.0,
 }
-"""The numbers that a device may have, and what one of each is in bytes, seconds, FLOPs, watts or
-dollars an hour. Those of the host are a device's share of it. `overlap` is the fraction of a
-collective that computation beside it does not feel, 1 where it is not given."""
+"""The numbers of a device, and one unit of each in bytes, FLOP/s, bytes/s, watts or dollars per
+hour. Those of the host are one device's share. `overlap` is the fraction of a collective that does
+not slow down concurrent computation (default 1)."""
 
 NEEDED = ("memory_gib", "memory_tb_per_s")
 CURVES = ("matmul", *(f"matmul_{dtype}" for dtype in DTYPES), "memory")
@@ -62,13 +62,16 @@ _LINK_SCALES = {"gb_per_s": 1e9, "latency_us": 1e-6}
 
 @dataclass(frozen=True)
 class Curve:
-    """A quantity by size: points (size, value) with rising sizes; between two of them the value is
-    linear in the logarithm of the size, outside of them that of the nearest point."""
+    """A quantity by size, as points (size, value) with rising sizes.
+
+    Between two points the value is linear in the logarithm of the size. Outside it is constant.
+    """
 
     points: tuple[tuple[float, float], ...]
 
     def at(self, size: float) -> float:
-        """The value at `size`, in the unit of the points."""
+        """Return the value at `size`, in the unit of the points."""
+        # Interpolate in log(size), because measurements double their size from point to point.
         sizes = [each for each, _ in self.points]
         after = bisect_right(sizes, size)
         if after == 0:
@@ -84,9 +87,9 @@ class Curve:
 class Device:
     """A device of the catalogue.
 
-    `numbers` are in bytes, bytes/s, FLOP/s, watts and dollars an hour, by the names of SCALES.
-    `curves` are fractions of the peak: "matmul" by GFLOPs of an operation, "memory" by megabytes
-    that it moves. `launch` is what an operation takes beside its work, in seconds.
+    `numbers` are in bytes, bytes/s, FLOP/s, watts and dollars per hour, by the names of SCALES.
+    `curves` are fractions of the peak: "matmul" by the GFLOP of an operation, "memory" by the
+    megabytes that it moves. `launch` is the overhead of an operation in seconds.
     """
 
     name: str
@@ -108,35 +111,38 @@ class Device:
 
     @property
     def is_assumed(self) -> bool:
-        """Whether the efficiency of its products was measured by nobody, as its source says."""
+        """Whether its matmul efficiency is assumed, not measured, according to its source."""
         source = self.sources.get("matmul")
         return source is not None and source.text.startswith("assumed")
 
     @property
     def bandwidth(self) -> float:
-        """Bytes of its memory that it reads or writes in a second, at most."""
+        """The peak bandwidth of its memory, in bytes/s."""
         return self.numbers["memory_tb_per_s"]
 
     def flops(self, dtype: str) -> float:
-        """The peak of dense matrix products, FLOP/s. Raises ConfigError without one."""
-        found = self.numbers.get(f"{dtype}_tflops")
-        if found is None:
-            known = [each for each in DTYPES if f"{each}_tflops" in self.numbers]
+        """Return the peak of dense matrix products in FLOP/s. Raises ConfigError if unknown."""
+        peak = self.numbers.get(f"{dtype}_tflops")
+        if peak is None:
+            others = ", ".join(each for each in DTYPES if f"{each}_tflops" in self.numbers)
             raise ConfigError(
-                f"The catalogue has no {dtype}_tflops of {self.name}, only {', '.join(known)}: "
-                "add it with its source in a file for --hardware, or plan for another precision."
+                f"The catalogue has no {dtype}_tflops for {self.name}, only {others}. "
+                "Add it with its source in a file for --hardware, or plan for another precision."
             )
-        return found
+        return peak
 
     def number(self, name: str) -> float | None:
-        """The value `name` of SCALES; None where the catalogue has none."""
+        """Return the value `name` of SCALES, or None if the catalogue has none."""
         return self.numbers.get(name)
 
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """A link: bytes/s in one direction, per device, as collectives get them ("bus bandwidth"), and
-    the seconds that a message takes beside its bytes."""
+    """A link between devices.
+
+    `bandwidth` is in bytes/s in one direction per device, as collectives achieve it ("bus
+    bandwidth"). `latency` is the overhead of a message in seconds.
+    """
 
     name: str
     title: str
@@ -153,62 +159,67 @@ class Catalogue:
     links: Mapping[str, NetworkLink]
 
     def device(self, name: str) -> Device:
-        """The device of a name or an alias, in any case. Raises ConfigError, with the nearest."""
+        """Return the device with this name or alias, in any case. Raises ConfigError if unknown."""
         devices = self.devices.values()
         names = {word.lower(): each for each in devices for word in (each.name, *each.aliases)}
-        if (found := names.get(name.lower())) is not None:
-            return found
+        if (device := names.get(name.lower())) is not None:
+            return device
+        # Names and aliases compare in lower case, and the hint shows the real name.
         near = difflib.get_close_matches(name.lower(), names, n=1)
         hint = f" Did you mean {names[near[0]].name}?" if near else ""
         raise ConfigError(
-            f"The catalogue has no device {name!r}.{hint} There are: "
+            f"The catalogue has no device {name!r}.{hint} Known devices: "
             f"{', '.join(sorted(self.devices))}. Add yours in a file for --hardware."
         )
 
     def link(self, name: str, device: str) -> NetworkLink:
-        """The link `name` of `device`. Raises ConfigError where no file has it."""
-        if (found := self.links.get(name)) is None:
+        """Return the link `name` of `device`. Raises ConfigError if no file defines it."""
+        if (link := self.links.get(name)) is None:
             raise ConfigError(
-                f"The device {device} names the link {name!r}, which no file of the catalogue has. "
-                f"There are: {', '.join(sorted(self.links))}."
+                f"The device {device} names the link {name!r}, which no file of the catalogue "
+                f"defines. Known links: {', '.join(sorted(self.links))}."
             )
-        return found
+        return link
 
 
 def user_folder() -> Path:
-    """The folder of the user's own files: `$XDG_CONFIG_HOME/shardwise/hardware`."""
+    """Return the folder of the user's own files: `$XDG_CONFIG_HOME/shardwise/hardware`."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "shardwise" / "hardware"
 
 
 def read_catalogue(added: Iterable[Path | str] = (), *, user: bool = True) -> Catalogue:
-    """The catalogue of the package, then of the user's folder, then of `added` files and folders;
-    what comes later replaces what has its name. Raises ConfigError of the first mistake."""
+    """Read the catalogue of the package, then of the user's folder, then the `added` paths.
+
+    Later devices and links replace earlier ones with the same name. Raises ConfigError with the
+    first error.
+    """
     devices: dict[str, Device] = {}
     links: dict[str, NetworkLink] = {}
+    # In order of precedence: package, user, --hardware.
     files = [*sorted(OWN.glob("*.toml"))]
     files += sorted(user_folder().glob("*.toml")) if user else []
     for path in added:
         files += _files(Path(path))
     for file in files:
-        found = read_file(file)
-        devices |= found.devices
-        links |= found.links
+        content = read_file(file)
+        devices |= content.devices
+        links |= content.links
     return Catalogue(devices, links)
 
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
-        if not (found := sorted(path.glob("*.toml"))):
+        if not (files := sorted(path.glob("*.toml"))):
             raise ConfigError(f"--hardware {path}: the folder has no *.toml file.")
-        return found
+        return files
     if not path.is_file():
-        raise ConfigError(f"--hardware {path}: there is no such file or folder.")
+        raise ConfigError(f"--hardware {path}: no such file or folder.")
     return [path]
 
 
 def read_file(file: Path) -> Catalogue:
-    """The devices and links of one file. Raises ConfigError of the first mistake in it."""
+    """Read the devices and links of one file. Raises ConfigError with the first error in it."""
     reading = _Reading(file)
     tree = reading.tree(("device", "link"))
     devices = {name: reading.device(entry, name) for name, entry in reading.tables(tree, "device")}
@@ -223,12 +234,12 @@ class _Reading(SourcedFile):
         value, source = self.sourced(entry, where)
         pairs = isinstance(value, list) and all(isinstance(p, list) and len(p) == 2 for p in value)
         if not pairs or not value or not all(_positive(x) for point in value for x in point):
-            raise self.wrong(f"{where} has to be points [[size, fraction], ...], all above 0.")
+            raise self.wrong(f"{where} must be points [[size, fraction], ...], all above 0.")
         sizes = [point[0] for point in value]
         if sizes != sorted(set(sizes)):
-            raise self.wrong(f"{where} has to have rising sizes, and has {sizes}.")
+            raise self.wrong(f"{where} must have rising sizes, but has {sizes}.")
         if (most := max(point[1] for point in value)) > 1:
-            raise self.wrong(f"{where} has {most}: a fraction of the peak is at most 1.")
+            raise self.wrong(f"{where} has {most}, but a fraction of the peak is at most 1.")
         return Curve(tuple((float(size), float(part)) for size, part in value)), source
 
     def device(self, entry: Mapping[str, Any], name: str) -> Device:
@@ -239,22 +250,23 @@ class _Reading(SourcedFile):
             raise self.wrong(f"{where} needs {missing[0]}.")
         if not any(f"{dtype}_tflops" in entry for dtype in DTYPES):
             raise self.wrong(f"{where} needs a peak, such as bf16_tflops.")
-        found = {key: self.number(entry[key], f"{where} {key}") for key in SCALES if key in entry}
+        numbers = {key: self.number(entry[key], f"{where} {key}") for key in SCALES if key in entry}
         per_host, aliases = entry.get("per_host", 8), entry.get("aliases", [])
+        # bool is a subclass of int: `per_host = true` must not count as 1.
         if isinstance(per_host, bool) or not isinstance(per_host, int) or per_host < 1:
-            raise self.wrong(f"{where} per_host has to be a whole number of devices, 1 or more.")
+            raise self.wrong(f"{where} per_host must be a whole number of devices, 1 or more.")
         if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):
-            raise self.wrong(f"{where} aliases has to be a list of names.")
+            raise self.wrong(f"{where} aliases must be a list of names.")
         curves, launch, sources = self.efficiency(entry.get("efficiency", {}), where)
         words = {key: self.text(entry, key, where, name) for key in _DEVICE_WORDS}
         return Device(
             name=name,
             **words,
             per_host=per_host,
-            numbers={key: value * SCALES[key] for key, (value, _) in found.items()},
+            numbers={key: value * SCALES[key] for key, (value, _) in numbers.items()},
             curves=curves,
             launch=launch,
-            sources={key: source for key, (_, source) in found.items()} | sources,
+            sources={key: source for key, (_, source) in numbers.items()} | sources,
             aliases=tuple(aliases),
             calibrated=entry.get("calibrated") is True,
         )
@@ -262,16 +274,16 @@ class _Reading(SourcedFile):
     def efficiency(
         self, entry: Mapping[str, Any], device: str
     ) -> tuple[dict[str, Curve], float, dict[str, Source]]:
-        """The curves of a device, its seconds of launch, and the sources of both."""
+        """Return the curves of a device, its launch overhead in seconds, and their sources."""
         where = f"{device[:-1]}.efficiency]"
         self.only(entry, (*CURVES, "launch_us"), where)
         for key in ("matmul", "memory", "launch_us"):
             if key not in entry:
                 raise self.wrong(f"{where} needs {key}.")
-        found = {key: self.curve(entry[key], f"{where} {key}") for key in CURVES if key in entry}
+        curves = {key: self.curve(entry[key], f"{where} {key}") for key in CURVES if key in entry}
         launch, source = self.number(entry["launch_us"], f"{where} launch_us")
-        sources = {key: each for key, (_, each) in found.items()} | {"launch_us": source}
-        return {key: curve for key, (curve, _) in found.items()}, launch * 1e-6, sources
+        sources = {key: each for key, (_, each) in curves.items()} | {"launch_us": source}
+        return {key: curve for key, (curve, _) in curves.items()}, launch * 1e-6, sources
 
     def link(self, entry: Mapping[str, Any], name: str) -> NetworkLink:
         where = f"[link.{name}]"
@@ -279,9 +291,9 @@ class _Reading(SourcedFile):
         for key in _LINK_SCALES:
             if key not in entry:
                 raise self.wrong(f"{where} needs {key}.")
-        found = {key: self.number(entry[key], f"{where} {key}") for key in _LINK_SCALES}
-        bandwidth, latency = (found[key][0] * scale for key, scale in _LINK_SCALES.items())
-        sources = {key: source for key, (_, source) in found.items()}
+        numbers = {key: self.number(entry[key], f"{where} {key}") for key in _LINK_SCALES}
+        bandwidth, latency = (numbers[key][0] * scale for key, scale in _LINK_SCALES.items())
+        sources = {key: source for key, (_, source) in numbers.items()}
         return NetworkLink(
             name, self.text(entry, "title", where, name), bandwidth, latency, sources
         )

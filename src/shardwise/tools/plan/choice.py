@@ -1,4 +1,4 @@
-"""Choice is a placement of a training on a cluster; Estimate is how long its step takes."""
+"""A placement of a training on a cluster, and the estimated time of its step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from shardwise.layout.placement import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A row, a cut of the batch and of the model, on `data` x `tensor` x `pipeline` devices.
+    """A placement of the states, and a split of batch and model over devices.
 
-    Each of `data` replicas makes `micro_batches` backwards of `micro_batch` samples per step.
+    It uses `data` x `tensor` x `pipeline` devices. Each of `data` replicas runs `micro_batches`
+    backwards of `micro_batch` samples per step.
     """
 
     row: Placement
@@ -24,8 +25,8 @@ class Choice:
     schedule: str = "1f1b"
     bucket_mb: float = 25.0
     in_rows: bool = False
-    """Whether micro-batches are parts of the rows that engine.forward_backward gets, else batches
-    of the Loader."""
+    """Whether micro-batches are parts of the rows given to engine.forward_backward, rather than
+    batches of the Loader."""
 
     @property
     def devices(self) -> int:
@@ -34,22 +35,25 @@ class Choice:
 
     @property
     def stages_per_rank(self) -> int:
-        """Pipeline stages of a rank, where `--stages` is not given."""
+        """The pipeline stages per rank if `--stages` is not given."""
         return 2 if self.schedule == "interleaved" else 1
 
     @property
     def samples(self) -> int:
-        """Samples of a step, over all replicas."""
+        """The samples of a step, over all replicas."""
         return self.data * self.micro_batch * self.micro_batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a step takes: its seconds, by kind in `parts` ("compute", "collectives", ...), and the
-    `error` band as a fraction (0.2 is ±20 %)."""
+    """The estimated time of a step.
+
+    `parts` are its seconds by kind ("matrix products", "waits for gradients", ...). `error` is the
+    error band as a fraction (0.2 is ±20 %).
+    """
 
     seconds: float
     error: float
     parts: dict[str, float] = field(default_factory=dict)
     per_rank: tuple[dict[str, float], ...] = ()
-    """The same parts for the ranks of each pipeline stage: one entry without a pipeline."""
+    """The same parts for the ranks of each pipeline stage. Without a pipeline it has one entry."""

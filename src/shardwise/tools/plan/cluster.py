@@ -1,4 +1,4 @@
-"""A cluster as it is written ("8xH100", "4x8xH100", "here"): hosts, devices, and their links."""
+"""Clusters as text ("8xH100", "4x8xH100", "here"): hosts, devices, and their links."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardwise.errors import ConfigError
 from shardwise.tools.plan.catalogue import Catalogue, Device, NetworkLink
 
 HERE = "here"
-"""The name of this machine in the catalogue, once `shardwise plan --calibrate` has measured it."""
+"""The catalogue's name of this machine, after `shardwise plan --calibrate` has measured it."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts with devices of one kind: the links inside a host and between hosts."""
+    """Hosts with devices of one kind, and the links inside a host and between hosts."""
 
     hosts: int
     per_host: int
@@ -28,7 +28,7 @@ class Cluster:
         return self.hosts * self.per_host
 
     def part(self, devices: int) -> Cluster:
-        """The smallest cluster of the same hosts with `devices` devices."""
+        """Return the smallest cluster of the same hosts with `devices` devices."""
         if devices <= self.per_host:
             return Cluster(1, devices, self.device, self.inside, self.between)
         hosts = -(-devices // self.per_host)
@@ -40,15 +40,15 @@ class Cluster:
 
 
 def parse_cluster(text: str, catalogue: Catalogue) -> Cluster:
-    """The cluster that `text` says: DEVICE, NxDEVICE, HOSTSxNxDEVICE, here or Nxhere.
+    """Parse a cluster: DEVICE, NxDEVICE, HOSTSxNxDEVICE, here or Nxhere.
 
     With one number, devices fill hosts of the catalogue's size: 16xH100 is two hosts of 8. Raises
-    ConfigError for other texts, an unknown device, or hosts that would not be full.
+    ConfigError for any other text, an unknown device, or hosts that would not be full.
     """
     counts, name = _counts(text)
     if name.lower() == HERE and HERE not in catalogue.devices:
         raise ConfigError(
-            f"--on {text}: this machine was not measured yet: run shardwise plan --calibrate first."
+            f"--on {text}: this machine is not measured. Run shardwise plan --calibrate first."
         )
     if name.lower() == HERE:
         return _here(text, counts, catalogue)
@@ -63,42 +63,43 @@ def parse_cluster(text: str, catalogue: Catalogue) -> Cluster:
 
 
 def _here(text: str, counts: list[int], catalogue: Catalogue) -> Cluster:
-    """This machine with so many ranks, 1 where no number is given, as it was measured with them."""
+    """Return this machine as measured with the given number of ranks (default 1)."""
     ranks = counts[0] if counts else 1
+    # Ranks share cores, memory and links, so figures for n ranks say nothing about another number.
     measured = [n for n in range(1, 257) if name_here(n) in catalogue.devices]
     if len(counts) == 2 or ranks not in measured:
         listed = ", ".join(f"{n}x{HERE}" for n in measured)
-        raise ConfigError(f"--on {text}: this machine was measured as {listed}: write one of them.")
+        raise ConfigError(f"--on {text}: this machine was measured as {listed}. Use one of these.")
     device = catalogue.devices[name_here(ranks)]
     link = catalogue.link(device.inside, device.name)
     return Cluster(1, ranks, replace(device, name=HERE), link, link)
 
 
 def name_here(ranks: int) -> str:
-    """The catalogue's name of this machine, measured with so many ranks at once."""
+    """Return the catalogue's name of this machine as measured with `ranks` concurrent ranks."""
     return HERE if ranks == 1 else f"{HERE}-{ranks}"
 
 
 def _counts(text: str) -> tuple[list[int], str]:
-    found = re.fullmatch(r"(?:(\d+)[x*×])?(?:(\d+)[x*×])?([A-Za-z][\w.+-]*)", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(?:(\d+)[x*×])?(?:(\d+)[x*×])?([A-Za-z][\w.+-]*)", text.strip())
+    if match is None:
         raise ConfigError(
-            f"--on {text!r} is no cluster: write DEVICE, 8xDEVICE or HOSTSx8xDEVICE, such as "
+            f"--on {text!r} is not a cluster: write DEVICE, 8xDEVICE or HOSTSx8xDEVICE, such as "
             "8xH100 or 4x8xH100, or here."
         )
-    counts = [int(each) for each in found.groups()[:2] if each is not None]
+    counts = [int(each) for each in match.groups()[:2] if each is not None]
     if 0 in counts:
         raise ConfigError(f"--on {text!r} has no devices: write 1 or more.")
-    return counts, found.group(3)
+    return counts, match.group(3)
 
 
 def _filled(text: str, total: int, device: Device) -> tuple[int, int]:
-    """Hosts and devices of each for `total` devices."""
+    """Return the number of hosts, and of devices per host, for `total` devices."""
     if total <= device.per_host:
         return 1, total
     if total % device.per_host:
         raise ConfigError(
-            f"--on {text!r}: {total} devices do not fill hosts of {device.per_host}: write "
+            f"--on {text!r}: {total} devices do not fill hosts of {device.per_host}. Write "
             f"HOSTSxDEVICESx{device.name}, such as {total // device.per_host}x{device.per_host}"
             f"x{device.name}."
         )

@@ -1,4 +1,4 @@
-"""What a training takes in all: days, dollars and kilowatt-hours, and which are within limits."""
+"""The total cost of a training: days, dollars and kilowatt-hours."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ DAY, HOUR = 86400.0, 3600.0
 
 @dataclass(frozen=True)
 class Cost:
-    """A training of `days`, each with its band from `low` to `high`: days and dollars.
+    """The cost of a training.
 
-    Dollars are the catalogue's cheapest and dearest price an hour, None where it has none; kWh are
-    of devices and hosts at full draw, None where it does not know it: no cooling, no network.
+    `days` and dollars have a band from `low` to `high`. Dollars use the catalogue's lowest and
+    highest price per hour, and are None if it has no price. `kwh` is devices and hosts at full
+    power, without cooling and network, or None if the catalogue does not know the power.
     """
 
     days: float
@@ -28,7 +29,7 @@ class Cost:
 
     @property
     def dollars(self) -> float | None:
-        """The middle of the two prices."""
+        """The mean of both prices."""
         if self.dollars_low is None or self.dollars_high is None:
             return None
         return (self.dollars_low + self.dollars_high) / 2
@@ -37,8 +38,12 @@ class Cost:
 def cost_of(
     seconds: float, error: float, steps: float, cluster: Cluster, devices: int | None = None
 ) -> Cost:
-    """The cost of `steps` steps of `seconds` each on `devices` of `cluster`, all where it is None;
-    hosts are rented whole. `error` is the estimate's band, a fraction."""
+    """Return the cost of `steps` steps of `seconds` each.
+
+    They run on `devices` devices of `cluster`, or on all if that is None. Hosts are rented whole.
+    `error` is the error band of the estimate, as a fraction.
+    """
+    # Idle devices of a rented host are paid for, too.
     rented = cluster if devices is None else cluster.part(devices)
     device = rented.device
     total = seconds * steps
@@ -47,6 +52,7 @@ def cost_of(
     watts, host = device.number("watts"), device.number("host_watts")
     kwh = None
     if watts is not None:
+        # `host_watts` is one host without its devices.
         draw = rented.devices * watts + (rented.hosts * host if host else 0.0)
         kwh = draw / 1e3 * total / HOUR
     return Cost(
@@ -60,8 +66,10 @@ def cost_of(
 
 
 def is_within(cost: Cost, days: float | None, dollars: float | None) -> bool:
-    """Whether a cost is within `days` and `dollars`, by its middle; a price that is not known is
-    not above a budget."""
+    """Return whether `cost` is within `days` and `dollars`, by the middle of its bands.
+
+    An unknown price counts as within the budget.
+    """
     if days is not None and cost.days > days:
         return False
     return dollars is None or cost.dollars is None or cost.dollars <= dollars
@@ -71,8 +79,9 @@ Item = TypeVar("Item")
 
 
 def frontier(items: Iterable[tuple[float, float, Item]]) -> list[tuple[float, float, Item]]:
-    """Those of (days, dollars, item) that no other beats in both, by rising days."""
+    """Return the items (days, dollars, item) that no other item beats in both, by rising days."""
     best: list[tuple[float, float, Item]] = []
+    # By rising days, an item is on the frontier if it costs less than all before it.
     for days, dollars, item in sorted(items, key=lambda each: each[:2]):
         if not best or dollars < best[-1][1]:
             best.append((days, dollars, item))

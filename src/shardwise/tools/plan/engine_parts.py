@@ -1,7 +1,7 @@
 """Notes the parts of an engine before any forward: its units, parameter groups and parameters.
 
-Also splits a model as the first of several tensor-parallel ranks has it, by the engine's own rules
-and trials. The other ranks are absent: a collective of their group returns its shapes only.
+It also splits a model into the part of the first of several tensor-parallel ranks, by the engine's
+own rules and trials. The other ranks do not exist: their collectives only return shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.tools.plan.record import GroupRecord, LayerRecord, ParameterRecor
 
 @dataclass(eq=False)
 class ObservedParameter:
-    """A parameter, and the operation after which its gradient was there."""
+    """A parameter, and the operation after which its gradient was complete."""
 
     named: NamedParameter
     unit: int
@@ -38,8 +38,10 @@ class ObservedParameter:
 
 @dataclass(frozen=True)
 class SpecNotes:
-    """What the record says of an engine's parts before any forward: units, groups, parameters;
-    `modules` are those that are units, by number."""
+    """The parts of an engine: units, groups, parameters.
+
+    `modules` maps the modules that are units to their numbers.
+    """
 
     units: list[str]
     groups: list[GroupRecord]
@@ -50,7 +52,8 @@ class SpecNotes:
 def note_spec(
     spec: EngineSpec, number: int, first_unit: int = 0, first_group: int = 0
 ) -> SpecNotes:
-    """Notes of engine `number`, whose units and groups are counted from these numbers on."""
+    """Return the notes on engine `number`. Units and groups are counted from the given numbers."""
+    # Everything here uses the engine's own functions, so that a plan cannot drift away from it.
     located = spec.located()
     sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     groups, owners = _groups_of(spec, number)
@@ -72,12 +75,15 @@ def note_spec(
 def note_layers(
     spec: EngineSpec, parameters: Sequence[ObservedParameter]
 ) -> tuple[list[LayerRecord], dict[nn.Module, int]]:
-    """What a pipeline can cut the first model between, and the number of each of these modules;
-    sets the layer of each parameter, the first of those that have it."""
+    """Return the layers of the first model, and the number of each layer's module.
+
+    Also sets the layer of each parameter. A shared parameter belongs to its first layer.
+    """
     model, names = spec.models[0], spec.settings.units
     layers, _, outside = partition.find_layers(model, names)
     trains = partition.adds_parameters(layers)
     owners = dict(outside)
+    # In reverse, so that the first layer with a parameter wins.
     for number, layer in reversed(list(enumerate(layers))):
         owners |= dict.fromkeys(layer.module.parameters(), number)
     for each in parameters:
@@ -87,7 +93,7 @@ def note_layers(
 
 
 def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[nn.Parameter, int]]:
-    """The parameter groups, and which one trains each parameter."""
+    """Return the parameter groups, and the number of the group that trains each parameter."""
     kinds = OptimizerKinds()
     groups: list[GroupRecord] = []
     owners: dict[nn.Parameter, int] = {}
@@ -96,7 +102,7 @@ def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[n
         for index, options in enumerate(optimizer.param_groups):
             if not options["params"]:
                 continue
-            # One that cannot be copied trains where nothing is cut: it counts as not separable.
+            # An optimizer that cannot be copied gets whole tensors: it is not separable.
             kind = kinds.of(optimizer, options, device, is_copied=False)
             dtype = options["params"][0].dtype
             master = torch.float32 if dtype in precision.NARROW else dtype
@@ -119,7 +125,7 @@ def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[n
 
 
 def recorded(each: ObservedParameter) -> ParameterRecord:
-    """The parameter as the record has it."""
+    """Convert an observed parameter to its record."""
     named = each.named
     return ParameterRecord(
         name=named.name,
@@ -135,11 +141,11 @@ def recorded(each: ObservedParameter) -> ParameterRecord:
 
 
 def replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Let `module` have the new parameters wherever it has an old one: registered, or in a list
-    beside (RNNs keep one)."""
+    """Replace parameters of `module`, whether registered or in a list (as RNNs keep one)."""
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter in replaced:
             module._parameters[key] = replaced[parameter]
+    # RNNs keep their weights in a list as well, and read them from there.
     for key, value in vars(module).items():
         if isinstance(value, list) and any(isinstance(each, nn.Parameter) for each in value):
             vars(module)[key] = [
@@ -149,20 +155,22 @@ def replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter])
 
 
 class AbsentRanks(Solo):
-    """A group of `size` ranks of which only the first is there."""
+    """A group of `size` ranks of which only the first exists."""
 
     def __init__(self, size: int) -> None:
+        # A group of one rank, whose collectives return their input: shapes are right, and no other
+        # process is needed.
         super().__init__()
         self.size = size
 
 
 def split_first_part(spec: EngineSpec, plan: Mapping[str, Any] | None, parts: int) -> EngineSpec:
-    """`spec` with its models reduced to the first of `parts` parts.
+    """Return `spec` with its models reduced to the first of `parts` tensor-parallel parts.
 
-    Raises ModelError where nothing can be split, ConfigError for settings that exclude it.
+    Raises ModelError if nothing can be split, ConfigError if settings exclude it.
     """
-    made = TensorParallelModels(
+    split = TensorParallelModels(
         AbsentRanks(parts), spec.device, sequence_parallel=spec.settings.sequence_parallel
     )
-    tensor_parallel.find_and_split(spec, made, plan)
-    return replace(spec, tensor=made)
+    tensor_parallel.find_and_split(spec, split, plan)
+    return replace(spec, tensor=split)

@@ -1,4 +1,4 @@
-"""Shapes of operators that fake tensors refuse on a CPU, although real tensors have them."""
+"""Shapes of operators that run on real CPU tensors, but not on fake ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def grouped_mm(
 ) -> Tensor:
     """Return the result of `aten._grouped_mm`: products of groups of rows (experts of a mixture).
 
-    `offs` has the end of each group. Either side may be cut into groups.
+    `offs` is the end of each group, shape (groups,). Either side may be divided into groups.
     """
     del bias
     groups = [left.shape[0]] if left.ndim == 3 else [right.shape[0]] if right.ndim == 3 else []
@@ -48,11 +48,11 @@ def rnn_layer(
     hidden: int,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output of an LSTM layer in fp32, both states, and what forward saves for backward.
+    """Return the output of an LSTM layer in fp32, both states, and the tensor saved for backward.
 
-    torch's own stand-in says that nothing is saved. Any implementation saves the four gates of each
-    step, and the cell of each step with the one before the first. What oneDNN's workspace has
-    beside these is not counted: it is of this CPU's kernel.
+    torch's own fake implementation saves nothing. Any real one saves the four gates of each step,
+    and the cell of each step and before the first one. The rest of oneDNN's workspace is not
+    counted, because it depends on this CPU's kernel.
     """
     del weight0, weight1, weight2, weight3, reverse, sizes, mode, rest
     length, batch, _ = source.shape

@@ -1,4 +1,4 @@
-"""Defines the command `shardwise plan`, and checks its flags; starts without torch."""
+"""The flags of `shardwise plan`, and their checks. Starts without torch."""
 
 import json
 from importlib import import_module
@@ -19,15 +19,15 @@ Will it fit, and how long will it take?   shardwise plan --on 8xH100 train.py --
 
 shardwise plan [flags] SCRIPT.py [its arguments]     observes one step, without its memory
 """
-EMPTY = "Plan what? For example: shardwise plan --on 8xH100 train.py"
-"""The error without a script."""
+EMPTY = "No script given. Example: shardwise plan --on 8xH100 train.py"
+"""The error if there is no script."""
 
 MODEL = "shardwise.tools.plan.hf_model"
-"""The module that trains a model of transformers from its configuration."""
+"""The module that trains a transformers model from its configuration."""
 
 
 def command() -> Command:
-    """The command `plan`; of the settings it takes those that are no placement."""
+    """Return the command `plan`. It takes the settings that are not part of a placement."""
     shared = {"words", "module", "precision", "units", "seed", "adopt", "islands"}
     return Command(
         "plan",
@@ -58,36 +58,42 @@ def _plan(
     disk: str | None,
     adopt: tuple[str, ...] | None,
     module: bool,
-    **given: Any,
+    **run_settings: Any,
 ) -> int:
-    """The command `plan`: `given` are the settings of the runs."""
+    """Run the command `plan`. `run_settings` are settings of `shardwise run`."""
     settings = {
-        name: command_line.as_text(value) for name, value in given.items() if value is not None
+        name: command_line.as_text(value)
+        for name, value in run_settings.items()
+        if value is not None
     }
     command_line.check_settings(settings)
     _refuse_islands(settings.pop("islands", "1"))
     if calibrate:
         file = import_module("shardwise.tools.plan.plan_command").show_calibration()
-        click.echo(f"measured: {file}; now: shardwise plan --on here train.py", err=True)
+        click.echo(f"measured: {file}; next: shardwise plan --on here train.py", err=True)
         if on is None and not words:
             return 0
     if on is None:
-        raise LaunchError("On what? For example: shardwise plan --on 8xH100 train.py")
+        raise LaunchError("No cluster given. Example: shardwise plan --on 8xH100 train.py")
     if tokens is None and (within is not None or budget is not None):
-        raise LaunchError("--within and --budget need --tokens N: how much there is to train on.")
+        raise LaunchError(
+            "--within and --budget need --tokens N, the number of tokens to train on."
+        )
     _check_outputs(json_file, page)
     if hf is not None:
         _check_configuration(hf)
+        # The remaining words are arguments of that module, such as --batch-size.
         words, module = (MODEL, str(hf), *words), True
     if not words:
         raise LaunchError(EMPTY)
-    program.command(words[0], words[1:], module=module)  # raises where there is none
+    program.command(words[0], words[1:], module=module)  # raises if the program does not exist
     if not module and not program.is_script(words[0]):
         raise LaunchError(f"shardwise plan observes Python: a script or -m MODULE, not {words[0]}.")
     if adopt is not None:
-        command_line.adopting(adopt, words, module=module)  # raises where it cannot be
+        command_line.adopting(adopt, words, module=module)  # raises if adopting is impossible
     command_line.mention_misplaced(words)
     flags = [word for name, value in settings.items() for word in command_line.spelled(name, value)]
+    # Imports torch, so only after all checks: a wrong flag is reported at once.
     target = import_module("shardwise.tools.plan.plan_command")
     script = target.Script(
         (*(["-m"] if module else []), *words), tuple(flags), ",".join(adopt or ())
@@ -108,12 +114,12 @@ def _plan(
 
 
 def _check_outputs(json_file: Path | None, page: str | None) -> None:
-    """Raise LaunchError, before a script is observed, where what is found could not be written."""
+    """Raise LaunchError if the results could not be written. Called before the observation."""
     if json_file is not None and json_file.is_dir():
         raise LaunchError(f"--json {json_file} is a folder: name a file in it.")
     if json_file is not None and not json_file.parent.is_dir():
         raise LaunchError(
-            f"--json {json_file}: there is no folder {json_file.parent}: make it first."
+            f"--json {json_file}: no such folder: {json_file.parent}. Create it first."
         )
     if page is None:
         return
@@ -123,19 +129,19 @@ def _check_outputs(json_file: Path | None, page: str | None) -> None:
 
 
 def _check_configuration(file: Path) -> None:
-    """Raise LaunchError for a file that is no configuration of a model of transformers."""
+    """Raise LaunchError if `file` is not the configuration of a transformers model."""
     if not file.is_file():
-        raise LaunchError(f"--hf {file}: there is no such file; it takes a config.json.")
+        raise LaunchError(f"--hf {file}: no such file. --hf takes a config.json of transformers.")
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise LaunchError(
-            f"--hf {file} is not JSON ({error}); it takes a config.json of transformers."
+            f"--hf {file} is not JSON ({error}). --hf takes a config.json of transformers."
         ) from None
     if not isinstance(content, dict) or "model_type" not in content:
         raise LaunchError(
-            f"--hf {file} has no model_type, so it is no configuration of transformers: take the "
-            "config.json that lies beside a model's weights."
+            f"--hf {file} has no model_type, so it is not a configuration of transformers. Use the "
+            "config.json in the folder of a model's weights."
         )
     if find_spec("transformers") is None:
         raise LaunchError(
@@ -144,13 +150,13 @@ def _check_configuration(file: Path) -> None:
 
 
 def _refuse_islands(islands: str) -> None:
-    """Raise LaunchError where several islands are to be planned."""
+    """Raise LaunchError if the plan is for several islands."""
     if islands == "1":
         return
     raise LaunchError(
-        f"shardwise plan does not know --islands {islands}. Plan one island, with --on its devices "
-        "and its part of the batch; each rank of it also keeps, in every row, its part of an "
-        "anchor: of n data-parallel ranks 4 / n bytes for each parameter (8 / n with nesterov, "
-        "4 / n more each with a lossy --wire and --late). "
-        "What boundaries and failures take: shardwise simulate --islands."
+        f"shardwise plan does not support --islands {islands}. Plan one island, with its devices "
+        "for --on and its part of the batch. In every row each rank also keeps its part of an "
+        "anchor: with n data-parallel ranks, 4 / n bytes per parameter (8 / n with nesterov, and "
+        "4 / n more each with a lossy --wire and --late). For the time of boundaries and failures "
+        "see shardwise simulate --islands."
     )

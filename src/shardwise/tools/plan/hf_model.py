@@ -1,5 +1,6 @@
-"""Trains a model of transformers from its configuration, on random tokens: what `shardwise plan
---hf config.json` plans, and a measured run of it.
+"""Trains a transformers model from its configuration, on random tokens.
+
+`shardwise plan --hf config.json` plans this training. To measure a real run of it:
 
     shardwise run -n 2 --zero 3 -m shardwise.tools.plan.hf_model config.json --batch-size 8
 """
@@ -21,14 +22,15 @@ KINDS = (
     ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
     ("ForMaskedLM", "AutoModelForMaskedLM"),
 )
-"""By the end of the architecture's name, the class that builds it; the first where none is said."""
+"""The class that builds a model, by the end of its architecture's name (default: the first)."""
 
 
 def main() -> None:
-    """Train for some steps."""
+    """Train for `--steps` steps."""
     args = _arguments()
     world = sw.init(seed=0)
     config, build = _config(args.config)
+    # Without memory until sw.Engine shards it: the model may be larger than one device.
     with sw.on_meta():
         model = build(config)
     model.train()
@@ -39,17 +41,14 @@ def main() -> None:
     for _ in loader.epochs(args.steps):
         for step in loader.steps():
             for tokens in step:
-                engine.forward_backward(lambda rows: _loss(model, config, rows), tokens)
+                engine.forward_backward(
+                    lambda rows: model(input_ids=rows, labels=rows).loss, tokens
+                )
             stats = engine.step()
             world.print(f"step {steps}: loss {stats.loss:.4f}")
             steps += 1
             if steps == args.steps:
                 return
-
-
-def _loss(model: Any, config: Any, tokens: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
-    return loss
 
 
 def _arguments() -> argparse.Namespace:
@@ -62,7 +61,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _config(path: Path) -> tuple[Any, Any]:
-    """The configuration in a file, and what builds its model."""
+    """Return the configuration in a file, and the function that builds its model."""
+    # An optional package, which must not be imported by `shardwise plan` itself.
     transformers: Any = __import__("transformers")
     content = json.loads(path.read_text())
     config = transformers.AutoConfig.for_model(**content)
@@ -72,7 +72,7 @@ def _config(path: Path) -> tuple[Any, Any]:
 
 
 class _Tokens(torch.utils.data.Dataset[Tensor]):
-    """Random sequences, alike on all ranks."""
+    """Random sequences, the same on all ranks."""
 
     def __init__(self, vocabulary: int, length: int) -> None:
         self._vocabulary = vocabulary
@@ -82,6 +82,7 @@ class _Tokens(torch.utils.data.Dataset[Tensor]):
         return 4096
 
     def __getitem__(self, index: int) -> Tensor:
+        # Seeded by index: every rank that asks for this sequence gets the same one.
         generator = torch.Generator().manual_seed(index)
         return torch.randint(self._vocabulary, (self._length,), generator=generator)
 

@@ -1,4 +1,4 @@
-"""Observation is what the engines of a script have in common: one recorder, and what was seen."""
+"""Observation holds the state that all engines of an observed script share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from shardwise.tools.plan.step_recorder import StepRecorder
 
 
 class SteppingEngine(Protocol):
-    """What an observation asks of an engine: what it trains, its settings, and how far its first
-    step has come."""
+    """The interface of an engine that an observation needs."""
 
     settings: Settings
     backwards: int
@@ -30,7 +29,7 @@ class SteppingEngine(Protocol):
 
 @dataclass
 class Observation:
-    """What all engines of the script have in common: one recorder, and the file for the record."""
+    """The shared state of all engines of the script: one recorder, and the file of the record."""
 
     path: Path
     fake: FakeTensorMode
@@ -44,25 +43,26 @@ class Observation:
     batch: Any = None
     samples: int = 0
     total: int = 0
-    asked: int = 0
-    """The batch size that the script gave its last Loader, which may have been given another."""
+    script_batch_size: int = 0
+    """The batch size that the script gave its last Loader, before `observer` replaced it."""
     accumulates: bool = False
-    """Whether its loop takes a step in several micro-batches."""
+    """Whether the loop can take a step in several micro-batches."""
     buffer_bytes: int = 0
     written: bool = False
     tensor: int = 1
-    """How many tensor-parallel ranks the observed one is the first of."""
+    """The number of tensor-parallel ranks. The observed one is the first."""
     layers: list[LayerRecord] = field(default_factory=list)
     pipelined: bool = False
-    """Whether its loop gives batches to engine.forward_backward."""
+    """Whether the loop calls engine.forward_backward."""
     disordered: str = ""
-    """A layer that ran before one that stands earlier in the model."""
+    """A layer that ran before a layer that is defined earlier in the model."""
 
     current: ClassVar[Observation | None] = None
 
     @classmethod
     def begin(cls, path: Path, tensor: int) -> Observation:
-        """Observe from now on."""
+        """Start to observe."""
+        # Operators get real tensors (the batch) together with fake ones (parameters).
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         cls.current = cls(path, fake, StepRecorder(fake), tensor=tensor)
         cls.current.recorder.__enter__()  # type: ignore[no-untyped-call]
@@ -70,13 +70,14 @@ class Observation:
 
 
 def finish(observation: Observation) -> None:
-    """Write the record, and end the script with success."""
+    """Write the record, and end the script with exit code 0."""
     recorder = observation.recorder
     recorder.active = False
     recorder.end()
     engine = observation.engines[0]
     StepRecord(
         operations=tuple(recorder.operations),
+        # Storages are freed in any order. Sorted, the records of two batch sizes correspond.
         tensors=tuple(sorted(recorder.tensors, key=lambda each: (each.born, each.died))),
         parameters=tuple(map(recorded, observation.parameters)),
         groups=tuple(observation.groups),
@@ -95,18 +96,19 @@ def finish(observation: Observation) -> None:
         no_pipeline=_why_no_pipeline(observation),
     ).write(observation.path)
     observation.written = True
+    # The record is complete. The rest of the script would only cost time.
     raise SystemExit(0)
 
 
 def _why_no_pipeline(observation: Observation) -> str:
-    """What of the script excludes `--pipeline`; empty where nothing does."""
+    """Return why the script cannot run with `--pipeline`, or "" if it can."""
     if len(observation.engines) > 1 or len(observation.engines[0].models) > 1:
-        return "there are several models, and a pipeline takes one"
+        return "the script has several models, but a pipeline takes one"
     if not observation.pipelined:
         return (
-            "the loop calls engine.backward, which would run stage after stage: "
-            "engine.forward_backward(...) in its place has all of them work"
+            "the loop calls engine.backward, which would run the stages one after the other; "
+            "engine.forward_backward(...) runs them in parallel"
         )
     if observation.disordered:
-        return f"{observation.disordered} runs before a layer that stands earlier in the model"
+        return f"{observation.disordered} runs before a layer that is defined earlier in the model"
     return ""

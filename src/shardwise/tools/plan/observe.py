@@ -1,7 +1,7 @@
-"""Observes a script: runs it in a process of its own up to one step, and reads the record.
+"""Observes a script: runs it in a separate process up to one step, and reads the record.
 
-A second run with half the batch shows which tensors grow with it: between and beyond the two every
-size is linear in the number of samples.
+A second run with half the batch shows which tensors grow with the batch. Every size is taken as
+linear in the number of samples, through these two points.
 """
 
 from __future__ import annotations
@@ -22,62 +22,62 @@ from shardwise.net.python_command import python_words
 from shardwise.tools.plan.record import Operation, StepRecord, TensorLife
 
 LINES_OF_OUTPUT = 12
-"""How many of the last lines that the script printed are shown where it failed."""
+"""How many of the last output lines of a failed script are shown."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """What is observed: the words of the script, with -m first for a module, and the settings of
-    its runs as flags."""
+    """The script to observe: its words (-m first for a module), and flags of `shardwise run`."""
 
     words: tuple[str, ...]
     flags: tuple[str, ...] = ()
     adopt: str = ""
-    """Libraries in the place of whose classes ours are put, with commas between."""
+    """Libraries whose classes are replaced by ours (--adopt), separated by commas."""
 
     @property
     def run_words(self) -> tuple[str, ...]:
-        """The words of what is run to observe it."""
+        """The words of the program that runs the script."""
         return ("-m", "shardwise.adopt", self.adopt, *self.words) if self.adopt else self.words
 
     @property
     def name(self) -> str:
-        """What a message calls it."""
+        """The name of the script in messages."""
         return " ".join(self.words[:2]) if self.words[0] == "-m" else self.words[0]
 
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """A step as it was observed with one batch size, or two, larger first."""
+    """A step that was observed with one batch size, or with two."""
 
     large: StepRecord
     small: StepRecord | None = None
 
     @property
     def scales(self) -> bool:
-        """Whether other batch sizes can be computed: both runs made the same operations."""
+        """Whether other batch sizes can be computed, because both runs made the same operations."""
         return self.small is not None and _alike(self.large, self.small)
 
     def knows(self, samples: int) -> bool:
-        """Whether the record of a micro-batch of `samples` can be computed."""
+        """Return whether the record of a micro-batch of `samples` can be computed."""
         seen = [each.batch_size for each in (self.large, self.small) if each is not None]
         return samples in seen or self.scales
 
     def at(self, samples: int) -> StepRecord:
-        """The record of a micro-batch of `samples`. Raises LaunchError where that is not known."""
+        """Return the record of a micro-batch of `samples`. Raises LaunchError if it is unknown."""
+        # Observed sizes are exact. The fit would round them.
         if samples == self.large.batch_size:
             return self.large
         if self.small is not None and samples == self.small.batch_size:
             return self.small
         if self.small is None or not self.scales:
             raise LaunchError(
-                f"The step was observed with {self.large.batch_size} samples, and what it does "
-                f"with {samples} is not known: {self.difference()}."
+                f"The step was observed with {self.large.batch_size} samples. Its operations with "
+                f"{samples} samples are not known: {self.difference()}."
             )
         return _fitted(self.small, self.large, samples)
 
     def difference(self) -> str:
-        """Why other batch sizes cannot be computed, in words; empty where they can."""
+        """Return why other batch sizes cannot be computed, or "" if they can."""
         large, small = self.large, self.small
         if small is None:
             return "it was observed with one batch size only"
@@ -88,38 +88,42 @@ class ObservedStep:
             if one is None or other is None or one.name != other.name:
                 names = " and ".join(each.name if each else "no more" for each in (one, other))
                 line = next((each.line for each in (one, other) if each is not None), "")
-                return f"{sizes} it makes other operations: {names}" + (
+                return f"{sizes} it makes different operations: {names}" + (
                     f" ({line})" if line else ""
                 )
-        return f"{sizes} its tensors live for other times"
+        return f"{sizes} its tensors have different lifetimes"
 
 
 OnRun = Callable[[str], None]
-"""What is told of each run of the script before it starts."""
+"""Is called before each run of the script, with a description of the run."""
 
 
 def observe_sizes(
     script: Script, *, activations: str, tensor: int = 1, on_run: OnRun = lambda _: None
 ) -> ObservedStep:
-    """Observe `script` with its own batch and with half of it, or the part of it that the first of
-    `tensor` tensor-parallel ranks has. Raises LaunchError, which names the line, where it cannot be
-    observed."""
-    set_so = replace(script, flags=(*script.flags, "--activations", activations))
+    """Observe `script` with its own batch and with half of it.
+
+    With `tensor` > 1, observe the part of the first of that many tensor-parallel ranks. Raises
+    LaunchError with the line of the script if it cannot be observed.
+    """
+    configured = replace(script, flags=(*script.flags, "--activations", activations))
     how = f"activations {activations}" + (f", --tensor {tensor}" if tensor > 1 else "")
     on_run(f"its own batch, {how}")
-    large = observe(set_so, tensor=tensor)
+    large = observe(configured, tensor=tensor)
     half = large.batch_size // 2
-    # Without a Loader of ours nobody but the script can make the batch smaller.
+    # Without an sw.Loader only the script itself can change the batch size.
     if half < 1 or not large.total_batch:
         return ObservedStep(large)
     on_run(f"half of the batch, {how}")
-    return ObservedStep(large, observe(set_so, half, tensor=tensor))
+    return ObservedStep(large, observe(configured, half, tensor=tensor))
 
 
 def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> StepRecord:
-    """One run of `script`, its Loader's batches made `samples` large."""
+    """Run `script` up to its first step, with `samples` as its Loader's batch size if given."""
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
+        # A file rather than a pipe: the script's own output must not mix with the record.
         path = Path(folder) / "record.json"
+        # On the CPU for every cluster: fake tensors have the same shapes on all devices.
         command = [
             *(*python_words("shardwise"), "run", "-n", "1", "--trial", "--quiet"),
             *("--device", "cpu", *script.flags, "-m", "shardwise.tools.plan.observer"),
@@ -133,42 +137,44 @@ def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> S
             env=os.environ,
             check=False,
         )
-        # The exit code does not count: a script may fail after its step was written, while it ends.
+        # Ignore the exit code: a script may fail while it exits, after its step was recorded.
         if path.exists():
             return StepRecord.read(path)
         raise LaunchError(_why(script, path.with_suffix(".error"), done.stdout, done.returncode))
 
 
 def _why(script: Script, error: Path, output: bytes, code: int) -> str:
-    """Why a run left no record, with the line of the script, or else its last words."""
+    """Return why a run wrote no record: the line of the script, or its last output."""
     if error.exists():
-        found = json.loads(error.read_text())
-        line = f" at {found['line']}" if found["line"] else ""
-        why = found["why"].rstrip(".")
+        failure = json.loads(error.read_text())
+        line = f" at {failure['line']}" if failure["line"] else ""
+        why = failure["why"].rstrip(".")
         return f"{script.name} could not be observed{line}: {why}. {_advice(why)}"
     lines = output.decode(errors="replace").strip().splitlines()[-LINES_OF_OUTPUT:]
     return "\n".join([f"{script.name} failed (exit code {code}) before its first step:", *lines])
 
 
 def _advice(why: str) -> str:
-    """What to do where a script could not be observed, for the reason `why`."""
+    """Return what to do about a script that could not be observed, for the reason `why`."""
     missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", why)
+    # A script of a known library only runs with our classes in place of the library's.
     if missing and missing[1] in ADOPTED:
-        return f"A script of {missing[1]} is observed with --adopt {missing[1]}."
+        return f"Observe a script of {missing[1]} with --adopt {missing[1]}."
     if missing:
-        return "Install it where shardwise is."
+        return "Install it in the environment of shardwise."
     if "of an sw.Engine" in why:
-        return f"A script of {', '.join(ADOPTED)} is observed with --adopt and its name."
+        return f"For a script of {', '.join(ADOPTED)}, add --adopt and that name."
     return (
-        "Parameters have no values while it is observed: let the lines before the first "
-        "engine.step() do without those, behind a flag if need be."
+        "Parameters have no values during the observation. Skip code that needs values before the "
+        "first engine.step(), for example behind a flag of the script."
     )
 
 
 def _alike(one: StepRecord, other: StepRecord) -> bool:
-    """Whether two records are of the same operations and tensors."""
+    """Return whether two records have the same operations and tensors."""
     if len(one.operations) != len(other.operations) or len(one.tensors) != len(other.tensors):
         return False
+    # The two records can be fitted only if the n-th operation and tensor are the same in both.
     same = all(a.name == b.name for a, b in zip(one.operations, other.operations, strict=True))
     return same and all(
         (a.born, a.died, a.source) == (b.born, b.died, b.source)
@@ -177,7 +183,7 @@ def _alike(one: StepRecord, other: StepRecord) -> bool:
 
 
 def _fitted(small: StepRecord, large: StepRecord, samples: int) -> StepRecord:
-    """The record of `samples`, on the line through two."""
+    """Return the record of `samples`, on the line through two records."""
     part = (samples - small.batch_size) / (large.batch_size - small.batch_size)
 
     def line(low: int, high: int) -> int:
@@ -186,6 +192,7 @@ def _fitted(small: StepRecord, large: StepRecord, samples: int) -> StepRecord:
     def operation(low: Operation, high: Operation) -> Operation:
         shapes = tuple(
             tuple(line(a, b) for a, b in zip(one, two, strict=True))
+            # A dim that only exists for some batch sizes (a squeeze) cannot be fitted.
             if len(one) == len(two)
             else two
             for one, two in zip(low.shapes, high.shapes, strict=True)

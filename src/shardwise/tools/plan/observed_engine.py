@@ -1,4 +1,4 @@
-"""ObservedEngine stands in for sw.Engine: it takes the memory of parameters away, and records."""
+"""ObservedEngine replaces sw.Engine in an observed script: parameters lose their memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from shardwise.world.world import current as current_world
 
 
 class ObservedEngine(Engine):
-    """An engine without states: backward records, and the first step ends the script."""
+    """An engine without states. It records backward, and its first step ends the script."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class ObservedEngine(Engine):
         tensor_plan: TensorPlan | None = None,
         **settings: Any,
     ) -> None:
+        # A GradScaler only changes values, and there are none.
         del scaler
         observation = Observation.current
         assert observation is not None
@@ -66,7 +67,7 @@ class ObservedEngine(Engine):
         self.stepped = False
         self._depth = 0
         self._stack: list[tuple[int, int, int]] = []
-        """The units whose forwards are running, with the unit around and the first operation."""
+        """Units whose forwards are running: the unit, the enclosing unit, the first operation."""
         noted = note_spec(spec, number, len(observation.units), len(observation.groups))
         observation.units += noted.units
         observation.groups += noted.groups
@@ -82,11 +83,11 @@ class ObservedEngine(Engine):
 
     @property
     def models(self) -> Sequence[nn.Module]:
-        """The models."""
+        """The models of the engine."""
         return self._spec.models
 
     def _take_memory(self, parameters: Sequence[ObservedParameter]) -> None:
-        """Put a fake parameter in the place of each, wherever the models and optimizers have it."""
+        """Replace each parameter by a fake one, in all models and optimizers."""
         cast = precision.PRESETS[self.settings.precision].cast
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for each in parameters:
@@ -96,20 +97,24 @@ class ObservedEngine(Engine):
             with self._observation.fake:
                 like = torch.empty_strided(named.shape, named.strides, dtype=named.dtype)
             new = nn.Parameter(like, requires_grad=old.requires_grad)
+            # Parameters count as states (layout.py), not as activations.
             self._observation.recorder.ignore(new)
             replaced[old] = new
             named.parameter = new
             if new.requires_grad:
                 new.register_post_accumulate_grad_hook(self._arrival(each))  # type: ignore[no-untyped-call]
+        # Tied weights are replaced everywhere by the same new parameter.
         for module in (m for model in self._spec.models for m in model.modules()):
             replace_in(module, replaced)
         for optimizer in self._spec.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [replaced.get(p, p) for p in group["params"]]
+            # State for the old parameters would keep their memory alive.
             optimizer.state.clear()
 
     def _arrival(self, each: ObservedParameter) -> Callable[[Tensor], None]:
-        """The hook that notes when a gradient has come, and lets it go: the engine moves it."""
+        """Return a hook that notes when a gradient is complete, and frees it."""
+        # The real engine moves the gradient into a bucket, so `param.grad` frees its memory here.
         recorder = self._observation.recorder
 
         def arrived(parameter: Tensor) -> None:
@@ -119,7 +124,7 @@ class ObservedEngine(Engine):
         return arrived
 
     def _enter_settings(self, world: World) -> None:
-        """Let forwards run in the precision and with the activations of the settings."""
+        """Make forwards run in the precision and with the activations of the settings."""
         spec, preset = self._spec, precision.PRESETS[self.settings.precision]
         if preset.cast is not None:
             precision.cast_models(spec.models, preset.cast)
@@ -129,6 +134,7 @@ class ObservedEngine(Engine):
                 self._observation.buffer_bytes += buffer.numel() * buffer.element_size()
             if preset.cast is not None or preset.autocast is not None:
                 precision.ForwardPrecision(preset, "cpu").attach(model)
+        # Recomputation shows in the record as forwards inside backward.
         Activations(spec.models, self.settings, world.device, rank=world.rank)
 
     def _hook_modules(
@@ -140,16 +146,20 @@ class ObservedEngine(Engine):
                 attach(
                     module.register_forward_pre_hook, self._entering(number, layer), prepend=True
                 )
+                # always_call: torch's checkpointing ends a recomputation early by raising in a
+                # forward, and the unit must be popped from the stack then, too.
                 attach(module.register_forward_hook, self._leaving(number), always_call=True)
 
     def _entering(self, number: int, layer: int) -> Callable[..., None]:
-        """The hook before the forward of a module, which is unit `number` and `layer`, or none."""
+        """Return the hook before the forward of a module, which is a unit, a layer, or neither."""
         recorder = self._observation.recorder
 
         def enter(module: nn.Module, args: Any) -> None:
             del module, args
+            # Only the outermost forward starts a recording. Forwards inside backward recompute
+            # activations, and a forward without gradients is an evaluation.
             if not self._depth and torch.is_grad_enabled() and not recorder.backward:
-                # A forward of another batch than the observed one tells nothing new.
+                # The forward of a second batch has nothing new to record.
                 if self.backwards and self.world.current_batch.batch is not self._observation.batch:
                     self._end_if_alone()
                 recorder.active = True
@@ -157,7 +167,7 @@ class ObservedEngine(Engine):
                 observation = self._observation
                 if layer < recorder.layer:
                     observation.disordered = observation.layers[recorder.layer].name
-                recorder.layer = layer  # of what runs from now on
+                recorder.layer = layer  # for the operators that follow
             if number >= 0:
                 self._stack.append((number, recorder.unit, len(recorder.operations)))
                 recorder.unit = number
@@ -207,23 +217,25 @@ class ObservedEngine(Engine):
         self._run_backward(loss, retain_graph=retain_graph)
 
     def _note_batch(self, *, weighted: bool, anew: bool) -> None:
-        """Write down how many samples the batch has, and the total batch of the Loader."""
+        """Note the number of samples of the batch, and the total batch size of the Loader."""
         self.world.draws.check_outside("engine.backward")
         current = self.world.current_batch
         batch = current.batch_of_loss(weighted=weighted, anew=anew)
         observation = self._observation
+        # The first batch defines the micro-batch. Later ones of the step are not recorded.
         if batch is not None and observation.batch is None:
             observation.batch, observation.samples = batch, batch.samples
             stream = next((s for s in current.streams if s.batch is batch), None)
-            given = (stream.plan.batch_size or 0) if stream is not None else 0
-            observation.total = observation.asked or given
+            stream_batch = (stream.plan.batch_size or 0) if stream is not None else 0
+            observation.total = observation.script_batch_size or stream_batch
 
     def _run_backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         recorder = self._observation.recorder
         recorder.active = recorder.backward = True
         if self._observation.first_backward < 0:
             self._observation.first_backward = len(recorder.operations)
-        # The graph may hold parameters of another engine too.
+        # With several engines, the graph may also contain parameters of another one.
+        # With one engine all leaves of the graph are its own, and `inputs` is not necessary.
         own = None
         if len(self._observation.engines) > 1:
             located = (each.parameter for each in self._spec.located())
@@ -233,6 +245,7 @@ class ObservedEngine(Engine):
         finally:
             recorder.active = recorder.backward = False
         self.backwards += 1
+        # As in the real engine: marks the batch as used by a backward.
         self.world.current_batch.train()
 
     def forward_backward(
@@ -244,16 +257,17 @@ class ObservedEngine(Engine):
         same_items: bool | None = None,
         cut: bool = True,
     ) -> Tensor:
-        """Record forward and backward of the first micro-batch; returns a loss without value."""
+        """Record forward and backward of the first micro-batch. Return a loss without a value."""
         self.world.draws.begin()
         divisor = divisor_of(reduction, weighted=weight is not None, replicas=1)
-        given = weight is not None
+        is_weighted = weight is not None
+        # A second call in one step is another micro-batch, which is like the first.
         if self.backwards and self._observation.batch is not None:
             self._end_if_alone()
-        self._note_batch(weighted=given or divisor > 0, anew=given and not same_items)
+        self._note_batch(weighted=is_weighted or divisor > 0, anew=is_weighted and not same_items)
         self._observation.accumulates = self._observation.pipelined = True
         parts = batch[0]
-        if cut:  # into micro-batches, of which the first is recorded
+        if cut:  # into micro-batches: only the first one is recorded
             count = runner.microbatch_count(self.settings, batch, self._spec.data_group)
             parts = runner.split_batch(batch, count)[0][1]
         loss = loss_of(*parts)
@@ -264,11 +278,14 @@ class ObservedEngine(Engine):
     def step(
         self, max_norm: float | None = None, *, closure: Callable[[], Any] | None = None
     ) -> StepStats:
-        """End the script, once all of its engines have stepped."""
+        """End the script after all of its engines have stepped."""
         del max_norm
+        # The closure runs forward and backward. Optimizers such as LBFGS call it several times, but
+        # one call shows all that the record needs.
         if closure is not None and not self.backwards:
             with torch.enable_grad():
                 closure()
+        # A second step of the same engine also ends it: another engine may never step.
         usage = any(engine.backwards for engine in self._observation.engines)
         again, self.stepped = self.stepped, True
         if usage and (again or all(engine.stepped for engine in self._observation.engines)):
@@ -276,23 +293,23 @@ class ObservedEngine(Engine):
         return StepStats(loss=0.0, grad_norm=0.0, weight=1.0, skipped=False)
 
     def reduce(self) -> float:
-        """The norm has no value."""
+        """Return 0, because the norm has no value."""
         self._observation.recorder.assume("engine.reduce() = 0.0")
         return 0.0
 
     def zero_grad(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no gradients are kept."""
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
-        """Gradients are not there."""
+        """Do nothing: no gradients are kept."""
         yield
 
-    # -- what a script does around its steps --------------------------------------------------
+    # -- the rest of the engine's interface ---------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """None was made."""
+        """The number of steps, which is 0."""
         return 0
 
     @property
@@ -301,79 +318,79 @@ class ObservedEngine(Engine):
         return self.backwards > 0
 
     def model_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Nothing is written of it."""
+        """Return an empty dict: there are no values to save."""
         del model
         return {}
 
     def optimizer_state_dict(
         self, optimizer: optim.Optimizer | None = None, *, for_resume: bool = False
     ) -> dict[str, Any]:
-        """Nothing is written of it."""
+        """Return an empty dict: there are no values to save."""
         del optimizer, for_resume
         return {}
 
     def load_optimizer_state_dict(
         self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None
     ) -> None:
-        """Load nothing."""
+        """Do nothing: there are no values to load."""
 
     @property
     def loss_scale(self) -> float:
-        """Values do not matter here."""
+        """A loss scale of 1: values do not matter here."""
         return 1.0
 
     @property
     def state_bytes(self) -> int:
-        """Nothing is held."""
+        """0, because no state exists."""
         return 0
 
     @contextmanager
     def full_parameters(
         self, module: nn.Module | None = None, *, write: bool = False
     ) -> Iterator[None]:
-        """Parameters are whole, without values."""
+        """Do nothing: parameters are whole, without values."""
         del module, write
         with torch.no_grad():
             yield
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """There is one rank."""
+        """Do nothing: there is one rank."""
         yield
 
     @contextmanager
     def ema(self) -> Iterator[None]:
-        """Averages have no values either."""
+        """Do nothing: averages have no values."""
         yield
 
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
-        """Write nothing."""
+        """Do nothing: there are no values to export."""
 
     def track(self, **objects: Any) -> None:
-        """Nothing is saved."""
+        """Do nothing: nothing is saved."""
 
     def save(self, folder: Any, keep: int | None = None, **options: Any) -> Path | None:
-        """Write nothing."""
+        """Do nothing: there are no values to save."""
         del folder, keep, options
         return None
 
     def resume(self, folder: str | PathLike[str]) -> int:
-        """Load nothing."""
+        """Return step 0 without loading."""
         del folder
         return 0
 
     def load(
         self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False
     ) -> None:
-        """Load nothing: values do not matter here."""
+        """Do nothing: values do not matter here."""
 
     def leave_folders(self) -> None:
-        """None was claimed."""
+        """Do nothing: no folder was claimed."""
 
     def describe(self) -> None:
-        """There is nothing to describe."""
+        """Do nothing: no run starts."""
 
     def close(self) -> None:
-        """The script is at its end."""
+        """End the script if there was a backward."""
         if self.backwards:
             finish(self._observation)

@@ -2,11 +2,11 @@
 
     python -m shardwise.tools.plan.observer FILE SAMPLES TENSOR SCRIPT ...
 
-SAMPLES is the total batch
-size of its Loaders, 0 for the script's own; TENSOR how many ranks split each layer.
+SAMPLES is the total batch size of its Loaders, or 0 to keep the script's own. TENSOR is the number
+of tensor-parallel ranks.
 
-The script's data, loaders and model code are its own. Parameters lose their memory at `sw.Engine`;
-the script is stopped at the end of its first step, and FILE has the record.
+The script's data, loaders and model code run unchanged. Parameters lose their memory at
+`sw.Engine`. At the end of its first step the script is stopped, and FILE contains the record.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from shardwise.tools.plan.step_recorder import user_place
 
 
 def main(arguments: list[str]) -> None:
-    """Observe what the words after the file's name run."""
+    """Observe the program that `arguments` name after the file, batch size and tensor ranks."""
     path, samples, tensor, *words = arguments
     observation = Observation.begin(Path(path), int(tensor))
+    # Before the script runs, so that its own imports find the replacement. Bridges use these
+    # modules.
     for name in ("shardwise.engine", "shardwise.engine.engine", "shardwise.engine.engines"):
         import_module(name).Engine = ObservedEngine  # type: ignore[attr-defined]
     _replace_loader(observation, int(samples))
@@ -48,6 +50,7 @@ def main(arguments: list[str]) -> None:
         if observation.written:
             raise
         _fail(observation, "The script ended before its first step of an sw.Engine.", "")
+    # Ctrl-C ends the plan. It is no fault of the script.
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -55,36 +58,45 @@ def main(arguments: list[str]) -> None:
         kind = "" if isinstance(error, ShardwiseError) else f"{type(error).__name__}: "
         _fail(observation, f"{kind}{error}", user_place(error.__traceback__))
     if not observation.written:
+        # A script may end without engine.step(), for example in its first evaluation.
         if any(engine.backwards for engine in observation.engines):
             finish(observation)
         _fail(observation, "The script made no step of an sw.Engine.", "")
 
 
 def _replace_loader(observation: Observation, samples: int) -> None:
-    """Let Loaders have `samples` as their batch, where that is not 0, and note what they were
-    asked for and whether the script can take a step in several micro-batches."""
+    """Replace Loader by a class that uses `samples` as its batch size, if that is not 0.
+
+    It also notes the script's own batch size, and whether the loop can accumulate micro-batches.
+    """
 
     class ObservedLoader(Loader):
         def __init__(self, dataset: Any, batch_size: int | None = None, **options: Any) -> None:
-            self.asked = batch_size
+            self.script_batch_size = batch_size
             super().__init__(dataset, samples or batch_size if batch_size else None, **options)
 
         def __iter__(self) -> Any:
-            observation.asked = self.asked or 0
+            observation.script_batch_size = self.script_batch_size or 0
             return super().__iter__()
 
         def steps(self) -> Any:
-            observation.asked, observation.accumulates = self.asked or 0, True
+            observation.script_batch_size, observation.accumulates = (
+                self.script_batch_size or 0,
+                True,
+            )
             return super().steps()
 
     import_module("shardwise.data.loader").Loader = ObservedLoader  # type: ignore[attr-defined]
 
 
 def _skip_initial_values() -> None:
-    """Let the functions of torch.nn.init leave large memory untouched: what nobody has written
-    takes none, so that a model may be larger than this machine. It is mapped for itself and holds
-    zeros; smaller blocks may hold anything, and a trial of how layers are split computes with
-    them, so these get their values."""
+    """Make the functions of torch.nn.init leave large tensors untouched.
+
+    Memory that is never written takes no RAM, so the model may be larger than this machine.
+    """
+    # Large tensors are mapped separately, and contain zeros until they are written. Small ones
+    # share recycled blocks with arbitrary content, and the trial of a tensor split computes with
+    # them, so they are initialized.
 
     def skipping(function: Callable[..., Any]) -> Callable[..., Any]:
         def unchanged(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +114,7 @@ def _skip_initial_values() -> None:
 
 
 def _fail(observation: Observation, why: str, line: str) -> None:
-    """Write why nothing was observed, and end."""
+    """Write why nothing was observed, and end the script."""
     observation.path.with_suffix(".error").write_text(json.dumps({"why": why, "line": line}))
     raise SystemExit(3)
 

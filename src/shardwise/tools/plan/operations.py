@@ -1,9 +1,9 @@
-"""Times of operations: a roofline of peak and bandwidth, with the efficiency of their size.
+"""Times of operations, by a roofline of peak and bandwidth.
 
 An operation takes the longer of its arithmetic and its memory traffic (Williams et al., 2009), each
 at the fraction of the peak that the device reaches at that size: matrix products by their FLOPs,
-all else by its bytes. Beside that the host takes some time to launch each; a device works while the
-host launches the next, so a row of operations takes the longer of the two sums.
+all others by their bytes. The host also needs time to launch each operation. It launches the next
+one while the device works, so a sequence of operations takes the longer of the two sums.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ LAUNCH = "launches"
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An operation, or `count` equal ones: FLOPs of its matrix products and bytes that it reads and
-    writes, both of one. `dtype` names the peak: "bf16", "fp32", ...; `flops` is 0 where it is
-    bound by memory."""
+    """An operation, or `count` equal ones.
+
+    `flops` counts one matrix product, and is 0 for an operation limited by memory. `bytes` are read
+    and written by one operation. `dtype` names the peak: "bf16", "fp32", ...
+    """
 
     flops: float
     bytes: float
@@ -32,8 +34,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds of a row of operations by what bounds them: matrix products, memory traffic, or the
-    host's launches where those take longer than both."""
+    """Seconds of a sequence of operations by their limit: matrix products, memory, or launches.
+
+    Launches count as far as they take longer than the other two.
+    """
 
     matmul: float = 0.0
     memory: float = 0.0
@@ -41,7 +45,7 @@ class Busy:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """The sum of all kinds."""
         return self.matmul + self.memory + self.launch
 
     def __add__(self, other: Busy) -> Busy:
@@ -50,31 +54,34 @@ class Busy:
         )
 
     def times(self, factor: float) -> Busy:
-        """Each of them `factor` times."""
+        """Return all times multiplied by `factor`."""
         return Busy(self.matmul * factor, self.memory * factor, self.launch * factor)
 
 
 def matmul_seconds(flops: float, dtype: str, device: Device) -> float:
-    """Seconds of a matrix product of so many FLOPs."""
+    """Return the seconds of a matrix product of `flops` FLOPs."""
+    # A dtype without a measured curve uses the general one.
     curve = device.curves.get(f"matmul_{dtype}") or device.curves["matmul"]
     return flops / (device.flops(dtype) * curve.at(flops / 1e9))
 
 
 def memory_seconds(count: float, device: Device) -> float:
-    """Seconds to read and write `count` bytes of the device's memory."""
+    """Return the seconds to read and write `count` bytes of the device's memory."""
     return count / (device.bandwidth * device.curves["memory"].at(count / 1e6)) if count else 0.0
 
 
 def busy(works: Iterable[Work], device: Device) -> Busy:
-    """The time of operations that follow each other."""
+    """Return the time of operations that run one after the other."""
     matmul = memory = 0.0
     launches = 0
     for work in works:
         arithmetic = matmul_seconds(work.flops, work.dtype, device) if work.flops else 0.0
         traffic = memory_seconds(work.bytes, device)
+        # The device overlaps both, so an operation takes the longer one and counts under it.
         if arithmetic >= traffic:
             matmul += work.count * arithmetic
         else:
             memory += work.count * traffic
         launches += work.count
+    # The host launches ahead while the device works: only what exceeds that work adds time.
     return Busy(matmul, memory, max(0.0, launches * device.launch - matmul - memory))

@@ -1,4 +1,4 @@
-"""Writes a plan's page: memory of a step by state, its time by kind, cost; and the same as PNG."""
+"""Writes the page of a plan, and its pictures as PNG: memory by state, time by kind, cost."""
 
 from __future__ import annotations
 
@@ -18,42 +18,45 @@ if TYPE_CHECKING:
     from shardwise.tools.plan.search import Line
 
 DRAWN = 4
-"""Placements whose memory is drawn."""
+"""How many placements have their memory drawn."""
 
 LISTED = 8
-"""Placements that stand above the pictures; the others unfold."""
+"""How many placements are listed above the pictures. The others are folded."""
 
 MOST_TIMED = 12
-"""Placements whose time is drawn."""
+"""How many placements have their time drawn."""
 
 WIDTH = 9.5
-"""Inches of the pictures."""
+"""Width of the pictures in inches."""
 
 
-def write(made: Plan, folder: Path) -> Path:
-    """Write plan.html and its pictures (plan.png, time.png, cost.png) into `folder`; returns the
-    page. Needs matplotlib and Jinja2."""
+def write(plan: Plan, folder: Path) -> Path:
+    """Write plan.html and its pictures (plan.png, time.png, cost.png) into `folder`.
+
+    Returns the path of the page. Needs matplotlib and Jinja2.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     timed = [
-        TimedPlacement(label_of(line), line.estimate, made.cost(line))
-        for line in made.lines
+        TimedPlacement(label_of(line), line.estimate, plan.cost(line))
+        for line in plan.lines
         if line.fits and line.estimate is not None
+        # Lines are sorted by time, so these are the fastest.
     ][:MOST_TIMED]
     page = folder / "plan.html"
     write_page(
         page,
         "shardwise.tools.plan",
-        headline=f"{made.request.script.name} on {made.cluster}",
-        notes=made.notes(),
-        pictures=list(_pictures(made, timed, folder)),
+        headline=f"{plan.request.script.name} on {plan.cluster}",
+        notes=plan.notes(),
+        pictures=list(_pictures(plan, timed, folder)),
         rows=[
             (
-                in_shell(made.command_words(line)),
+                in_shell(plan.command_words(line)),
                 in_bytes(line.memory.peak),
                 line.memory.where,
-                "yes" if line.fits else f"no, {in_bytes(line.over or line.over_host)} too much",
+                "yes" if line.fits else f"no, by {in_bytes(line.over or line.over_host)}",
             )
-            for line in made.lines
+            for line in plan.lines
         ],
         shown=LISTED,
         kinds=plots.kinds_of(timed),
@@ -63,27 +66,32 @@ def write(made: Plan, folder: Path) -> Path:
 
 
 def _pictures(
-    made: Plan, timed: list[TimedPlacement], folder: Path
+    plan: Plan, timed: list[TimedPlacement], folder: Path
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield title, caption and SVG of each picture, which is saved as PNG too."""
+    """Yield title, caption and SVG of each picture, and save each as PNG."""
     drawn = [
-        DrawnMemory(label_of(line), line.memory, made.question.capacity)
-        for line in made.lines[:DRAWN]
+        DrawnMemory(label_of(line), line.memory, plan.question.capacity)
+        for line in plan.lines[:DRAWN]
     ]
+    # Inches: the legend and axis label, then one panel per placement.
     size = WIDTH, 0.9 + 2.3 * len(drawn)
     svg = save_picture(folder / "plan", size, partial(plots.draw_memory, placements=drawn))
-    yield "Memory over a step", "Dotted: backward begins. Dashed: what a device has.", svg
+    yield (
+        "Memory over a step",
+        "Dotted line: start of backward. Dashed line: memory of a device.",
+        svg,
+    )
     if timed:
         size = WIDTH, 1.6 + 0.35 * len(plots.bars_of(timed))
         svg = save_picture(folder / "time", size, partial(plots.draw_times, placements=timed))
-        yield "Time of a step", "The whisker is the band of the estimate.", svg
+        yield "Time of a step", "The whisker is the error band of the estimate.", svg
     if points := plots.priced(timed):
         draw = partial(plots.draw_frontier, points=points)
         svg = save_picture(folder / "cost", (WIDTH, 4.4), draw)
-        yield "Cost against days", "The line joins what none beats in both.", svg
+        yield "Cost against days", "The line joins placements that no other beats in both.", svg
 
 
 def label_of(line: Line) -> str:
-    """What a picture calls a placement: its flags, without the folder of a disk."""
+    """Return the label of a placement in pictures: its flags, without the folder of a disk."""
     words = ("nvme" if word.startswith("nvme:") else word for word in search.flags_of(line))
     return " ".join(words) or "one device"

@@ -1,4 +1,4 @@
-"""How a step is laid over devices: data, tensor and pipeline axes, micro-batches, recomputation."""
+"""The distribution of a step: data, tensor and pipeline axes, micro-batches, recomputation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ REPLICATED = Placement()
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """The axes of a mesh, and what each rank does in a step.
+    """The axes of a mesh, and the work of each rank in a step.
 
-    Ranks of one tensor group are neighbours, then the stages of one replica, as mesh.py lays them.
-    `stages_per_rank` is 2 or more for interleaved schedules. `micros` are the micro-batches of a
-    step on each data rank, `micro_batch` the samples of one.
+    Ranks of one tensor group are neighbours, then the stages of one replica, as in mesh.py.
+    `stages_per_rank` is 2 or more for interleaved schedules. `micros` is the number of
+    micro-batches of a step on each data rank, `micro_batch` the samples of one.
     """
 
     data: int = 1
@@ -31,13 +31,14 @@ class Parallelism:
     sequence_parallel: bool = False
     placement: Placement = REPLICATED
     overlap: bool = True
-    """Whether gradients are reduced beside backward."""
+    """Whether gradients are reduced in parallel with backward."""
 
     blocking_sends: bool = False
-    """Whether ranks wait while stages send to each other, as Megatron-LM's do."""
+    """Whether ranks wait while stages send to each other, as in Megatron-LM."""
 
     stages_last: bool = False
-    """Megatron-LM's order of ranks: replicas of a stage are neighbours, and stages far apart."""
+    """Whether ranks are ordered as in Megatron-LM: replicas of a stage are neighbours, and the
+    stages of a replica are far apart."""
 
     @property
     def devices(self) -> int:
@@ -46,19 +47,19 @@ class Parallelism:
 
     @property
     def batch(self) -> int:
-        """The total batch, in samples."""
+        """The total batch in samples."""
         return self.data * self.micros * self.micro_batch
 
     def data_group(self, cluster: Cluster) -> Group:
-        """The ranks that average gradients."""
+        """Return the ranks that average gradients."""
         stride = self.tensor if self.stages_last else self.tensor * self.pipeline
         return group_of(cluster, self.data, stride)
 
     def tensor_group(self, cluster: Cluster) -> Group:
-        """The ranks that share each layer."""
+        """Return the ranks that split each layer."""
         return group_of(cluster, self.tensor, 1)
 
     def stages_on_hosts(self, cluster: Cluster) -> bool:
-        """Whether all stages of a replica are on one host."""
+        """Return whether all stages of a replica are on one host."""
         replica = self.devices if self.stages_last else self.tensor * self.pipeline
         return replica <= cluster.per_host

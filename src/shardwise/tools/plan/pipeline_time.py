@@ -1,8 +1,8 @@
 """The length of a pipeline's schedule, from the times of its stages and of the sends between them.
 
-The tables are those that the engine runs (parallel/pipeline/schedule.py). Where all stages take
-equally long, the length of gpipe, 1f1b and interleaved schedules is known in closed form
-(Narayanan et al., 2021): (m + (p - 1) / v) (f + b), f and b of all the stages of a rank.
+The tables are those that the engine runs (parallel/pipeline/schedule.py). If all stages take
+equally long, the length of gpipe, 1f1b and interleaved schedules has a closed form (Narayanan et
+al., 2021): (m + (p - 1) / v) (f + b), where f and b are sums over all v stages of a rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Kind = Literal["F", "B", "I", "W"]
 Times = tuple[float, ...]
 
 EVEN = 1e-9
-"""Stages that differ by less, as a fraction, are equal."""
+"""Stages whose times differ by less than this fraction count as equal."""
 
 
 def pipeline_seconds(
@@ -29,14 +29,16 @@ def pipeline_seconds(
     backward: Sequence[float],
     send: float = 0.0,
 ) -> float:
-    """Seconds from the first forward to the last backward; `forward` and `backward` are of each
-    stage and micro-batch, stage s on rank s % `ranks`, `send` of a message between two stages,
-    beside which ranks compute.
+    """Return the seconds from the first forward to the last backward.
 
-    Raises ConfigError where the schedule cannot have so many micro-batches.
+    `forward` and `backward` are the seconds of each stage and micro-batch; stage s runs on rank
+    s % `ranks`. `send` is the time of a message between two stages, during which ranks compute.
+
+    Raises ConfigError if the schedule cannot have this number of micro-batches.
     """
     if ranks == 1:
         return micros * (sum(forward) + sum(backward))
+    # The closed form is much faster than the walk, and a search asks for thousands of schedules.
     even = _even(forward) and _even(backward)
     if even and send == 0 and name in ("gpipe", "1f1b", "interleaved"):
         stages = len(forward) // ranks
@@ -54,7 +56,10 @@ def _even(times: Sequence[float]) -> bool:
 def _walked(
     name: str, ranks: int, micros: int, forward: Times, backward: Times, send: float
 ) -> float:
-    """The length of the schedule's table, action by action. A backward in two is two halves."""
+    """Return the length of the schedule's table, action by action.
+
+    The two parts of a split backward (I and W) take half of its time each.
+    """
     stages = len(forward)
     rows = [tables.actions_of(name, ranks, stages, micros, rank) for rank in range(ranks)]
     halves = tuple(each / 2 for each in backward)
@@ -65,14 +70,14 @@ def _walked(
     while left:
         before = left
         for rank, row in enumerate(rows):
-            # A rank runs its row in order; it stops at the first action whose input is not made.
+            # A rank runs its row in order, up to the first action whose input does not exist yet.
             while positions[rank] < len(row):
                 action = row[positions[rank]]
                 ready = _ready(action, stages, ends, send)
                 if ready is None:
                     break
                 end = max(clocks[rank], ready) + times[action.kind][action.stage]
-                # A backward for the inputs sends what a whole backward sends.
+                # The backward for inputs (I) already sends the gradient of a whole backward.
                 sent = "B" if action.kind == "I" else action.kind
                 ends[action.stage, sent, action.micro] = clocks[rank] = end
                 positions[rank] += 1
@@ -84,8 +89,9 @@ def _walked(
 def _ready(
     action: Action, stages: int, ends: dict[tuple[int, str, int], float], send: float
 ) -> float | None:
-    """When the inputs of an action are there; None where what makes them has not run."""
+    """Return when the inputs of an action exist, or None if they have not been computed."""
     stage, micro = action.stage, action.micro
+    # The weight part of a split backward needs only its own input part.
     if action.kind == "W":
         return ends.get((stage, "B", micro))
     if action.kind == "F":
@@ -93,6 +99,7 @@ def _ready(
             return 0.0
         before = ends.get((stage - 1, "F", micro))
         return None if before is None else before + send
+    # A backward needs its own forward, and the gradient from the next stage.
     own = ends.get((stage, "F", micro))
     if stage == stages - 1 or own is None:
         return own

@@ -1,4 +1,4 @@
-"""`shardwise plan`: observes a script, searches its placements, and prints those that fit."""
+"""Runs `shardwise plan`: observes a script, searches its placements, and prints those that fit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardwise.tools.plan.search import Line
 from shardwise.tools.report.output import is_stdout, write_json
 
 SHOWN = 12
-"""Placements of each kind that the table has."""
+"""How many placements that fit, and how many that do not, are printed."""
 
 WIDTH = 120
-"""Columns of the table where there is no terminal."""
+"""Columns of the table if there is no terminal."""
 
 TENSORS = 15
-"""Rows of `--explain`."""
+"""Rows of tensors that `--explain` prints."""
 
 
 def plan(
@@ -39,12 +39,26 @@ def plan(
     budget: float | None = None,
     **settings: str,
 ) -> Plan:
-    """What `shardwise plan --on ON SCRIPT` finds: placements of a training, those that fit first.
+    """Plan a training like `shardwise plan --on ON SCRIPT`.
 
-    `script` is a path, or the words of a command line; `on` a cluster such as "8xH100". `tokens` is
-    how many to train on, `within` the days and `budget` the dollars for it. `settings` are flags of
-    the run, such as precision="bf16-mixed". Raises LaunchError for a script that cannot be
-    observed, and names its line.
+    Args:
+        script: the path of a script, or the words of a command line.
+        on: a cluster, such as "8xH100".
+        tokens: the number of tokens to train on, for the cost.
+        within: the days that the training may take.
+        budget: the dollars that it may cost.
+        settings: flags of the run, such as precision="bf16-mixed".
+
+    Returns:
+        The plan. Its `lines` are placements, those that fit first.
+
+    Raises:
+        LaunchError: the script cannot be observed. The message names the line.
+
+    Example::
+
+        found = plan("train.py", on="8xH100", precision="bf16-mixed")
+        print(found.command(found.best))
     """
     words = (script,) if isinstance(script, str) else tuple(script)
     flags = [w for k, v in settings.items() for w in (f"--{k.replace('_', '-')}", str(v))]
@@ -52,7 +66,8 @@ def plan(
 
 
 def show_plan(request: PlanRequest) -> int:
-    """Make a plan and print it; returns the exit code, 1 where nothing fits."""
+    """Make a plan and print it. Returns the exit code: 1 if nothing fits."""
+    # With `--json -` standard output contains JSON only, so tables go to standard error.
     to_stdout = is_stdout(request.json_file)
     console = plain_console(stderr=to_stdout, width=WIDTH)
     progress = plain_console(stderr=True, width=WIDTH)
@@ -65,62 +80,63 @@ def show_plan(request: PlanRequest) -> int:
             number += 1
             line = f"observing {name}, run {number}: {words}"
             status.update(line)
-            if not progress.is_terminal:  # where the line above moves, it is enough
+            if not progress.is_terminal:  # a terminal shows it in the status line
                 progress.print(line, soft_wrap=True)
 
-        made = make_plan(request, show_run)
-    _print(made, console)
+        result = make_plan(request, show_run)
+    _print(result, console)
     if request.explain:
-        _explain(made, console)
+        _explain(result, console)
     if request.json_file is not None:
-        write_json(json.dumps(made.as_json(), indent=1), request.json_file)
+        write_json(json.dumps(result.as_json(), indent=1), request.json_file)
     if request.page is not None:
         from shardwise.tools.plan import page
 
-        console.print(f"drawn: {page.write(made, request.page)}", soft_wrap=True)
-    return 0 if made.best is not None else 1
+        console.print(f"page: {page.write(result, request.page)}", soft_wrap=True)
+    return 0 if result.best is not None else 1
 
 
 def show_calibration() -> Path:
-    """Measure this machine, with a bar, for `--on here`; returns the catalogue's file."""
+    """Measure this machine for `--on here`, with a progress bar. Returns the catalogue's file."""
     return calibrate(plain_console(stderr=True, width=WIDTH))
 
 
-def _print(made: Plan, console: Console) -> None:
-    fitting = [line for line in made.lines if line.fits][:SHOWN]
-    others = [line for line in made.lines if not line.fits][:SHOWN]
-    record = made.record
+def _print(result: Plan, console: Console) -> None:
+    fitting = [line for line in result.lines if line.fits][:SHOWN]
+    others = [line for line in result.lines if not line.fits][:SHOWN]
+    record = result.record
     numel = sum(each.numel for each in record.parameters)
     console.print(
-        f"{printable(made.request.script.name)} on {made.cluster}: {numel:,} parameters, "
-        f"{record.total_batch or record.batch_size} samples a "
+        f"{printable(result.request.script.name)} on {result.cluster}: {numel:,} parameters, "
+        f"{record.total_batch or record.batch_size} samples per "
         f"{'step' if record.total_batch else 'worker'}, {record.flops / 1e12:.3g} TFLOP per "
         f"backward of {record.batch_size}",
         soft_wrap=True,
     )
     if fitting:
-        console.print(_table(made, fitting))
+        console.print(_table(result, fitting))
+        # Below the table, because a narrow terminal would break commands inside of it.
         for line in fitting:
-            console.print(f"  {in_shell(made.command_words(line))}", soft_wrap=True)
+            console.print(f"  {in_shell(result.command_words(line))}", soft_wrap=True)
     for line in others:
         flags = " ".join(search.flags_of(line)) or "one device"
         over = in_bytes(line.over or line.over_host) + ("" if line.over else " of host memory")
         console.print(
             f"{flags}: {in_bytes(line.memory.peak)} do not fit, {over} too much at "
-            f"{line.memory.where}. First help: {search.remedy(line, made.lines)}",
+            f"{line.memory.where}. Best remedy: {search.remedy(line, result.lines)}",
             soft_wrap=True,
         )
-    for note in made.notes():
+    for note in result.notes():
         console.print(printable(note), soft_wrap=True)
 
 
-def _table(made: Plan, lines: Sequence[Line]) -> Table:
+def _table(result: Plan, lines: Sequence[Line]) -> Table:
     table = Table(title="placements that fit", title_justify="left")
     table.add_column("flags", overflow="fold")
     unit, size = byte_unit(max(line.memory.peak for line in lines))
     for heading in (f"{unit}/device", "held by", "s/step"):
         table.add_column(heading, justify="right")
-    for heading in ("days", "$", "kWh") if made.request.tokens is not None else ():
+    for heading in ("days", "$", "kWh") if result.request.tokens is not None else ():
         table.add_column(heading, justify="right")
     for line in lines:
         largest = sorted(line.memory.at_peak().items(), key=lambda pair: -pair[1])[:2]
@@ -133,29 +149,29 @@ def _table(made: Plan, lines: Sequence[Line]) -> Table:
             held,
             seconds,
         ]
-        if made.request.tokens is not None:
-            cells += _cost_cells(made, line)
+        if result.request.tokens is not None:
+            cells += _cost_cells(result, line)
         table.add_row(*cells)
     return table
 
 
-def _cost_cells(made: Plan, line: Line) -> list[str]:
-    """Days, with a mark where they or the dollars are too many; dollars from low to high; kWh."""
-    cost = made.cost(line)
+def _cost_cells(result: Plan, line: Line) -> list[str]:
+    """Return days (marked if over a limit), dollars from low to high, and kWh."""
+    cost = result.cost(line)
     if cost is None:
         return ["-"] * 3
-    mark = "" if made.is_within(line) else " (too much)"
+    mark = "" if result.is_within(line) else " (too much)"
     dollars = "-"
     if cost.dollars_low is not None and cost.dollars_high is not None:
         dollars = f"{cost.dollars_low:,.0f}-{cost.dollars_high:,.0f}"
     return [f"{cost.days:.2f}{mark}", dollars, "-" if cost.kwh is None else f"{cost.kwh:,.0f}"]
 
 
-def _explain(made: Plan, console: Console) -> None:
-    """The tensors at the peak of the first placement, by the user's line."""
-    if not made.lines:
+def _explain(result: Plan, console: Console) -> None:
+    """Print the tensors at the peak of the first placement, by the user's line."""
+    if not result.lines:
         return
-    line = made.best or made.lines[0]
+    line = result.best or result.lines[0]
     flags = " ".join(search.flags_of(line)) or "one device"
     console.print(f"the peak of {flags}: {in_bytes(line.memory.peak)} at {line.memory.where}")
     for kind in KINDS:
@@ -170,12 +186,12 @@ def _explain(made: Plan, console: Console) -> None:
 
 
 def grouped(line: Line) -> list[tuple[tuple[str, str], tuple[int, int, tuple[int, ...]]]]:
-    """Tensors at the peak by operator and line: bytes, how many, the largest one's shape."""
-    found: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    """Group tensors at the peak by operator and line: bytes, count, shape of the largest one."""
+    groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for held in line.memory.held:
-        found[held.source, held.line].append(held)
+        groups[held.source, held.line].append(held)
     rows = {
         key: (sum(each.nbytes for each in group), len(group), group[0].shape)
-        for key, group in found.items()
+        for key, group in groups.items()
     }
     return sorted(rows.items(), key=lambda pair: -pair[1][0])

@@ -1,4 +1,4 @@
-"""Makes a plan: observes a script in the ways that its placements need, and searches these."""
+"""Makes a plan: observes a script in the ways that its placements need, and searches them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from shardwise.tools.plan.record import StepRecord
 from shardwise.tools.plan.search import Line, Question, Way
 
 OWN_BATCHES = ("accelerate", "transformers", "lightning")
-"""Libraries that give every worker batches of its own, with --adopt."""
+"""Libraries that give every worker separate batches under --adopt."""
 
 LONGEST = 8
-"""Bytes of the longest element: float64."""
+"""Bytes of the largest element type, float64."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Arguments of the command. `tokens` are those to train on in all, `within` days and
-    `budget` dollars, `disk` a folder for states on a disk."""
+    """The arguments of the command.
+
+    `tokens` is the total number of tokens to train on. `within` are days, `budget` dollars, and
+    `disk` is a folder for states on a disk.
+    """
 
     script: Script
     on: str
@@ -46,9 +49,18 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `shardwise plan` found: placements, those that fit first.
+    """The result of `shardwise plan`.
 
-    Attributes: `lines`, `cluster`, `record` (the observed step with its activations kept).
+    Attributes:
+        request: the arguments of the command.
+        question: the observed script and the cluster.
+        lines: the placements, those that fit first, the fastest of them first.
+
+    Example::
+
+        found = sw.plan("train.py", on="8xH100")
+        if found.best is not None:
+            print(found.command(found.best))
     """
 
     request: PlanRequest
@@ -57,32 +69,31 @@ class Plan:
 
     @property
     def cluster(self) -> Cluster:
-        """The devices that were planned for."""
+        """The devices that the plan is for."""
         return self.question.cluster
 
     @property
     def record(self) -> StepRecord:
-        """The step as it was observed."""
+        """The observed step, with activations kept."""
         return self.question.step.large
 
     @property
     def best(self) -> Line | None:
-        """The first that fits; None where none does."""
+        """The first placement that fits, or None."""
         return next((line for line in self.lines if line.fits), None)
 
     def command(self, line: Line) -> str:
-        """The command that trains by `line`, for a shell or `shlex.split`."""
+        """Return the command that trains with `line`, quoted for a shell."""
         return shlex.join(self.command_words(line))
 
     def command_words(self, line: Line) -> list[str]:
-        """The same as words."""
+        """Return the command that trains with `line`, as words."""
         script = self.request.script
         flags = (*script.flags, *(("--adopt", script.adopt) if script.adopt else ()))
         return search.command_of(line, self.cluster, flags, script.words)
 
     def cost(self, line: Line) -> Cost | None:
-        """Days, dollars and kWh until `tokens` are trained on; None where neither they nor seconds
-        are known."""
+        """Return days, dollars and kWh to train on `tokens`, or None if the inputs are unknown."""
         if self.request.tokens is None or line.estimate is None:
             return None
         steps = self.request.tokens / (line.choice.samples * tokens_per_sample(self.record))
@@ -90,12 +101,12 @@ class Plan:
         return cost_of(estimate.seconds, estimate.error, steps, self.cluster, line.choice.devices)
 
     def is_within(self, line: Line) -> bool:
-        """Whether it is done within the days and the dollars that were given."""
+        """Return whether the training stays within the given days and dollars."""
         cost = self.cost(line)
         return cost is None or is_within(cost, self.request.within, self.request.budget)
 
     def notes(self) -> list[str]:
-        """What the figures leave out, what was not tried and why, and what was assumed."""
+        """Return notes: limits of the figures, placements that were not tried, assumptions."""
         return list(self._notes())
 
     def _notes(self) -> Iterator[str]:
@@ -103,42 +114,44 @@ class Plan:
         if question.hardware.apart:
             yield (
                 f"counted against {in_bytes(question.capacity)}: {in_bytes(search.RESERVED)} of a "
-                "device are left to its driver, NCCL and gaps between allocations"
+                "device are reserved for its driver, NCCL and gaps between allocations"
             )
         else:
             yield (
-                "counted are bytes of tensors: Python, libraries, workspaces of kernels and free "
-                "blocks that the C library keeps take memory of this host too"
+                "only bytes of tensors are counted: Python, libraries, workspaces of kernels and "
+                "free blocks of the C library also take memory of this host"
             )
         if self.best is not None:
             yield (
-                "a save at once needs no more than a step; one in the background holds a copy, of "
-                f"at most {in_bytes(saved_bytes(self.best, record))} a rank by the first "
-                "placement, in the host's memory"
+                "a synchronous save needs no more memory than a step; a background save holds a "
+                f"copy, of at most {in_bytes(saved_bytes(self.best, record))} per rank with the "
+                "first placement, in the host's memory"
             )
         used = max((line.choice.devices for line in self.lines), default=self.cluster.devices)
         if used < self.cluster.devices:
             yield (
-                f"the batch of {record.total_batch} gives {used} of {self.cluster.devices} devices "
-                "a sample: raise it to use more"
+                f"the batch of {record.total_batch} samples is enough for {used} of "
+                f"{self.cluster.devices} devices: raise it to use more"
             )
         if (why := question.step.difference()) and record.total_batch:
             yield f"other micro-batches were not tried: {why}"
         elif not record.accumulates and record.no_pipeline and record.total_batch:
             yield (
-                "micro-batches were not tried: the script's loop takes each batch in one backward "
-                "(loader.steps() in the loop changes that)"
+                "micro-batches were not tried: the script's loop runs one backward per batch "
+                "(use loader.steps() in the loop to change that)"
             )
+        # Then the number of rows per worker is the script's own, and may depend on the number of
+        # workers.
         if not record.total_batch:
             yield (
-                "no sw.Loader cuts the batch: every worker is planned with the rows that one "
-                "worker took here, whatever their number"
+                "no sw.Loader divides the batch: the plan gives every worker as many rows as one "
+                "worker has here, at every number of workers"
             )
         yield from question.excluded
         yield from (f"assumed: {each}" for each in record.assumed)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Return the plan as plain values."""
         return {
             "on": str(self.cluster),
             "capacity_bytes": self.question.capacity,
@@ -169,19 +182,20 @@ class Plan:
 
 
 def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
-    """Observe the script and search; `on_run` is told of each observation.
+    """Observe the script and search its placements. Calls `on_run` before each observation.
 
-    Raises LaunchError for a script that cannot be observed, ConfigError for an unknown cluster.
+    Raises LaunchError if the script cannot be observed, ConfigError if the cluster is unknown.
     """
     cluster = parse_cluster(request.on, read_catalogue(request.hardware))
     steps: dict[Way, ObservedStep] = {
         ("kept", 1): observe_sizes(request.script, activations="kept", on_run=on_run)
     }
     excluded = list(_observe_parts(request.script, cluster, steps, on_run))
+    # `steps` may still grow: recomputation is observed below only if it is needed.
     question = Question(steps, cluster, step_estimate, request.disk, tuple(excluded))
     lines = search.search(question)
     if not any(line.fits and line.choice.micro_batches == 1 for line in lines):
-        # It costs a third of the time of forward and backward: looked at only where memory lacks.
+        # Recomputing costs a third of forward and backward: try it only if memory is short.
         for _, parts in list(steps):
             steps["recomputed", parts] = observe_sizes(
                 request.script, activations="recomputed", tensor=parts, on_run=on_run
@@ -193,14 +207,15 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
 def _observe_parts(
     script: Script, cluster: Cluster, steps: dict[Way, ObservedStep], on_run: OnRun
 ) -> Iterator[str]:
-    """Observe the script's tensor-parallel parts; says why where it has none, or no pipeline."""
+    """Observe the script's tensor-parallel parts. Yield why parts or a pipeline are impossible."""
     if owner := next((name for name in script.adopt.split(",") if name in OWN_BATCHES), None):
         if cluster.devices > 1:
             yield (
-                f"--tensor and --pipeline were not tried: {owner} gives every worker batches of "
-                "its own, and the workers of a replica need the same"
+                f"--tensor and --pipeline were not tried: {owner} gives every worker separate "
+                "batches, but the workers of one replica need the same batch"
             )
         return
+    # Size 1 is observed already. A model that cannot be split in 2 cannot be split in 4 either.
     for parts in tensor_sizes(cluster)[1:]:
         try:
             steps["kept", parts] = observe_sizes(
@@ -210,12 +225,12 @@ def _observe_parts(
             yield f"--tensor {parts} was not tried: {error}"
             break
     if cluster.devices > 1 and (why := steps["kept", 1].large.no_pipeline):
-        stages = "a PipelineModule says how many stages it has" if script.adopt else why
+        stages = "a PipelineModule defines its number of stages" if script.adopt else why
         yield f"--pipeline was not tried: {stages}"
 
 
 def tokens_per_sample(record: StepRecord) -> int:
-    """How many tokens a sample has: the length of the batch's rows of whole numbers, else 1."""
+    """Return the tokens per sample: the length of the batch's integer rows, or 1 without any."""
     rows = [
         each.shape[1]
         for each in record.tensors
@@ -225,26 +240,29 @@ def tokens_per_sample(record: StepRecord) -> int:
 
 
 def saved_bytes(line: Line, record: StepRecord) -> int:
-    """At most the bytes that one rank has of a checkpoint: its part of parameters and optimizer
-    state, of which each replica of a replicated state writes a part; frozen parameters that no
-    bucket has, likewise; on rank 0 the buffers too."""
+    """Return an upper bound of the bytes that one rank holds for a checkpoint.
+
+    That is its shard of parameters and optimizer state. Replicated states, and frozen parameters,
+    are divided among the replicas. Rank 0 also has the buffers.
+    """
     row, states, data = line.choice.row, line.memory.states, line.choice.data
     replicated = [line.memory.at_peak()["frozen"]]
-    found = record.buffer_bytes
+    total = record.buffer_bytes
     for name in ("parameters", "optimizer"):
         if row.is_sharded(name):
-            found += states[name]
+            total += states[name]
         else:
             replicated.append(states[name])
-    found += sum(-(-nbytes // data) for nbytes in replicated)
-    return found + (rounding_bytes(record) if data > 1 else 0)
+    # Rounded up, because some replica writes the longer part.
+    total += sum(-(-nbytes // data) for nbytes in replicated)
+    return total + (rounding_bytes(record) if data > 1 else 0)
 
 
 def rounding_bytes(record: StepRecord) -> int:
-    """Return at most the bytes by which a part is longer than an even one.
+    """Return an upper bound of the bytes that a shard has more than an even share.
 
-    That is an element of each bucket, which has one parameter or more: of the parameters, of their
-    masters and of each moment.
+    That is one element per bucket of the parameters, the masters and each moment. There are at most
+    as many buckets as parameters.
     """
     kinds = 2 + max((len(group.moments) for group in record.groups), default=0)
     return LONGEST * kinds * len(record.parameters)

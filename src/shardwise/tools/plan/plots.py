@@ -1,4 +1,4 @@
-"""Draws a plan: memory over a step, time of a step by kind, cost against days."""
+"""The plots of a plan: memory over a step, time of a step by kind, cost against days."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from shardwise.tools.report.look import (
 MEMORY_COLORS = (
     BLUE, TEAL, PURPLE, SLATE, SAND, MINT, GREEN, BROWN, APRICOT, ORANGE, AMBER, CRIMSON
 )  # fmt: skip
-"""A color for each kind, in the order of MEMORY_KINDS."""
+"""A color for each of MEMORY_KINDS."""
 
 COLUMNS = 500
-"""Places of a picture's width: of more operations, the one with the most bytes of each place."""
+"""Points across a plot. If there are more operations, each point shows the largest of its part."""
 
 
 @dataclass(frozen=True)
 class DrawnMemory:
-    """A placement as it is drawn: its flags, its memory, the bytes that a device has for it."""
+    """A placement to draw: its flags, its memory, and the bytes available on a device."""
 
     label: str
     memory: MemoryPlan
@@ -54,12 +54,12 @@ class DrawnMemory:
 
 
 def draw_memory(figure: Any, placements: Sequence[DrawnMemory]) -> None:
-    """A panel for each of `placements`, on an empty figure of matplotlib."""
+    """Draw a panel for each of `placements` on an empty matplotlib figure."""
     axes = figure.subplots(len(placements), 1, squeeze=False)[:, 0]
     unit = byte_unit(max(each.memory.peak for each in placements))
     for axis, each in zip(axes, placements, strict=True):
         _panel(axis, each, *unit)
-    axes[-1].set_xlabel("operations of a micro-batch: forward, then backward; the update last")
+    axes[-1].set_xlabel("operations of a micro-batch: forward, backward, then the update")
     names: dict[str, Any] = {}
     for axis in axes:
         names |= {
@@ -79,9 +79,9 @@ def _panel(axis: Any, drawn: DrawnMemory, unit: str, size: float) -> None:
     axis.stackplot(shown, stacked, labels=kinds, colors=colors, linewidth=0)
     axis.axvline(memory.backward, color=GREY, linestyle=":", linewidth=1)
     top = max(memory.peak, int(memory.curve.max())) / size
-    if drawn.capacity / size < 4 * top:  # else it would press all else to the floor
+    if drawn.capacity / size < 4 * top:  # a higher line would flatten the curves
         axis.axhline(
-            drawn.capacity / size, color=INK, linestyle="--", linewidth=1, label="there is"
+            drawn.capacity / size, color=INK, linestyle="--", linewidth=1, label="available"
         )
     axis.set_title(f"{drawn.label}: {in_bytes(memory.peak)}")
     axis.set_ylabel(f"{unit} per device")
@@ -89,8 +89,7 @@ def _panel(axis: Any, drawn: DrawnMemory, unit: str, size: float) -> None:
 
 
 def most_of_each(curve: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
-    """The indices of `curve` that are drawn: all, or of each of `columns` equal parts the one with
-    the largest value."""
+    """Return the indices of `curve` to draw: all, or the maximum of each of `columns` parts."""
     if len(curve) <= columns:
         return np.arange(len(curve))
     edges = np.linspace(0, len(curve), columns + 1).astype(np.int64)
@@ -100,15 +99,15 @@ def most_of_each(curve: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
 TIME_COLORS = (
     BLUE, TEAL, BROWN, PURPLE, ORANGE, CRIMSON, OCHRE, SAND, GREEN, AMBER, SLATE
 )  # fmt: skip
-"""A color for each kind, in the order of TIME_KINDS."""
+"""A color for each of TIME_KINDS."""
 
 MOST_RANKS = 16
-"""Stages of a pipeline that are drawn; of more, evenly spaced ones."""
+"""How many stages of a pipeline are drawn. More are reduced to evenly spaced ones."""
 
 
 @dataclass(frozen=True)
 class TimedPlacement:
-    """A placement as it is drawn: its flags, its step, and what a training of it costs."""
+    """A placement to draw: its flags, the time of its step, and the cost of the training."""
 
     label: str
     estimate: Estimate
@@ -116,12 +115,11 @@ class TimedPlacement:
 
 
 Point = tuple[float, float, TimedPlacement]
-"""Days, dollars, and whose they are."""
+"""Days, dollars, and the placement."""
 
 
 def draw_times(figure: Any, placements: Sequence[TimedPlacement]) -> None:
-    """A bar for each placement, or each pipeline stage of it: seconds of a step by kind, stacked,
-    with the error band."""
+    """Draw a stacked bar with an error band for each placement, or each of its pipeline stages."""
     bars, axis = bars_of(placements), figure.subplots()
     longest = max(each.estimate.seconds for _, _, each in bars)
     unit, scale = ("seconds", 1.0) if longest >= 0.1 else ("milliseconds", 1e3)
@@ -136,14 +134,14 @@ def draw_times(figure: Any, placements: Sequence[TimedPlacement]) -> None:
         axis.errorbar(length, place, xerr=length * error, color=INK, capsize=2, linewidth=0.8)
     axis.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel(f"{unit} of a step")
+    axis.set_xlabel(f"{unit} per step")
     figure.legend(fontsize=8, ncols=5, loc="outside upper center", frameon=False)
 
 
 def bars_of(
     placements: Sequence[TimedPlacement],
 ) -> list[tuple[str, dict[str, float], TimedPlacement]]:
-    """The bars of a picture: name, seconds by kind, and the placement."""
+    """Return the bars of the plot: label, seconds by kind, and the placement."""
     return [(name, parts, each) for each in placements for name, parts in _bars(each)]
 
 
@@ -151,6 +149,7 @@ def _bars(placement: TimedPlacement) -> list[tuple[str, dict[str, float]]]:
     ranks = placement.estimate.per_rank
     if len(ranks) <= 1:
         return [(placement.label, placement.estimate.parts)]
+    # Neighbouring stages look alike, so evenly spaced ones show the shape.
     every = -(-len(ranks) // MOST_RANKS)
     return [
         (f"{placement.label}, stage {stage}", ranks[stage]) for stage in range(0, len(ranks), every)
@@ -158,7 +157,7 @@ def _bars(placement: TimedPlacement) -> list[tuple[str, dict[str, float]]]:
 
 
 def priced(placements: Sequence[TimedPlacement]) -> list[Point]:
-    """The placements whose dollars are known."""
+    """Return the placements whose cost in dollars is known."""
     return [
         (each.cost.days, each.cost.dollars, each)
         for each in placements
@@ -167,8 +166,7 @@ def priced(placements: Sequence[TimedPlacement]) -> list[Point]:
 
 
 def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
-    """Dollars against days, or hours, of each placement, and the line of those that none beats in
-    both."""
+    """Draw dollars against days (or hours), and a line through the placements that none beats."""
     axis = figure.subplots()
     unit, scale = ("days", 1.0) if max(days for days, *_ in points) >= 1 else ("hours", 24.0)
     for days, dollars, each in points:
@@ -182,7 +180,8 @@ def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
         axis.errorbar(*place, yerr=reach, xerr=across, color=FAINT, linewidth=0.8, zorder=1)
         axis.plot(*place, "o", color=BLUE)
     best = frontier(points)
-    for days, dollars, each in best:  # on the side where no other lies, and of those alone
+    # Labels are below and to the left: no better point can be there.
+    for days, dollars, each in best:
         axis.annotate(
             each.label,
             (scale * days, dollars),
@@ -195,18 +194,18 @@ def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
     line = [scale * days for days, *_ in best], [dollars for _, dollars, _ in best]
     axis.plot(*line, color=ORANGE)
     axis.set_xlabel(unit)
-    axis.set_ylabel("dollars, between the cheapest and the dearest price")
+    axis.set_ylabel("dollars, between the lowest and the highest price")
     axis.set_xlim(left=0)
     axis.set_ylim(bottom=0)
 
 
 def kinds_of(placements: Sequence[TimedPlacement]) -> list[str]:
-    """The kinds of time that any of them has, in the order of TIME_KINDS."""
+    """Return the kinds of time that any of the placements has, in the order of TIME_KINDS."""
     return [kind for kind in TIME_KINDS if any(kind in each.estimate.parts for each in placements)]
 
 
 def cells(placement: TimedPlacement, among: Sequence[TimedPlacement]) -> list[str]:
-    """The seconds of a step as text: with its band, then by each kind that any of `among` has."""
+    """Return the seconds of a step as text: the total with its band, then each kind of `among`."""
     estimate = placement.estimate
     total = f"{estimate.seconds:.4g} ±{estimate.error:.0%}"
     return [total, *(f"{estimate.parts.get(kind, 0.0):.4g}" for kind in kinds_of(among))]

@@ -1,7 +1,7 @@
-"""StepRecord is one micro-batch of a script as it was observed: operations, tensors, parameters.
+"""StepRecord is one observed micro-batch of a script: operations, tensors, parameters.
 
-It says nothing of ranks or placements: memory (`memory`) and time (`clock`) of a placement are
-computed from it. It was observed on one rank, whole: no parameter sharded, no layer split.
+It contains no ranks or placements. `memory` and `clock` compute the memory and time of a placement
+from it. It was observed on one rank, with no parameter sharded and no layer split.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Any
 from shardwise.errors import LaunchError
 
 VERSION = 4
-"""Raised with every change of the file's form."""
+"""Increase this with every change of the file format."""
 
 
 @dataclass(frozen=True)
 class Operation:
     """A call of an ATen operator, in the order of the program.
 
-    `bytes` are those of all tensors that it reads and writes, views counted once; 0 for a view.
-    `dtype` is that of its first result, as torch spells it ("bfloat16"). `unit` is an index into
-    StepRecord.units, -1 outside of all; `phase` is "forward" or "backward". `line` is the user's,
-    as "train.py:41"; that of the forward for what backward computes.
+    `flops` are its floating-point operations, `bytes` the bytes of all tensors that it reads and
+    writes (0 for a view). `dtype` is the dtype of its first result, as torch spells it
+    ("bfloat16"). `unit` is an index into StepRecord.units, or -1 outside of all units. `phase` is
+    "forward" or "backward". `line` is the user's line, such as "train.py:41"; an operator of
+    backward has the line of its forward.
     """
 
     name: str
@@ -36,18 +37,18 @@ class Operation:
     phase: str
     line: str
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the tensors that it reads, in order."""
+    """Shapes of the tensors that it reads, in order."""
     layer: int = 0
-    """An index into StepRecord.layers: what runs between two layers goes with the one before."""
+    """An index into StepRecord.layers. An operator between two layers belongs to the one before."""
 
 
 @dataclass(frozen=True)
 class TensorLife:
-    """Memory that an operation made: it is there from the start of operation `born` until after
-    operation `died` (both indices into StepRecord.operations).
+    """Memory that an operation made.
 
-    `born` is -1 for what was there before the first operation (the batch). `saved` is True where
-    forward made it and backward found it alive. `source` is the operator's name.
+    It is alive from the start of operation `born` to the end of operation `died`; both are indices
+    into StepRecord.operations. `born` is -1 for the batch, which exists before the first operation.
+    `saved`: forward made it, and it is still alive in backward. `source` is the operator's name.
     """
 
     nbytes: int
@@ -60,16 +61,16 @@ class TensorLife:
     dtype: str
     saved: bool
     kept: bool = False
-    """Whether the script still had it when the step was over: until the next step makes it anew."""
+    """Whether the script still holds it after the step, until the next step makes a new one."""
 
 
 @dataclass(frozen=True)
 class ParameterRecord:
     """A parameter, in registration order.
 
-    `group` is an index into StepRecord.groups, -1 for one that no optimizer trains. `arrived` is
-    the operation after which its gradient was complete, -1 where it got none. `master` is the
-    dtype in which it is updated.
+    `group` is an index into StepRecord.groups, or -1 if no optimizer trains it. `arrived` is the
+    operation after which its gradient was complete, or -1 if it got no gradient. `itemsize` is
+    bytes per element. `is_float`: its dtype is floating-point or complex, so it can be sharded.
     """
 
     name: str
@@ -84,7 +85,7 @@ class ParameterRecord:
 
     @property
     def numel(self) -> int:
-        """The number of its elements."""
+        """The number of elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -92,17 +93,16 @@ class ParameterRecord:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The number of bytes."""
         return self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """A parameter group of an optimizer: how it updates, found as the engine finds it.
+    """A parameter group of an optimizer, and the kind of its update.
 
-    `moments` are the names of the tensors that it keeps of each parameter. `whole` asks for whole
-    tensors, `elementwise` and `separable` are as in `states.optimizer_kind`. `fused` says that its
-    update makes no temporaries.
+    `moments` are the names of the state tensors of each parameter. `elementwise` and `separable`
+    are defined in `states.optimizer_kind`. `fused`: the update makes no temporaries.
     """
 
     optimizer: str
@@ -117,7 +117,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class UnitUse:
-    """A unit runs from operation `first` to before operation `end`, in `phase`."""
+    """One run of a unit in `phase`, from operation `first` up to, but not including, `end`."""
 
     unit: int
     phase: str
@@ -127,8 +127,11 @@ class UnitUse:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """A layer, which one pipeline stage runs: the elements of its parameters, and whether it has
-    one to train that no earlier layer has."""
+    """A layer, which belongs to one pipeline stage.
+
+    `size` is the number of elements of its parameters. `trains`: it has a trainable parameter that
+    no earlier layer has.
+    """
 
     name: str
     size: int
@@ -137,7 +140,7 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Assumption:
-    """What had no value while it was observed, and what was taken in its place."""
+    """A value that did not exist while the step was observed, and its replacement."""
 
     what: str
     line: str
@@ -150,10 +153,10 @@ class Assumption:
 class StepRecord:
     """Forward and backward of one micro-batch of `batch_size` samples, for one engine or several.
 
-    `total_batch` is the Loader's total batch size, 0 where there is no Loader: then the number of
-    samples per worker is the script's own. `accumulates`: the script's loop takes a step in several
-    micro-batches, where a setting asks for that. `backward` is the index of the first operation of
-    backward. `precision` and `activations` are the settings it was observed with.
+    `total_batch` is the Loader's total batch size. It is 0 without a Loader: then the script itself
+    decides the number of samples per worker. `accumulates`: the loop can take a step in several
+    micro-batches. `backward` is the index of the first operation of backward. `precision` and
+    `activations` are the settings of the observation.
     """
 
     operations: tuple[Operation, ...]
@@ -170,17 +173,19 @@ class StepRecord:
     accumulates: bool = False
     assumed: tuple[Assumption, ...] = ()
     buffer_bytes: int = 0
-    """Buffers of the modules."""
+    """Bytes of the modules' buffers."""
     tensor: int = 1
-    """What was observed is the part of the first of so many tensor-parallel ranks."""
+    """The number of tensor-parallel ranks. The record is of the first one's part."""
     layers: tuple[LayerRecord, ...] = ()
-    """What a pipeline can be cut between, in order."""
+    """The layers between which a pipeline can be split, in order."""
     no_pipeline: str = ""
-    """Why the script has no pipeline; empty where it can have one."""
+    """Why the script has no pipeline, or empty if it can have one."""
 
     @cached_property
     def parts(self) -> dict[range, StepRecord]:
-        """What runs in some of its layers, as `stage_records.part_of` has found it."""
+        """The parts of the record by range of layers, as cached by `stage_records.part_of`."""
+        # Not a field: the cache is neither compared nor written. A cached property may be mutable
+        # although the class is frozen.
         return {}
 
     @property
@@ -189,15 +194,18 @@ class StepRecord:
         return sum(each.flops for each in self.operations)
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the record as JSON."""
         path.write_text(json.dumps({"version": VERSION, **asdict(self)}))
 
     @classmethod
     def read(cls, path: Path) -> StepRecord:
-        """Read what `write` wrote. Raises LaunchError for a file of another form."""
+        """Read what `write` wrote. Raises LaunchError if the version differs."""
         content = json.loads(path.read_text())
         if content.pop("version", None) != VERSION:
-            raise LaunchError(f"{path} was written by another version of shardwise: make it anew.")
+            raise LaunchError(
+                f"{path} was written by another version of shardwise: observe the script again."
+            )
+        # JSON has neither tuples nor dataclasses.
         lists = {
             name: tuple(kind(**{k: _frozen(v) for k, v in each.items()}) for each in content[name])
             for name, kind in _KINDS.items()
@@ -217,5 +225,5 @@ _KINDS: dict[str, type] = {
 
 
 def _frozen(value: Any) -> Any:
-    """Return a list of JSON as the tuple that it was."""
+    """Convert the lists of JSON back to tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

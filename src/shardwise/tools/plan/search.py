@@ -1,7 +1,7 @@
 """Searches the placements of a script on a cluster: memory first, then time.
 
-For each mesh, row, tier and way to keep activations the largest micro-batch that fits is taken;
-where none fits, the smallest, with what it lacks.
+For each mesh, row, tier and kind of activations it takes the largest micro-batch that fits. If none
+fits, it takes the smallest, with the missing bytes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from shardwise.tools.plan.observe import ObservedStep
 from shardwise.tools.plan.record import StepRecord
 
 RESERVED = 2 * 2**30
-"""Bytes of an accelerator that are left to its driver, NCCL and gaps between allocations."""
+"""Bytes of an accelerator reserved for its driver, NCCL and gaps between allocations."""
 
 HOST = Tier("cpu")
 
 PER_STAGE = 4
-"""Micro-batches that a pipeline has for each of its ranks where `--microbatches` is not given."""
+"""Micro-batches per rank of a pipeline if `--microbatches` is not given."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A placement with its memory, and its time where a clock says it. `over` is how many bytes it
-    lacks on a device, and `over_host` on a host; 0 where it fits."""
+    """A placement with its memory, and its time if a clock gives one.
+
+    `over` is the number of bytes that it lacks on a device, `over_host` on a host. Both are 0 if it
+    fits.
+    """
 
     choice: Choice
     memory: MemoryPlan
@@ -45,23 +48,23 @@ class Line:
 
     @property
     def fits(self) -> bool:
-        """Whether device and host have room for it."""
+        """Whether it fits into the memory of device and host."""
         return not (self.over or self.over_host)
 
 
 Clock = Callable[[StepRecord, Choice, Cluster], Estimate]
-"""Returns how long a step takes (`clock.step_estimate`)."""
+"""Returns the time of a step (`clock.step_estimate`)."""
 
 Way = tuple[str, int]
-"""How a step was observed: its activations, and the number of tensor-parallel ranks."""
+"""A kind of observation: the activations, and the number of tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A script that was observed in several ways; the cluster, and who says the time.
+    """An observed script, the cluster to place it on, and the clock that gives the time.
 
-    `disk` is a folder for states on a disk, none where it is empty. `excluded` says why tensor or
-    pipeline parallelism was not tried.
+    `disk` is a folder for states on a disk, or empty. `excluded` says why tensor or pipeline
+    parallelism was not tried.
     """
 
     steps: dict[Way, ObservedStep]
@@ -73,47 +76,55 @@ class Question:
 
     @property
     def hardware(self) -> Hardware:
-        """The memory of the devices; without accelerators ranks of this machine compute where
-        their host's memory is."""
+        """The memory of the devices.
+
+        Ranks of this machine without an accelerator compute in the host's memory, and share it.
+        """
         here = self.cluster.device.name.split("-")[0] == HERE
         on_host = here and not resources.gpu_count(os.environ)
         return Hardware(apart=not on_host, shares=on_host)
 
     @property
     def capacity(self) -> int:
-        """Bytes that a rank may have on its device."""
+        """The bytes that a rank may use on its device."""
         memory = self.cluster.device.memory
         return memory - RESERVED if self.hardware.apart else memory
 
     @property
     def step(self) -> ObservedStep:
-        """The step as it is without any parallelism inside of a replica."""
+        """The step without tensor parallelism or recomputation."""
         return self.steps["kept", 1]
 
     @property
     def meshes(self) -> list[AxisSizes]:
-        """The meshes that are tried."""
+        """The meshes to try."""
         record = self.step.large
         layers = 0 if record.no_pipeline else len(record.layers)
         parts = sorted({parts for _, parts in self.steps})
         return list(meshes(self.cluster, parts, layers, record.total_batch))
 
     def ways(self, mesh: AxisSizes) -> list[Way]:
-        """How its step was observed."""
+        """Return the observations that fit the mesh."""
         return [way for way in self.steps if way[1] == mesh.tensor]
 
     def record(self, way: Way, samples: int) -> StepRecord:
-        """The step with micro-batches of `samples`."""
+        """Return the step with micro-batches of `samples`."""
         if (way, samples) not in self._records:
+            # Fitting a record takes longer than predicting from it, and many placements share one.
             self._records[way, samples] = self.steps[way].at(samples)
         return self._records[way, samples]
 
     def sizes(self, mesh: AxisSizes) -> list[tuple[int, int]]:
-        """Samples of a micro-batch and micro-batches of a step that can be asked for, the largest
-        first: a replica's share of the batch, and halves where the loop takes micro-batches."""
+        """Return pairs (samples of a micro-batch, micro-batches of a step), the largest first.
+
+        They are a replica's share of the batch, and halves of it if the loop allows micro-batches.
+        """
         record = self.step.large
+        # Rounded up: the replica with the most samples decides whether the placement fits.
         share = -(-record.total_batch // mesh.data) if record.total_batch else record.batch_size
         counts = [min(share, PER_STAGE * mesh.pipeline) if mesh.pipeline > 1 else 1]
+        # Both kinds of loop can split a batch: one with loader.steps(), one with
+        # engine.forward_backward.
         cuts = bool(record.total_batch) and (record.accumulates or not record.no_pipeline)
         while cuts and 2 * counts[-1] <= share:
             counts.append(2 * counts[-1])
@@ -121,7 +132,7 @@ class Question:
 
 
 def search(question: Question) -> list[Line]:
-    """All placements, those that fit first and the fastest of them first."""
+    """Return all placements: those that fit first, the fastest of them first."""
     lines = [
         line
         for mesh in question.meshes
@@ -133,6 +144,7 @@ def search(question: Question) -> list[Line]:
 
 
 def _order(line: Line) -> tuple[bool, float, float, int]:
+    # By fit, then seconds, then simplicity: fewer tiers, no recomputation, fewer micro-batches.
     choice = line.choice
     if not line.fits:
         return True, float(line.over + line.over_host), 0.0, 0
@@ -143,13 +155,18 @@ def _order(line: Line) -> tuple[bool, float, float, int]:
 
 
 def _rows(question: Question, mesh: AxisSizes) -> Iterator[Placement]:
-    """The rows of the table, with tiers: the host's memory where that is another one, a disk where
-    there is a folder."""
+    """Yield the rows of the placement table with tiers.
+
+    Tiers are the host's memory if it is separate, and the disk if there is a folder.
+    """
     separable = all(group.separable for group in question.step.large.groups)
     tiers = [HOST] if question.hardware.apart else []
     tiers += [Tier("nvme", question.disk)] if question.disk else []
+    # Without data parallelism there is nothing to shard, so all rows are equal.
     for level in range(4) if mesh.data > 1 else (0,):
         row = Placement.zero(level)
+        # The engine refuses zero-bubble with sharded parameters, and an optimizer that is not
+        # separable with anything sharded.
         split = mesh.schedule == "zero-bubble" and row.is_sharded("parameters")
         if split or (level and not separable):
             continue
@@ -164,30 +181,33 @@ def _rows(question: Question, mesh: AxisSizes) -> Iterator[Placement]:
 def _largest_that_fits(
     question: Question, mesh: AxisSizes, row: Placement, way: Way
 ) -> Line | None:
-    """The line with the fewest micro-batches that fits, else that with the most; None where none
-    can be computed."""
+    """Return the line with the fewest micro-batches that fits, or else with the most.
+
+    Returns None if no size can be computed.
+    """
     line = None
     for samples, count in question.sizes(mesh):
         if not question.steps[way].knows(samples) or _is_excluded(mesh, way, count):
             continue
         line = measure(question, mesh, row, way, (samples, count))
+        # Sizes are tried from the largest: fewer micro-batches of the same batch are faster.
         if line.fits:
             return line
     return line
 
 
 def _is_excluded(mesh: AxisSizes, way: Way, count: int) -> bool:
-    """Whether the engine refuses so many micro-batches, or recomputation, under a schedule."""
+    """Return whether the engine refuses this number of micro-batches, or recomputation."""
     if mesh.schedule == "zero-bubble" and way[0] == "recomputed":
         return True
-    # These two schedules take micro-batches in rounds of one for each rank of the pipeline.
+    # These two schedules run micro-batches in rounds of one per rank of the pipeline.
     return mesh.schedule in ("interleaved", "zero-bubble") and count % mesh.pipeline != 0
 
 
 def measure(
     question: Question, mesh: AxisSizes, row: Placement, way: Way, size: tuple[int, int]
 ) -> Line:
-    """One placement, with `size`: samples of a micro-batch, and micro-batches."""
+    """Return one placement with `size`: samples of a micro-batch, and number of micro-batches."""
     record = question.record(way, size[0])
     choice = Choice(
         row=row,
@@ -208,10 +228,11 @@ def measure(
         try:
             estimate = question.clock(record, choice, cluster)
         except ConfigError:
-            # The catalogue does not know the disk of every device's host.
+            # The catalogue does not know the disk of every host. List it without a time.
             if choice.row.tier("optimizer").kind != "nvme":
                 raise
     host = device.number("host_memory_gib")
+    # All ranks of a host share its memory.
     on_host = memory.tiers.get("cpu", 0) * min(cluster.per_host, choice.devices)
     return Line(
         choice,
@@ -223,7 +244,7 @@ def measure(
 
 
 def flags_of(line: Line) -> list[str]:
-    """The flags of `shardwise run` for a placement, the number of workers left out."""
+    """Return the flags of `shardwise run` for a placement, without the number of workers."""
     choice, row = line.choice, line.choice.row
     words = ["--zero", str(row.level)] if choice.data > 1 else []
     if choice.tensor > 1:
@@ -246,7 +267,8 @@ def flags_of(line: Line) -> list[str]:
 def command_of(
     line: Line, cluster: Cluster, flags: Sequence[str], words: Sequence[str]
 ) -> list[str]:
-    """The words of the command that trains so; `words` are the script's."""
+    """Return the words of the command that trains with `line`. `words` are the script's."""
+    # The plan cannot know the hosts' names: the user writes that file.
     several = ["--hostfile", "hosts"] if cluster.hosts > 1 else []
     run = ["shardwise", "run", "-n", str(line.choice.devices), *several, *flags_of(line), *flags]
     # Without "--" a script named -x.py would be read as a flag of `shardwise run`.
@@ -255,21 +277,20 @@ def command_of(
 
 
 def remedy(line: Line, lines: Sequence[Line]) -> str:
-    """What would help a placement that does not fit, and how much: the change of one thing that
-    leaves the least."""
+    """Return the single change that helps a placement that does not fit most, and its peak."""
     others = [each for each in lines if _changes(each, line) == 1]
-    # One that fits helps more than any that does not, however small its peak is.
+    # One that fits helps more than any that does not, even if its peak is larger.
     others.sort(key=lambda each: (not each.fits, each.memory.peak))
     if not others or others[0].memory.peak >= line.memory.peak:
         largest = max(line.memory.at_peak().items(), key=lambda pair: pair[1])
         return f"the largest part is {largest[0]}, {in_bytes(largest[1])}"
     best = others[0]
-    so = shlex.join(flags_of(best)) or "no sharding"
-    return f"{so}: {in_bytes(best.memory.peak)}" + ("" if best.fits else ", which is too much too")
+    flags = shlex.join(flags_of(best)) or "no sharding"
+    return f"{flags}: {in_bytes(best.memory.peak)}" + ("" if best.fits else ", still too much")
 
 
 def _changes(one: Line, other: Line) -> int:
-    """In how many of row, tiers, mesh and activations two placements differ."""
+    """Return in how many of row, tiers, mesh and activations two placements differ."""
     a, b = one.choice, other.choice
     return sum(
         (

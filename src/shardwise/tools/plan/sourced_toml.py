@@ -1,4 +1,4 @@
-"""SourcedFile reads TOML in which every value names its source: devices, links, failures.
+"""SourcedFile reads TOML files whose values name their sources: devices, links, failures.
 
 [sources.sheet]
 text = "data sheet"
@@ -23,7 +23,7 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class Source:
-    """Where a value is from, and when it was published or looked up."""
+    """The origin of a value, and when it was published or looked up."""
 
     text: str
     date: str
@@ -34,9 +34,9 @@ class Source:
 
 
 class SourcedFile:
-    """A TOML file in which every value names its source; errors name the file and the key.
+    """A TOML file whose values name their sources. Errors name the file and the key.
 
-    `sources` are those of its tables [sources.NAME], once `tree` was called.
+    `sources` are the tables [sources.NAME], after a call of `tree`.
     """
 
     def __init__(self, file: Path) -> None:
@@ -44,73 +44,77 @@ class SourcedFile:
         self.sources: dict[str, Source] = {}
 
     def tree(self, tables: Sequence[str]) -> dict[str, Any]:
-        """Read the file, which may have `tables` beside its sources. Raises ConfigError."""
+        """Read the file, which may contain `tables` and sources. Raises ConfigError."""
         try:
             tree = tomllib.loads(self.file.read_text(encoding="utf-8"))
+        # tomllib parses nested arrays recursively.
         except RecursionError:
             raise ConfigError(f"{self.file} is not TOML: it is nested too deeply.") from None
-        except (OSError, ValueError) as error:  # also an integer of more digits than Python reads
-            raise ConfigError(f"{self.file} is not TOML that can be read: {error}.") from error
+        except (OSError, ValueError) as error:  # ValueError also for integers of too many digits
+            raise ConfigError(f"{self.file} cannot be read as TOML: {error}.") from error
         self.only(tree, ("sources", *tables), "the file")
         for name, entry in self.tables(tree, "sources"):
             self.sources[name] = self.source(entry, name)
         return tree
 
     def wrong(self, text: str) -> ConfigError:
-        """The error `text` about this file."""
+        """Return the error `text` about this file."""
         return ConfigError(f"{self.file}: {text}")
 
     def only(self, entry: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:
-        """Raise ConfigError for a key of `entry` that is none of `allowed`."""
+        """Raise ConfigError if `entry` has a key that is not in `allowed`."""
         for key in entry:
             if key not in allowed:
                 near = difflib.get_close_matches(key, allowed, n=1)
-                hint = f" Did you mean {near[0]}?" if near else f" It takes: {', '.join(allowed)}."
+                hint = (
+                    f" Did you mean {near[0]}?" if near else f" Known keys: {', '.join(allowed)}."
+                )
                 raise self.wrong(f"{where} has no key {key!r}.{hint}")
 
     def tables(self, tree: Mapping[str, Any], kind: str) -> list[tuple[str, dict[str, Any]]]:
-        """The tables [kind.NAME], by name. Raises ConfigError for anything else of that name."""
+        """Return the tables [kind.NAME] by name. Raises ConfigError if `kind` is anything else."""
         group = tree.get(kind, {})
         entries = group.items() if isinstance(group, dict) else ()
         if not isinstance(group, dict) or not all(isinstance(each, dict) for _, each in entries):
-            raise self.wrong(f"{kind} has to be tables such as [{kind}.NAME].")
+            raise self.wrong(f"{kind} must be tables such as [{kind}.NAME].")
         return list(entries)
 
     def text(self, entry: Mapping[str, Any], key: str, where: str, default: str = "") -> str:
-        """The text of a key. Raises ConfigError without one."""
+        """Return the text of a key. Raises ConfigError if it is missing or empty."""
         value = entry.get(key, default)
         if not isinstance(value, str) or not value:
             raise self.wrong(f"{where} needs a text for {key}.")
         return value
 
     def source(self, entry: Mapping[str, Any], name: str) -> Source:
-        """The source of a table [sources.NAME]."""
+        """Return the source of a table [sources.NAME]."""
         where = f"[sources.{name}]"
         self.only(entry, ("text", "date", "url"), where)
         url = entry.get("url", "")
         return Source(self.text(entry, "text", where), self.text(entry, "date", where), str(url))
 
     def sourced(self, entry: Any, where: str) -> tuple[Any, Source]:
-        """The value of `{ value = ..., from = "..." }` and its source."""
+        """Return the value and source of `{ value = ..., from = "..." }`."""
         if not isinstance(entry, dict) or set(entry) != {"value", "from"}:
-            raise self.wrong(f'{where} has to be {{ value = NUMBER, from = "SOURCE" }}.')
+            raise self.wrong(f'{where} must be {{ value = NUMBER, from = "SOURCE" }}.')
         if (source := self.sources.get(entry["from"])) is None:
             raise self.wrong(
-                f"{where} is from {entry['from']!r}, and there is no [sources.{entry['from']}]."
+                f"{where} is from {entry['from']!r}, but there is no [sources.{entry['from']}]."
             )
         return entry["value"], source
 
     def number(self, entry: Any, where: str) -> tuple[float, Source]:
-        """A number above 0 and its source. Raises ConfigError for anything else."""
+        """Return a number above 0 and its source. Raises ConfigError for anything else."""
         value, source = self.sourced(entry, where)
         number = as_float(value)
         if number is None or not 0 < number < math.inf:
-            raise self.wrong(f"{where} has to be a number above 0, and is {str(value)[:40]}.")
+            raise self.wrong(f"{where} must be a number above 0, not {str(value)[:40]}.")
         return number, source
 
 
 def as_float(value: object) -> float | None:
-    """A number of a TOML file as a float, infinity if it is too large; None for anything else."""
+    """Return a TOML number as a float (infinity if it is too large), or None for anything else."""
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

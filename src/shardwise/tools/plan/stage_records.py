@@ -1,4 +1,4 @@
-"""Cuts an observed step into what each pipeline stage runs, as the engine cuts the model."""
+"""Splits the record of a step into the parts of pipeline stages, as the engine splits models."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from shardwise.tools.plan.record import StepRecord, TensorLife, UnitUse
 
 
 def stage_layers(record: StepRecord, stages: int) -> list[range]:
-    """The layers of each stage: as the engine cuts them where `--stages` is not given, so that the
-    most parameters of a stage are as few as can be."""
+    """Return the layers of each stage, as the engine splits them without `--stages`.
+
+    The split minimizes the parameters of the largest stage.
+    """
     starts = partition.balanced_starts([float(each.size) for each in record.layers], stages)
     starts = partition.with_trainable_stages(starts, [each.trains for each in record.layers])
     return partition.ranges_of(starts, len(record.layers))
 
 
 def part_of(record: StepRecord, layers: range) -> StepRecord:
-    """What of `record` runs in `layers`: their operations, and the tensors that these make or take
-    from another stage. Parameters are those of the layers."""
+    """Return the part of `record` that runs in `layers`.
+
+    It has their operations, their parameters, and the tensors that they make or receive from
+    another stage.
+    """
     if layers not in record.parts:
         record.parts[layers] = _part(record, layers)
     return record.parts[layers]
@@ -42,18 +47,20 @@ def _part(record: StepRecord, layers: range) -> StepRecord:
             if each.layer in layers
         ),
         backward=bisect_left(here, record.backward),
+        # The record does not know the layers of buffers. They are small: count them on the first
+        # stage.
         buffer_bytes=record.buffer_bytes if 0 in layers else 0,
     )
 
 
 class _Cut:
-    """Where operations of a record are among those of a stage, `here`."""
+    """Maps numbers of operations in a record to numbers in one stage, `here`."""
 
     def __init__(self, record: StepRecord, layers: range, here: Sequence[int]) -> None:
         self._record, self._layers, self._here = record, layers, here
 
     def before(self, number: int) -> int:
-        """The last operation of the stage up to `number`, -1 for none."""
+        """Return the last operation of the stage up to `number`, or -1 before its first."""
         return bisect_right(self._here, number) - 1
 
     def _runs(self, number: int) -> bool:
@@ -61,20 +68,25 @@ class _Cut:
         return 0 <= number < len(operations) and operations[number].layer in self._layers
 
     def life(self, each: TensorLife) -> TensorLife | None:
-        """The tensor as this stage has it; None where it never does. What comes from another stage
-        is there from the first operation of this one after it was made."""
-        made, last = self._runs(each.born), self._runs(each.died)
-        if not made and not last:
+        """Return the tensor as this stage holds it, or None if it never does.
+
+        A tensor from another stage exists from the first operation here after it was made.
+        """
+        # A stage holds a tensor that it makes (and sends), or that it uses last (after receiving
+        # it).
+        is_born_here, is_last_used_here = self._runs(each.born), self._runs(each.died)
+        if not is_born_here and not is_last_used_here:
             return None
         born = -1 if each.born < 0 else bisect_left(self._here, each.born)
         died = self.before(each.died)
+        # It is born and dies between two operations of this stage.
         if died < born:
             return None
         start = bisect_left(self._here, self._record.backward)
         return replace(each, born=born, died=died, saved=born < start <= died)
 
     def use(self, each: UnitUse) -> UnitUse | None:
-        """The run of a unit, where this stage runs it."""
+        """Return the run of a unit in this stage, or None if it runs elsewhere."""
         if not self._runs(each.first):
             return None
         return replace(each, first=bisect_left(self._here, each.first), end=self.before(each.end))

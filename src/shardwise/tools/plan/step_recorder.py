@@ -1,9 +1,8 @@
-"""StepRecorder watches the operators of forward and backward: what they compute, and how long the
-memory that they make lives.
+"""StepRecorder records the operators of forward and backward, and the lifetime of their memory.
 
-Parameters are fake tensors (torch.subclasses.FakeTensorMode): shapes without memory. Whatever is
-computed from them is fake too, what the script computes from its own data stays real. So masks and
-lengths have their values, and a batch costs what it weighs, but no layer costs anything.
+Parameters are fake tensors (torch.subclasses.FakeTensorMode): they have shapes, but no memory. All
+tensors computed from them are fake too. Tensors that the script computes from its own data stay
+real. So masks and lengths have their values, and no layer costs memory or time.
 
     real batch ─┐
                 ├─▶ operator ─▶ fake result ─▶ ... ─▶ loss
@@ -49,12 +48,12 @@ _VALUES = {
     aten.equal.default: "torch.equal",
     aten.is_nonzero.default: "bool()",
 }
-"""Operators that ask for the value of a tensor."""
+"""Operators that need the value of a tensor."""
 
 
 @dataclass(eq=False)
 class _Memory:
-    """A storage that is alive: what made it, and when."""
+    """A storage that is alive: its size, and the operation that made it."""
 
     nbytes: int
     born: int
@@ -68,7 +67,7 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Place:
-    """What an operator belongs to: unit, the user's line, layer."""
+    """The unit, the user's line and the layer that an operator belongs to."""
 
     unit: int
     line: str
@@ -77,7 +76,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Call:
-    """An operator that has run: what it was given, the tensors of that, and what it gave."""
+    """An operator that has run: its arguments, the tensors among them, and its results."""
 
     func: Any
     args: tuple[Any, ...]
@@ -88,17 +87,16 @@ class _Call:
 
 
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers, from when it is entered, what is asked of fake tensors; while `active` it records
-    every operator.
+    """Runs the operators of a step on fake tensors, and records them while `active`.
 
-    `active`, `unit`, `layer` and `backward` are set by whoever knows where the step is.
+    The engine sets `active`, `unit`, `layer` and `backward` as the step proceeds.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.active = False
-        """Whether forward or backward of a step to train on is running."""
+        """Whether forward or backward of a training step is running."""
         self.unit = -1
         self.layer = 0
         self.backward = False
@@ -109,17 +107,18 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, weakref.ref[Any]] = {}
         self._ignored: set[int] = set()
         self._origin: dict[int, _Place] = {}
-        """By autograd's sequence number, where the forward was."""
+        """Where each forward operator ran, by autograd's sequence number."""
         self._last = _Place(-1, "", 0)
 
-    # -- what is asked of it ----------------------------------------------------------------
+    # -- interface --------------------------------------------------------------------------
 
     def ignore(self, tensor: Tensor) -> None:
-        """Let the memory of `tensor`, a parameter or a buffer, count as no activation."""
+        """Exclude the memory of `tensor`, a parameter or a buffer, from the activations."""
         self._ignored.add(tensor.untyped_storage()._cdata)
 
     def end(self) -> None:
-        """The step is over: what is still alive lived until now."""
+        """End the step: tensors that are still alive lived until now."""
+        # A copy, because each death removes an entry.
         for key in list(self._alive):
             self._died(key, kept=True)
 
@@ -132,20 +131,25 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run `func`, and write down what it was."""
+        """Run `func` and record it."""
         del types
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs))
         is_fake = any(isinstance(each, FakeTensor) for each in inputs)
+        # A fake tensor has no value. Continue as if it were 0, and report the assumption.
         if func in _VALUES and is_fake:
             return self._assume(func, args)
         if func is aten.nonzero.default and is_fake:
             return self._assume_nonzero(args[0])
-        # prim operators ask for facts such as a device, and make no memory.
+        # prim operators return facts, such as a device, and make no memory.
         if not self.active or func.namespace == "prim":
             return func(*args, **kwargs)
         place = self._place()
-        self._note_inputs(inputs)
+        for tensor in inputs:
+            key = _key(tensor)
+            if key is not None and key not in self._alive and key not in self._ignored:
+                # No recorded operator made it: it is (part of) the batch.
+                self._be_born(key, tensor, -1, "batch", -1, "")
         out = self._run(func, args, kwargs, inputs, is_fake, place.line)
         self._note(_Call(func, args, kwargs, out, inputs, _tensors(out)), place)
         return out
@@ -159,10 +163,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_fake: bool,
         line: str,
     ) -> Any:
-        """The result of `func`; floating tensors that are made from nothing are fake."""
+        """Return the result of `func`. Floating-point tensors without inputs become fake."""
+        # torch.zeros(...) in a script would otherwise take memory, and its results would be real.
         if not inputs and _makes_floats(func, kwargs):
             with self.fake:
                 return func(*args, **kwargs)
+        # torch has no fake implementation of some CPU kernels.
         if is_fake and (stand_in := STAND_INS.get(func)) is not None:
             return stand_in(*args, **kwargs)
         try:
@@ -172,12 +178,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise
             raise UsageError(
                 f"{line or 'the script'} cannot be observed: {func} needs the values of a tensor, "
-                f"and there are none without computing it ({type(error).__name__}). Give the step "
-                "a fixed shape at this line, or measure a real run with shardwise scale."
+                f"which do not exist unless the step is computed ({type(error).__name__}). Give "
+                "this line a fixed shape, or measure a real run with shardwise scale."
             ) from error
 
     def _assume(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """The value of a tensor that has none: zero, which is written down."""
+        """Return zero for the value of a fake tensor, and record the assumption."""
         value: Any = False
         dtype = args[0].dtype
         if func is aten._local_scalar_dense.default and dtype != torch.bool:
@@ -186,25 +192,32 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _assume_nonzero(self, mask: Tensor) -> Tensor:
-        """The places of a mask without values: all of a vector; else as many as its last dimension
-        is long, as where each token goes to one expert."""
+        """Return the indices of a mask without values.
+
+        A vector has all of them. Any other mask has as many as its last dim is long, as if each
+        token went to one expert.
+        """
         count = mask.shape[-1] if mask.ndim else 1
         self.assume(f"nonzero() of {tuple(mask.shape)} has {count} places")
         with self.fake:
             return torch.zeros((count, mask.ndim), dtype=torch.int64)
 
     def assume(self, what: str) -> None:
-        """Write down what was taken for a value that is not there."""
-        found = Assumption(what, user_line())
-        self.assumed[found] = self.assumed.get(found, 0) + 1
+        """Record an assumption in place of a missing value."""
+        assumption = Assumption(what, user_line())
+        self.assumed[assumption] = self.assumed.get(assumption, 0) + 1
 
     def _place(self) -> _Place:
-        """What the operator belongs to."""
+        """Return unit, line and layer of the operator. In backward they are its forward's."""
         if not self.backward:
-            found = _Place(self.unit, user_line(), self.layer)
-            self._origin.setdefault(torch._C._autograd._get_sequence_nr() - 1, found)
-            self._last = found
-            return found
+            # Autograd numbers its nodes as forward creates them, and backward reports the number.
+            place = _Place(self.unit, user_line(), self.layer)
+            self._origin.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+            self._last = place
+            return place
+        # A node without a known forward, such as one that accumulates gradients, counts for the
+        # place of the operator before it. A unit is set in backward only while it is recomputed,
+        # and is more exact.
         node = torch._C._current_autograd_node()
         if node is not None and (origin := self._origin.get(node._sequence_nr())) is not None:
             self._last = origin
@@ -212,23 +225,17 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- memory -----------------------------------------------------------------------------
 
-    def _note_inputs(self, inputs: list[Tensor]) -> None:
-        """What comes in without having been made here is the batch."""
-        for tensor in inputs:
-            key = _key(tensor)
-            if key is not None and key not in self._alive and key not in self._ignored:
-                self._be_born(key, tensor, -1, "batch", -1, "")
-
     def _note(self, call: _Call, place: _Place) -> None:
         number = len(self.operations)
-        # Views, and what is changed in place, have the storage of an input: no new memory.
+        # Views and in-place results share the storage of an input: they are not new memory.
         before = set(self._alive) | self._ignored
         name = call.func._overloadpacket.__name__
         for tensor in call.outputs:
             key = _key(tensor)
             if key is not None and key not in before and key not in self._alive:
                 self._be_born(key, tensor, number, name, place.unit, place.line)
-        # Read and written; a tensor that is changed in place is both, and counts twice.
+        # Bytes read and written. A tensor changed in place is both, so it counts twice.
+        # A lower bound of the traffic: a kernel may read an input more than once.
         moved = sum(each.numel() * each.element_size() for each in (*call.inputs, *call.outputs))
         dtype = str(call.outputs[0].dtype).removeprefix("torch.") if call.outputs else ""
         self.operations.append(
@@ -259,12 +266,14 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             str(tensor.dtype).removeprefix("torch."),
             not self.backward,
         )
+        # Record its death when Python frees the storage, as a real run would free the memory.
         self._references[key] = weakref.ref(storage, lambda _: self._died(key))
 
     def _died(self, key: int, *, kept: bool = False) -> None:
-        """The storage `key` is free; it was there for the last operator. `kept`: it is not."""
+        """Record the end of storage `key` after the last operator. `kept`: it is still alive."""
         memory = self._alive.pop(key, None)
         self._references.pop(key, None)
+        # Ignored storages have no entry. Empty ones take no memory.
         if memory is None or memory.nbytes == 0:
             return
         self.tensors.append(
@@ -277,6 +286,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 memory.source,
                 memory.shape,
                 memory.dtype,
+                # Made by forward and freed in backward: autograd kept it in between.
                 saved=memory.forward and self.backward,
                 kept=kept and memory.born >= 0,
             )
@@ -284,9 +294,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def user_line() -> str:
-    """Where the script is: the innermost line that is in no library, as "train.py:41"."""
+    """Return the innermost running line outside of libraries, as "train.py:41"."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        # The innermost user frame is the line that users know; frames of torch and of this package
+        # are below it.
         if _is_users(frame.f_code.co_filename):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
@@ -294,23 +306,25 @@ def user_line() -> str:
 
 
 def user_place(trace: TracebackType | None) -> str:
-    """The same of an exception."""
-    found = ""
+    """Return the innermost line of an exception outside of libraries, as "train.py:41"."""
+    place = ""
     for frame, line in traceback.walk_tb(trace):
         if _is_users(frame.f_code.co_filename):
-            found = f"{Path(frame.f_code.co_filename).name}:{line}"
-    return found
+            place = f"{Path(frame.f_code.co_filename).name}:{line}"
+    return place
 
 
 @cache
 def _is_users(path: str) -> bool:
-    """Whether code at `path` is in no library."""
+    """Return whether the code at `path` belongs to no library."""
     return not path.startswith("<") and not str(Path(path).resolve()).startswith(_LIBRARIES)
 
 
 def _key(tensor: Tensor) -> int | None:
-    """What names the memory of a tensor; None for one that has no storage."""
+    """Return the identity of a tensor's storage, or None for a sparse tensor."""
     try:
+        # The address of the C++ storage: equal for all views of it, and free to be reused after its
+        # end.
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse
         return None
@@ -321,8 +335,9 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 
 def _makes_floats(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator without inputs makes a floating tensor that is better without memory."""
+    """Return whether an operator without inputs makes a floating-point tensor."""
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    # Whole numbers stay real: they are indices and lengths, whose values decide shapes.
     name = func._overloadpacket.__name__
     if name in ("arange", "randint", "randperm", "lift_fresh", "scalar_tensor"):
         return False
@@ -332,6 +347,7 @@ def _makes_floats(func: Any, kwargs: dict[str, Any]) -> bool:
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     packet = func._overloadpacket
     counted = flop_registry.get(packet)
+    # torch's counter knows the attention of CUDA, but not the CPU's.
     if counted is None and packet.__name__ == "_scaled_dot_product_flash_attention_for_cpu":
         return int(sdpa_flop(*args[:3], out_val=out))
     return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))

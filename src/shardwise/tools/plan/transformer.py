@@ -1,7 +1,7 @@
-"""A transformer by formula: the operations of its layers, and the time of a step from them.
+"""A transformer by formula: the operations of its layers, and the time of a step.
 
-For published configurations. FLOPs are those of Narayanan et al. (2021); the bytes of activations
-those of Korthikanti et al. (2022).
+It is for published configurations. FLOPs follow Narayanan et al. (2021), bytes of activations
+Korthikanti et al. (2022).
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ RECOMPUTATIONS = (NONE, SELECTIVE, FULL)
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A GPT-like model. `kv_heads` and `ffn` are for grouped attention and other widths; `gated`
-    has a third matrix in the feed-forward (SwiGLU); `flash` does not write the scores to memory."""
+    """A GPT-like model.
+
+    `kv_heads` is for grouped attention, `ffn` for another width of the feed-forward. `gated` adds a
+    third matrix to the feed-forward (SwiGLU). `flash` does not write attention scores to memory.
+    """
 
     layers: int
     hidden: int
@@ -33,14 +36,14 @@ class Transformer:
     gated: bool = False
     flash: bool = False
     causal: bool = False
-    """Whether attention computes the half below the diagonal only."""
+    """Whether attention computes only the half below the diagonal."""
     context: int = 1
-    """Over how many devices a sequence is cut (context parallelism), each of which has its queries
-    and gathers the keys and values of all; equal parts of the work, as Llama 3's."""
+    """The number of devices that share a sequence (context parallelism). Each has its own queries
+    and gathers all keys and values, with equal work per device, as in Llama 3."""
 
     @property
     def key_values(self) -> int:
-        """The width of keys, and of values."""
+        """The width of the keys, and of the values."""
         return self.hidden * (self.kv_heads or self.heads) // self.heads
 
     @property
@@ -50,7 +53,8 @@ class Transformer:
 
     @property
     def layer_parameters(self) -> int:
-        """Elements of one layer."""
+        """The number of elements of one layer."""
+        # Gated models (Llama) have neither biases nor a shift in their norms.
         h, matrices = self.hidden, 3 if self.gated else 2
         attention = 2 * h * h + 2 * h * self.key_values
         biases = 0 if self.gated else 3 * h + 2 * self.key_values + self.feed_forward
@@ -59,31 +63,42 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """Elements of all: layers, embeddings of words and (without a gate) of places, last norm;
-        gated models have a head of their own."""
+        """The number of elements of the model.
+
+        It counts layers, word embeddings, the last norm, and position embeddings unless `gated`.
+        Gated models have a separate output head.
+        """
+        # GPT learns an embedding of positions. Llama rotates queries and keys instead.
         places = 0 if self.gated else self.sequence * self.hidden
         words = self.vocabulary * self.hidden * (2 if self.gated else 1)
         last = self.hidden if self.gated else 2 * self.hidden
         return self.layers * self.layer_parameters + words + places + last
 
     def model_flops(self, batch: int) -> float:
-        """FLOPs of forward and backward of `batch` sequences, without recomputation: 6 of each
-        weight and token, and attention; Korthikanti's 72BLsh²(1+s/6h+V/12hL) for a plain GPT."""
+        """Return the FLOPs of forward and backward of `batch` sequences, without recomputation.
+
+        That is 6 per weight and token, plus attention: Korthikanti's 72BLsh²(1+s/6h+V/12hL) for a
+        plain GPT.
+        """
         h, s = self.hidden, self.sequence
         matrices = 3 if self.gated else 2
         weights = 2 * h * h + 2 * h * self.key_values + matrices * h * self.feed_forward
+        # Scores and their product with the values: s * h multiplications each per token.
         attention = 2 * s * h * (0.5 if self.causal else 1.0)
         return 6.0 * batch * s * (self.layers * (weights + attention) + self.vocabulary * h)
 
     def forward(self, batch: int, tensor: int, *, sequence_parallel: bool) -> list[Work]:
-        """The operations of a layer's forward on one of `tensor` devices; `batch` sequences."""
+        """Return the operations of a layer's forward on one of `tensor` devices."""
         outside = self._outside_attention(batch, tensor, sequence_parallel=sequence_parallel)
         return outside + self.attention(batch, tensor)
 
     def backward(self, batch: int, tensor: int, *, sequence_parallel: bool) -> list[Work]:
-        """The operations of a layer's backward: two products for each of forward, and half as much
-        traffic again, since most read two tensors where forward read one. A fused attention
-        recomputes its scores: five products where forward has two."""
+        """Return the operations of a layer's backward on one of `tensor` devices.
+
+        Each product of forward becomes two. Traffic grows by half, because most operations read two
+        tensors where forward reads one. Fused attention recomputes its scores, so it has five
+        products where forward has two.
+        """
         outside = self._outside_attention(batch, tensor, sequence_parallel=sequence_parallel)
         attention = self.attention(batch, tensor)
         if self.flash:
@@ -92,9 +107,12 @@ class Transformer:
 
     def _outside_attention(self, batch: int, t: int, *, sequence_parallel: bool) -> list[Work]:
         tokens, h = batch * self.sequence / self.context, self.hidden
-        whole = t if sequence_parallel else 1  # norms and dropouts: all of them, or a part
+        whole = t if sequence_parallel else 1  # norms and dropouts are split, or whole on each rank
         qkv = h + 2 * self.key_values
         wide = self.feed_forward * (2 if self.gated else 1)
+        # In order: norm, queries with keys and values, their bias or rotation, projection, dropout
+        # with residual; norm, feed-forward in, activation, out, dropout with residual. Elements
+        # have 2 bytes, so the traffic 4 n is one read and one write of n elements.
         return [
             _traffic(4 * tokens * h / whole),
             _product(tokens, h, qkv / t),
@@ -109,25 +127,31 @@ class Transformer:
         ]
 
     def attention(self, batch: int, t: int) -> list[Work]:
-        """The operations that selective recomputation repeats: scores, softmax, dropout, and the
-        product with the values, on one of `t` devices."""
+        """Return scores, softmax, dropout and the product with the values, on one of `t` devices.
+
+        Selective recomputation repeats these operations.
+        """
         s, h = self.sequence, self.hidden
+        # Queries with keys, or scores with values: both products are equally large.
         flops = 2.0 * batch * s * s * h / t / self.context * (0.5 if self.causal else 1.0)
         if self.flash:
             return [Work(2 * flops, 0.0)]
+        # Without flash attention the scores, shape (batch, heads, s, s), pass through memory.
         scores = batch * self.heads * s * s / t / self.context
         product = Work(flops, 2 * scores + 4 * batch * s * h / t)
         return [product, _traffic(4 * scores), _traffic(5 * scores), product]
 
     def head(self, batch: int, tensor: int) -> list[Work]:
-        """The operations of the last product and the loss, forward; backward has twice those."""
+        """Return the forward operations of output head and loss. Backward has twice as many."""
         tokens, words = batch * self.sequence / self.context, self.vocabulary / tensor
         return [_product(tokens, self.hidden, words), _traffic(14 * tokens * words)]
 
     def activation_bytes(
         self, batch: int, tensor: int, recompute: str, *, sequence_parallel: bool
     ) -> float:
-        """Bytes that a layer keeps for its backward, 16-bit: Korthikanti et al., table 2."""
+        """Return the 16-bit bytes that a layer keeps for backward: Korthikanti et al., table 2."""
+        # Bytes per element of s * b * h, by the table: 34 in a layer outside of the scores, of
+        # which tensor parallelism alone divides 24.
         sbh, t = float(self.sequence * batch * self.hidden), tensor
         scores = 5 * self.heads * self.sequence / self.hidden
         if recompute == FULL:
@@ -139,7 +163,7 @@ class Transformer:
 
 
 def _product(rows: float, inner: float, columns: float) -> Work:
-    """A 16-bit matrix product."""
+    """Return a 16-bit matrix product."""
     return Work(2 * rows * inner * columns, 2 * (rows * inner + inner * columns + rows * columns))
 
 
@@ -148,15 +172,19 @@ def _traffic(count: float) -> Work:
 
 
 def _reversed(work: Work) -> Work:
-    """The backward of an operation."""
+    """Return the backward of an operation."""
+    # The gradient of a product's inputs is two products of the same size.
     return Work(work.flops, 1.5 * work.bytes, count=2 if work.flops else 1)
 
 
 @dataclass(frozen=True)
 class Software:
-    """What a training system takes beside the device: seconds of the host for a layer's forward
-    (backward takes twice that) and for each of its tensor-parallel collectives, and bytes of an
-    element as it is stored, reduced and updated."""
+    """The overhead of a training system.
+
+    `host` is seconds of the host for a layer's forward (backward takes twice that),
+    `collective_host` for each tensor-parallel collective. `size` is bytes per element as stored,
+    reduced and updated.
+    """
 
     host: float = 0.0
     collective_host: float = 0.0
@@ -166,20 +194,23 @@ class Software:
 def transformer_times(
     model: Transformer, run: Parallelism, cluster: Cluster, software: Software
 ) -> list[RankTime]:
-    """The time of a step on each rank of the pipeline, by kind, in seconds."""
+    """Return the time of a step on each rank of the pipeline, by kind, in seconds."""
     stages = run.pipeline * run.stages_per_rank
     layer = _layer(model, run, cluster, software)
     units = [[layer] * count for count in _layers_of(model.layers, stages)]
+    # The first stage also has the embedding, and the last one the output head.
     units[0].insert(0, _embedding(model, run, cluster))
     units[-1].append(_head(model, run, cluster))
     sbh = 2.0 * run.micro_batch * model.sequence / model.context * model.hidden
-    boundary = sbh / run.tensor  # each tensor rank sends a part, and gathers inside its host
+    boundary = sbh / run.tensor  # each tensor rank sends its part, and gathers inside its host
     return step_times(units, boundary, run, cluster, software.size)
 
 
 def _layers_of(layers: int, stages: int) -> list[int]:
-    """How many layers each stage has. Where it comes out even so, the embedding and the head count
-    as a layer each, as Llama 3's do."""
+    """Return the number of layers of each stage.
+
+    If the numbers work out, embedding and head count as one layer each, as in Llama 3.
+    """
     if stages > 1 and (layers + 2) % stages == 0:
         counts = [(layers + 2) // stages] * stages
         return [counts[0] - 1, *counts[1:-1], counts[-1] - 1]
@@ -187,7 +218,7 @@ def _layers_of(layers: int, stages: int) -> list[int]:
 
 
 def step_seconds(times: list[RankTime]) -> float:
-    """The step, which all ranks end together."""
+    """Return the time of the step. All ranks end it together."""
     return max(sum(each.by_kind.values()) for each in times)
 
 
@@ -199,30 +230,34 @@ def _layer(model: Transformer, run: Parallelism, cluster: Cluster, software: Sof
     tokens = b * model.sequence / model.context
     whole, group = 2.0 * tokens * model.hidden, run.tensor_group(cluster)
     if sequence_parallel:
-        each = 2 * all_gather_seconds(whole, group)  # and a reduce-scatter of as many bytes
+        each = 2 * all_gather_seconds(whole, group)  # an all-gather and a reduce-scatter
     else:
         each = all_reduce_seconds(whole, group)
-    keys = 4.0 * b * model.sequence * model.key_values / t  # and values, 16-bit
+    keys = 4.0 * b * model.sequence * model.key_values / t  # keys and values, 2 bytes each
     context = all_gather_seconds(keys, group_of(cluster, model.context, t))
+    # A layer has two tensor-parallel collectives per pass: after attention and after feed-forward.
     host = software.host + (2 * software.collective_host if t > 1 else 0.0)
-    passes = 2  # backward is two forwards' worth for the host
+    passes = 2  # backward launches twice as many operations as forward
     if run.recompute == FULL:
         backward, passes = backward + forward, passes + 1
     elif run.recompute == SELECTIVE:
         backward += busy(model.attention(b, t), device)
+    # Full recomputation repeats the two collectives of forward inside backward.
     spent = (4 if run.recompute == FULL else 2) * each
     return UnitWork(
         _hosted(forward, host, 2 * each),
         _hosted(backward, passes * host, spent),
         model.layer_parameters / t,
         2 * each + context,
-        spent + 2 * context,  # gathered again, and their gradients scattered
+        spent + 2 * context,  # keys and values are gathered again, and their gradients scattered
     )
 
 
 def _hosted(work: Busy, host: float, beside: float) -> Busy:
-    """A row of operations that the host takes `host` seconds to start, at least; the device also
-    has `beside` seconds of collectives among them."""
+    """Return a sequence of operations that the host needs at least `host` seconds to launch.
+
+    The device also spends `beside` seconds on collectives in between.
+    """
     return replace(work, launch=max(work.launch, host - work.matmul - work.memory - beside))
 
 
@@ -234,6 +269,6 @@ def _embedding(model: Transformer, run: Parallelism, cluster: Cluster) -> UnitWo
 
 def _head(model: Transformer, run: Parallelism, cluster: Cluster) -> UnitWork:
     work = busy(model.head(run.micro_batch, run.tensor), cluster.device)
-    held = model.gated or run.pipeline > 1  # else it is the embedding's own matrix
+    held = model.gated or run.pipeline > 1  # otherwise it shares the embedding's matrix
     parameters = model.vocabulary * model.hidden / run.tensor if held else 0.0
     return UnitWork(work, work.times(2), parameters)

@@ -1,4 +1,4 @@
-"""Gives pictures one look: colors, matplotlib's style, SVGs in the colors of a page."""
+"""Gives pictures one look: colors, matplotlib's style, and SVGs in the colors of a page."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ DARK = {
     SLATE: "#aab4c4", INDIGO: "#98a5f0", ROSE: "#e3b7c8",
     APRICOT: "#d9622b", MINT: "#2f8f5b", SAND: "#8f7f6e", AMBER: "#a8752f",
 }  # fmt: skip
-"""Colors of pictures, and the color that a page shows in its place on a dark screen. Two shades
-change places, so that they stay apart."""
+"""The color that replaces each color of a picture on a dark screen. Two shades of one color swap
+places, so that they stay distinct."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -64,17 +64,18 @@ def save_picture(
     Args:
         file: where to save it, without the suffix.
         size: width and height in inches.
-        draw: called with an empty figure of matplotlib.
-        style: settings of matplotlib beside STYLE.
-        title: arguments of `Figure.suptitle` for the files alone, since a page has its own heading.
+        draw: called with an empty matplotlib figure.
+        style: settings of matplotlib in addition to STYLE.
+        title: arguments of `Figure.suptitle`, for the files only: a page has its own heading.
         formats: suffixes of the files.
     """
     import matplotlib as mpl
-    from matplotlib.figure import Figure  # without pyplot no window system is looked for
+    from matplotlib.figure import Figure  # unlike pyplot, it looks for no window system
 
     with mpl.rc_context(STYLE | dict(style) | {"svg.hashsalt": file.name}):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
+        # The SVG is saved before the title is added. A fixed date keeps its bytes reproducible.
         svg = io.StringIO()
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
         if title is not None:
@@ -85,12 +86,14 @@ def save_picture(
 
 
 def _for_page(svg: str, name: str) -> str:
-    """Return `svg` as wide as its place and in the page's colors; its ids begin with `name`."""
+    """Return `svg` with a flexible width, a page's colors, and ids that begin with `name`."""
+    # Without the XML declaration and doctype, which HTML does not allow inside of a page.
     svg = svg[svg.index("<svg") :]
     for color in DARK:
         svg = svg.replace(color, f"var(--{variable(color)})")
-    # Ids of two pictures on one page would be the same.
+    # Two pictures on one page would otherwise have the same ids.
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    # References to these ids: clip paths and markers.
     svg = re.sub(r'(xlink:href="|url\()#', rf"\g<1>#{name}-", svg)
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=1)
 

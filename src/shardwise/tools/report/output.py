@@ -1,4 +1,4 @@
-"""JSON files and facts about the machine, as reports have them."""
+"""Output files of reports, and facts about the machine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardwise.errors import LaunchError
 
 
 def is_stdout(file: Path | None) -> bool:
-    """Return whether `--json FILE` names the standard output."""
+    """Return whether `--json FILE` names standard output."""
     return str(file) == "-"
 
 
 def write_json(text: str, file: Path | None) -> None:
-    """Write `text` where `--json FILE` says, if it was given."""
+    """Write `text` to the `file` of `--json`, if there is one."""
     if is_stdout(file):
         click.echo(text)
     elif file is not None:
@@ -34,7 +34,7 @@ def write_json(text: str, file: Path | None) -> None:
 
 
 def check_can_draw(what: str) -> None:
-    """Raise LaunchError if what draws pages and pictures is not installed; `what` needs it."""
+    """Raise LaunchError if the packages that `what` draws with are not installed."""
     if missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]:
         raise LaunchError(
             f"{what} draws with {' and '.join(missing)}, which is not installed: "
@@ -43,7 +43,7 @@ def check_can_draw(what: str) -> None:
 
 
 def machine_facts() -> dict[str, str]:
-    """Return what a report says of the machine, the versions and the date."""
+    """Return the machine, the versions and the date of a report."""
     from shardwise import __version__
 
     return {
@@ -55,13 +55,13 @@ def machine_facts() -> dict[str, str]:
 
 
 def finite(value: float) -> float | None:
-    """Return `value` for JSON, which has no infinity and no NaN: None for these."""
+    """Return `value`, or None if it is infinite or NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Context manager in which SIGTERM raises SystemExit, so that the present run ends first."""
+    """Return a context manager that turns SIGTERM into SystemExit, so that runs are ended first."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -74,6 +74,6 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def last_words(output: str) -> str:
-    """Return the last line of a run's output: the launcher prints the error that ended it last."""
+    """Return the last non-empty line of a run's output: there the launcher prints the error."""
     lines = [line.strip() for line in output.splitlines()]
-    return next((line for line in reversed(lines) if line), "it said nothing")
+    return next((line for line in reversed(lines) if line), "it printed nothing")

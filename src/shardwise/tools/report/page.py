@@ -1,4 +1,4 @@
-"""Renders HTML pages that load nothing: each is one file."""
+"""Renders HTML pages that are one file each and load nothing else."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from shardwise.tools.report.look import DARK, variable
 
 
 def write_page(file: Path, package: str, **values: Any) -> None:
-    """Write the page that page.html.jinja of `package` makes of `values`; needs Jinja2."""
+    """Render `package`'s page.html.jinja with `values` and write it to `file`. Needs Jinja2."""
     file.write_bytes(as_utf8(render_page(package, **values)))
 
 
 def render_page(package: str, **values: Any) -> str:
-    """Return that page. The template of `package` extends "base", the one of this package."""
+    """Return the page of `package`. Its template extends "base", the template of this package."""
     from jinja2 import Environment, FunctionLoader
 
     def load(name: str) -> str:
         home = "shardwise.tools.report" if name == "base" else name
+        # Through importlib, so that templates are found in a wheel as well.
         return resources.files(home).joinpath("page.html.jinja").read_text()
 
     environment = Environment(

@@ -1,1 +1,1 @@
-"""`shardwise scale`: measures a script on several numbers of workers, and draws the results."""
+"""The command `shardwise scale`: measures a script on several numbers of workers."""

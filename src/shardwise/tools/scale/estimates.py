@@ -1,4 +1,4 @@
-"""Estimates a rate and its confidence interval; arithmetic only."""
+"""Estimates a rate and its confidence interval. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from itertools import pairwise
 from statistics import NormalDist
 
 MOST_GROUPS = 20
-"""Into how many groups of neighbours steps are put, at most."""
+"""Steps are divided into at most this many groups of neighbours."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Samples a second, with the 95 % confidence interval; NaN where nothing can be estimated."""
+    """Samples per second, with the 95 % confidence interval (NaN if it cannot be estimated)."""
 
     value: float
     low: float
@@ -22,18 +22,22 @@ class Rate:
 
 
 def rate(samples: Sequence[float], seconds: Sequence[float]) -> Rate:
-    """The rate of steps in which all ranks together trained on `samples` in `seconds`, one each.
+    """Return the rate of steps that trained on `samples` (over all ranks) in `seconds`.
 
-    It is the ratio of the sums, so that a short last batch counts as what it is. Neighbouring steps
-    are alike, so that each says less than an independent one would: the interval is that of the
-    means of groups of neighbours (batch means; Law and Carson 1979), of the ratio estimator.
+    It is the ratio of the sums, so a short last batch has its proper weight. Neighbouring steps
+    are correlated, so each one tells less than an independent step. The interval is therefore
+    computed from the means of groups of neighbours (batch means; Law and Carson, 1979), with the
+    ratio estimator.
     """
     whole, time = math.fsum(samples), math.fsum(seconds)
     value = whole / time
     groups = min(MOST_GROUPS, len(seconds))
+    # One group has no spread.
     if groups < 2:
         return Rate(value, math.nan, math.nan)
+    # Contiguous groups of almost equal length: correlation reaches only into the next group.
     cuts = [len(seconds) * group // groups for group in range(groups + 1)]
+    # The ratio estimator: its error is the spread of samples - rate * seconds over the groups.
     residuals = [
         math.fsum(samples[first:end]) - value * math.fsum(seconds[first:end])
         for first, end in pairwise(cuts)
@@ -45,12 +49,15 @@ def rate(samples: Sequence[float], seconds: Sequence[float]) -> Rate:
 
 
 def student(p: float, degrees: int) -> float:
-    """The quantile `p` of Student's t distribution (Abramowitz and Stegun 1964, 26.7.5), to 5e-3
-    from 3 degrees of freedom on; exact for 1 and 2."""
+    """Return the quantile `p` of Student's t distribution (Abramowitz and Stegun, 1964, 26.7.5).
+
+    Exact for 1 and 2 degrees of freedom; from 3 on its error is below 5e-3.
+    """
     if degrees == 1:
         return math.tan(math.pi * (p - 0.5))
     if degrees == 2:
         return (2 * p - 1) * math.sqrt(1 / (2 * p * (1 - p)))
+    # An expansion in 1 / degrees around the normal quantile.
     z = NormalDist().inv_cdf(p)
     terms = (
         (z**3 + z) / 4,

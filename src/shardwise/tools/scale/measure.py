@@ -16,48 +16,54 @@ from shardwise.tools.scale.runs import MeasuredRun, ScalingPlan
 
 
 def measure(plan: ScalingPlan) -> int:
-    """Run everything, write it to `plan.out`, and return the exit code: 1 where a run failed.
+    """Measure all sizes, write the results to `plan.out`, and return the exit code.
 
-    Interrupted, it writes what has been measured by then.
-    Raises LaunchError where something that is needed is not installed.
+    The exit code is 1 if a run failed. If interrupted, it writes the results so far. Raises
+    LaunchError if a package for the plots is not installed.
     """
-    check_can_draw("shardwise scale")
+    check_can_draw("shardwise scale")  # before minutes of runs, not after them
     console = Console(highlight=False, markup=False)
+    # Before the first run: a folder that cannot be made must not show only after hours.
     plan.out.mkdir(parents=True, exist_ok=True)
-    made: list[MeasuredRun] = []
+    finished: list[MeasuredRun] = []
     with exit_on_sigterm():
         try:
-            made.extend(_all(plan, console))
+            finished.extend(_all(plan, console))
         except (KeyboardInterrupt, SystemExit):
-            if made:
-                _tell(ScalingReport(plan=plan, runs=made), console)
+            # A measurement takes hours. If it is interrupted, the finished sizes are still
+            # reported.
+            if finished:
+                _tell(ScalingReport(plan=plan, runs=finished), console)
             raise
-    _tell(ScalingReport(plan=plan, runs=made), console)
-    return 1 if any(run.error for run in made) else 0
+    _tell(ScalingReport(plan=plan, runs=finished), console)
+    return 1 if any(run.error for run in finished) else 0
 
 
 def _tell(report: ScalingReport, console: Console) -> None:
-    """Write the results, and show the table."""
+    """Write the results and print the table."""
     plan = report.plan
     reports.write(report, plan.out)
-    from shardwise.tools.scale import plots  # half a second, which nobody waits for before
+    from shardwise.tools.scale import plots  # imports matplotlib, which takes half a second
 
     plots.write_report_page(report, plots.draw(report, plan.out), plan.out / "scaling.html")
     console.print(reports.table(report))
     for note in report.notes():
         console.print(note, style="dim")
-    console.print(f"all of it: {plan.out / 'scaling.html'}, beside it JSON, CSV, PDF and PNG")
+    console.print(
+        f"report: {plan.out / 'scaling.html'} (JSON, CSV, PDF and PNG in the same folder)"
+    )
 
 
 def _all(plan: ScalingPlan, console: Console) -> Iterator[MeasuredRun]:
-    """Yield the runs, one after the other; a failure is printed at once, and the others go on."""
-    asked = [(kind, size) for kind in plan.kinds for size in plan.sizes]
+    """Yield the runs, one after the other. A failure is printed, and the other runs continue."""
+    sizes = [(kind, size) for kind in plan.kinds for size in plan.sizes]
     alone: MeasuredRun | None = None
     with _bar(console) as bar:
-        task = bar.add_task("", total=len(asked), what="")
-        for kind, size in asked:
+        task = bar.add_task("", total=len(sizes), what="")
+        for kind, size in sizes:
+            # Without this, strong and weak scaling would both measure one worker.
             if size == 1 and alone is not None:
-                run = replace(alone, kind=kind)  # of one worker, both kinds are the same run
+                run = replace(alone, kind=kind)  # with one worker both kinds are the same run
             else:
                 run = _one(plan, kind, size, bar, task)
                 _say(run, console)
@@ -79,17 +85,17 @@ def _one(plan: ScalingPlan, kind: str, size: int, bar: Progress, task: object) -
 
 
 def _say(run: MeasuredRun, console: Console) -> None:
-    """Print a line about a run that has ended."""
+    """Print a line about a finished run."""
     name = f"{run.kind:>6} · {run.workers} worker{'s' * (run.workers > 1)} · {run.wall:.0f} s"
     measured = run.measured
     if measured is None:
         console.print(f"{name} · failed, {run.error}", style="red", soft_wrap=True)
-        console.print(f"         all it said: {run.log}", soft_wrap=True)
+        console.print(f"         output: {run.log}", soft_wrap=True)
         return
     rate = reports.figure(measured.rate.value)
     steps = f"{measured.steps - measured.dropped} steps"
     console.print(
-        f"{name} · {rate} samples/s over {steps}, after {measured.dropped} that were dropped",
+        f"{name} · {rate} samples/s over {steps}, without the first {measured.dropped}",
         soft_wrap=True,
     )
 

@@ -1,4 +1,4 @@
-"""Draws the plots of a measurement (throughput, efficiency, curves by epoch) and its HTML page."""
+"""The plots of a measurement (throughput, efficiency, curves by epoch), and its HTML page."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ STYLES = ("-", "--")
 STYLE = GRID | {"font.size": 10.5, "savefig.transparent": False}
 SIZE = (5.6, 3.7)
 MARKED = 40
-"""Points of a line, at most, of which each is marked."""
+"""Points of lines with at most this many have markers."""
 
 Draw = Callable[[Any, ScalingReport], None]
 
 
 def draw(report: ScalingReport, folder: Path) -> dict[str, str]:
-    """Save the plots that have data in `folder`; returns their SVG, by name."""
+    """Save the plots that have data in `folder`. Return their SVG by name."""
 
     def draw_one(on: Draw, figure: Any) -> None:
         on(figure.subplots(), report)
@@ -44,6 +44,7 @@ def draw(report: ScalingReport, folder: Path) -> dict[str, str]:
 
 def _plots(report: ScalingReport) -> Iterator[tuple[str, Draw]]:
     measured = [run.measured for run in report.runs if run.measured]
+    # All runs failed: a page without plots, but with their errors.
     if not measured:
         return
     yield "throughput", _throughput
@@ -55,13 +56,14 @@ def _plots(report: ScalingReport) -> Iterator[tuple[str, Draw]]:
 
 
 def _throughput(axes: Any, report: ScalingReport) -> None:
-    """Plot samples a second with their intervals, and the line of the first size times N."""
+    """Plot samples per second with their intervals, and the ideal line from the smallest size."""
     for kind in report.plan.kinds:
         rows = report.rows(kind)
         if not rows:
             continue
         workers = [row.run.workers for row in rows]
         rates = [row.measured.rate for row in rows]
+        # From the smallest measured size: one worker may not have been measured.
         ideal = [rates[0].value / workers[0] * count for count in workers]
         values = [each.value for each in rates]
         reach = [
@@ -87,7 +89,7 @@ def _throughput(axes: Any, report: ScalingReport) -> None:
 
 
 def _efficiency(axes: Any, report: ScalingReport) -> None:
-    """Plot the rate of a worker, against that of one at the smallest size."""
+    """Plot the rate per worker, relative to the smallest size."""
     for kind in report.plan.kinds:
         rows = report.rows(kind)
         counts = [row.run.workers for row in rows]
@@ -102,7 +104,7 @@ def _efficiency(axes: Any, report: ScalingReport) -> None:
 
 
 def _loss(axes: Any, report: ScalingReport) -> None:
-    """Plot losses by epoch; by step where no run has reached a second epoch."""
+    """Plot losses by epoch, or by step if no run reached a second epoch."""
     if any(run.measured and len(run.measured.loss) > 1 for run in report.runs):
         _curves(axes, report, lambda measured: measured.loss, "training loss", "epoch")
     else:
@@ -117,9 +119,10 @@ def _accuracy(axes: Any, report: ScalingReport) -> None:
 def _curves(
     axes: Any, report: ScalingReport, of: Callable[[Measured], Curve], label: str, unit: str
 ) -> None:
-    """Plot a line for each size, by epoch or step, the `unit`; the first is the widest, since
-    others may lie on it."""
+    """Plot a line for each size by `unit`, which is epoch or step."""
+    # Lines may coincide: the first one is the widest, and each further one is thinner, on top.
     sizes = sorted(report.plan.sizes)
+    # Less for many sizes, so that the first line stays narrower than its plot.
     wider = min(1.6, 6 / len(sizes))
     for style, kind in zip(STYLES, report.plan.kinds, strict=False):
         for row in report.rows(kind):
@@ -138,7 +141,8 @@ def _curves(
                 )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     low, high = axes.get_ylim()
-    if high - low < (least := 0.01 * max(abs(low), abs(high))):  # they part by rounding
+    # Differences below 1 % are rounding between sizes: do not let them fill the axis.
+    if high - low < (least := 0.01 * max(abs(low), abs(high))):
         axes.set_ylim((low + high - least) / 2, (low + high + least) / 2)
     axes.ticklabel_format(axis="y", useOffset=False)
     axes.set_xlabel(unit)
@@ -147,22 +151,22 @@ def _curves(
 
 
 def _workers(axes: Any, report: ScalingReport) -> None:
-    """Scale the axis of the numbers of workers, on which ideal scaling is straight."""
+    """Set the axis of the number of workers, linear so that ideal scaling is a straight line."""
     axes.set_xlim(left=0)
     axes.set_xticks(sorted(report.plan.sizes))
     axes.set_xlabel("workers")
 
 
 CAPTIONS = {
-    "throughput": "Samples a second of all workers together; dotted, the smallest size times N.",
-    "efficiency": "The rate of a worker, against that of one at the smallest size.",
-    "loss": "Mean training loss of each epoch; of each step, where there was but one epoch.",
+    "throughput": "Samples per second of all workers. Dotted: the smallest size times N.",
+    "efficiency": "Samples per second and worker, relative to the smallest size.",
+    "loss": "Mean training loss of each epoch, or of each step if there was only one epoch.",
     "accuracy": "The last {accuracies} of each epoch.",
 }
 
 
 def write_report_page(report: ScalingReport, pictures: Mapping[str, str], file: Path) -> None:
-    """Write an HTML page with all of a measurement; `pictures` are SVG plots by name."""
+    """Write the HTML page of a measurement. `pictures` are SVG plots by name."""
     write_page(
         file,
         "shardwise.tools.scale",

@@ -1,4 +1,4 @@
-"""Reads what the ranks of a run recorded (step_log.py), and computes its rate and curves."""
+"""Reads the records of the ranks of a run (step_log.py), and computes its rate and curves."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 from shardwise.tools.scale.estimates import Rate, rate
 
 Curve = dict[int, float]
-"""Values by epoch, or by step; both are counted from 0."""
+"""Values by epoch or by step, both counted from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The result of a run of `steps` steps, of which the first `dropped` do not count for the rate.
+    """The result of a run of `steps` steps, without the first `dropped` for the rate.
 
-    `batch` is the total batch of a usual step, `seconds` the length of one. `loss` is the mean of
-    each epoch, `losses` that of each step, `means` what Metrics computed last in an epoch, by name.
+    `batch` is the total batch of a typical step, `seconds` its duration. `loss` is the mean loss of
+    each epoch, `losses` the loss of each step. `means` are the last values of Metrics in each
+    epoch, by name.
     """
 
     steps: int
@@ -35,7 +36,7 @@ class Measured:
 
 
 class TooFew(Exception):
-    """Raised for a run without enough steps to measure."""
+    """Raised if a run has too few steps to measure."""
 
 
 def read(folder: Path, ranks: int, warmup: int) -> Measured:
@@ -43,45 +44,49 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
     paths = [folder / f"rank-{rank}.jsonl" for rank in range(ranks)]
     if missing := [str(rank) for rank, path in enumerate(paths) if not path.exists()]:
         raise TooFew(
-            f"{folder} has no record of rank(s) {', '.join(missing)}: does the script call sw.init "
-            "or hvd.init? With several hosts, --out must be on a file system that all of them "
-            "share, under the same path."
+            f"{folder} has no record of rank(s) {', '.join(missing)}. Does the script call sw.init "
+            "or hvd.init? With several hosts, --out must be a folder on a file system that all of "
+            "them share, under the same path."
         )
     rows = [list(_rows(path)) for path in paths]
+    # Other rows hold the means of sw.Metrics.
     own = [[row for row in of_rank if "step" in row] for of_rank in rows]
-    made = min(map(len, own))
-    if made == 0:
+    # A run that is stopped may end between the ranks' writes: use the steps that all have.
+    count = min(map(len, own))
+    if count == 0:
         raise TooFew(
-            "it made no step that was recorded: does the script train with sw.Loader and "
-            "sw.Engine, or with shardwise.horovod and torch's DataLoader?"
+            "no step was recorded. Does the script train with sw.Loader and sw.Engine, or with "
+            "shardwise.horovod and torch's DataLoader?"
         )
-    if made <= warmup:
+    if count <= warmup:
         raise TooFew(
-            f"it made {made} step(s), of which --warmup {warmup} are dropped: give a smaller "
+            f"it made {count} step(s), and --warmup {warmup} drops as many or more. Give a smaller "
             "--warmup, or more steps."
         )
-    steps = list(zip(*(of_rank[:made] for of_rank in own), strict=True))
+    steps = list(zip(*(of_rank[:count] for of_rank in own), strict=True))
+    # Of all ranks: with uneven shares no rank alone knows the batch.
     samples = [sum(row["samples"] for row in step) for step in steps]
     if not sum(samples[warmup:]):
         raise TooFew(
-            "no samples were counted in its steps: they are those of sw.Loader, of world.share or, "
-            "with shardwise.horovod, of torch's DataLoader."
+            "its steps have no samples. They are counted by sw.Loader, by world.share or, with "
+            "shardwise.horovod, by torch's DataLoader."
         )
     seconds = [_seconds(step) for step in steps]
     return Measured(
-        steps=made,
+        steps=count,
         dropped=warmup,
         batch=int(median(samples[warmup:])),
         seconds=median(seconds[warmup:]),
         rate=rate(samples[warmup:], seconds[warmup:]),
-        loss=_loss(own[0][:made]),
-        losses={n: row["loss"] for n, row in enumerate(own[0][:made]) if _is_loss(row)},
+        # An engine reports the same loss on every rank, so rank 0's record is enough.
+        loss=_loss(own[0][:count]),
+        losses={n: row["loss"] for n, row in enumerate(own[0][:count]) if _is_loss(row)},
         means=_means(row for row in rows[0] if "means" in row),
     )
 
 
 def steps_made(folder: Path) -> int:
-    """The number of steps that rank 0 of a run has recorded so far."""
+    """Return the number of steps that rank 0 of a run has recorded so far."""
     try:
         return (folder / "rank-0.jsonl").read_bytes().count(b'{"step"')
     except FileNotFoundError:
@@ -89,11 +94,11 @@ def steps_made(folder: Path) -> int:
 
 
 def _seconds(step: Sequence[Mapping[str, Any]]) -> float:
-    """How long a step took, from when the last rank asked for its data.
+    """Return how long a step took, from when the last rank asked for its data.
 
-    The ranks end steps together: from end to end is as long on all, but for jitter, of which the
-    mean is free. Who asked first has waited in the step for those who were still at something else,
-    such as an evaluation by rank 0 alone.
+    All ranks end a step together, so the time between two ends is the same on all, up to jitter
+    that the mean removes. A rank that asked first has waited for ranks that were still busy
+    outside of the step, for example with an evaluation on rank 0 alone. That wait is not counted.
     """
     between: list[float] = [row["between"] for row in step]
     whole: float = mean(row["between"] + row["seconds"] for row in step)
@@ -101,16 +106,17 @@ def _seconds(step: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a record; one that a crash has cut is left out."""
+    """Yield the complete lines of a record. A crash may have cut off the last one."""
     for line in path.read_text().splitlines():
         try:
+            # Ranks append line by line, so only the last one can be incomplete.
             yield json.loads(line)
         except json.JSONDecodeError:
             return
 
 
 def _loss(rows: list[dict[str, Any]]) -> Curve:
-    """The mean loss of each epoch, over all items."""
+    """Return the mean loss of each epoch, over all items."""
     sums: dict[int, tuple[float, float]] = {}
     for row in rows:
         if _is_loss(row):
@@ -121,16 +127,16 @@ def _loss(rows: list[dict[str, Any]]) -> Curve:
 
 
 def _is_loss(row: Mapping[str, Any]) -> bool:
-    """Whether the step of `row` had a loss that can be shown; Horovod's optimizer sees none."""
+    """Return whether the step has a loss. Horovod's optimizer sees none."""
     return math.isfinite(row["loss"])
 
 
 def _means(rows: Iterator[dict[str, Any]]) -> dict[str, Curve]:
-    """The means by name, of training or of an evaluation."""
-    found: dict[str, Curve] = {}
+    """Return the curves of the means by name, for training and evaluation."""
+    curves: dict[str, Curve] = {}
     for row in rows:
         of = "training" if row["training"] else "evaluation"
         for name, value in row["means"].items():
             if math.isfinite(value):
-                found.setdefault(f"{of} {name}", {})[row["epoch"]] = value
-    return found
+                curves.setdefault(f"{of} {name}", {})[row["epoch"]] = value
+    return curves

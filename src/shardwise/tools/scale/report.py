@@ -24,8 +24,7 @@ from shardwise.tools.scale.runs import WEAK, MeasuredRun, ScalingPlan
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingRow:
-    """The result at one size; `speedup` and `efficiency` are against the smallest size of its
-    kind."""
+    """The result at one size. `speedup` and `efficiency` are relative to the smallest size."""
 
     run: MeasuredRun
     measured: Measured
@@ -42,15 +41,19 @@ class ScalingReport:
 
     @property
     def command(self) -> str:
-        """The script and its arguments, as they were given."""
+        """The script and its arguments, as given."""
         return " ".join(self.plan.words)
 
     def rows(self, kind: str) -> list[ScalingRow]:
-        """The runs of a kind that were measured, smallest first."""
-        found = [(run, run.measured) for run in self.runs if run.kind == kind and run.measured]
-        if not found:
+        """Return the successful runs of a kind, smallest first."""
+        measured_runs = [
+            (run, run.measured) for run in self.runs if run.kind == kind and run.measured
+        ]
+        if not measured_runs:
             return []
-        base = found[0][1].rate.value / found[0][0].workers
+        # The rate per worker at the smallest size that succeeded, which may have more than one
+        # worker.
+        base = measured_runs[0][1].rate.value / measured_runs[0][0].workers
         return [
             ScalingRow(
                 run=run,
@@ -58,18 +61,17 @@ class ScalingReport:
                 speedup=measured.rate.value / base,
                 efficiency=measured.rate.value / base / run.workers,
             )
-            for run, measured in found
+            for run, measured in measured_runs
         ]
 
     @property
     def accuracies(self) -> str:
-        """The name of the mean that is shown as accuracy, such as "evaluation accuracy"; "" without
-        one."""
-        made = [run.measured for run in self.runs if run.measured]
-        return " or ".join(sorted({name for each in made if (name := accuracy_name(each))}))
+        """The name of the mean shown as accuracy, such as "evaluation accuracy", or ""."""
+        results = [run.measured for run in self.runs if run.measured]
+        return " or ".join(sorted({name for each in results if (name := accuracy_name(each))}))
 
     def machine(self) -> dict[str, str]:
-        """The machine of the measurement."""
+        """Return facts about the machine of the measurement."""
         threads = os.environ.get("OMP_NUM_THREADS", str(self.plan.threads))
         facts = machine_facts()
         return {
@@ -80,44 +82,45 @@ class ScalingReport:
         }
 
     def notes(self) -> list[str]:
-        """Notes for the reader of the figures."""
+        """Return notes on how to read the figures."""
+        # The cores of this process, which a job may limit.
         cores, most = usable_cores(), max(self.plan.sizes)
-        found = [
-            "engine.resume, save and export do nothing meanwhile (--trial): every size begins with "
-            "the model as the script makes it.",
-            f"The first {self.plan.warmup} steps of each run are dropped. A rate is that of all "
-            "workers together: their samples over the time of the steps, each from when the last "
-            "worker asked for its data; evaluations and what the script saves between steps do not "
-            "count. ± is half of the 95 % interval.",
+        lines = [
+            "engine.resume, save and export do nothing during the runs (--trial): every size "
+            "starts with the model as the script makes it.",
+            f"The first {self.plan.warmup} steps of each run are dropped. The rate is the samples "
+            "of all workers divided by the time of the steps. A step begins when the last worker "
+            "asks for its data, so evaluations and saves between steps are not counted. ± is half "
+            "of the 95 % interval.",
         ]
         if any(run.measured and run.measured.loss for run in self.runs):
-            found.append(
-                "loss is the mean training loss of the last epoch, or of what was trained of it, "
-                "dropped steps included."
+            lines.append(
+                "loss is the mean training loss of the last epoch, which may be incomplete. It "
+                "includes dropped steps."
             )
         if self.accuracies:
-            found.append(
+            lines.append(
                 f"accuracy is the last {self.accuracies} that the script's sw.Metrics computed."
             )
         if any(run.measured and not run.measured.loss for run in self.runs):
-            found.append(
-                "Where no loss is shown, a script of Horovod's trained on what torch's DataLoaders "
-                "gave: an evaluation that is not under torch.no_grad() is counted as training, "
-                "its samples and its time."
+            lines.append(
+                "Scripts without a loss train with shardwise.horovod. Batches of torch's "
+                "DataLoaders are counted for them: an evaluation outside of torch.no_grad() counts "
+                "as training, with its samples and its time."
             )
         if most > cores:
-            found.append(
-                f"This machine gives {cores} core(s), so more than {cores} worker(s) share them: "
-                "on CPUs no efficiency can be expected there."
+            lines.append(
+                f"This machine has {cores} core(s), so more than {cores} worker(s) share them, and "
+                "their efficiency on CPUs is bound to fall."
             )
-        return found
+        return lines
 
 
 def table(report: ScalingReport) -> Table:
-    """The table for the terminal, without empty columns."""
+    """Return the table for the terminal, without empty columns."""
     rows = {kind: lines(report, kind) for kind in report.plan.kinds}
     filled = [any(column) for column in zip(*chain(*rows.values()), strict=True)]
-    made = Table(
+    grid = Table(
         title=report.command,
         title_justify="left",
         box=SIMPLE_HEAD,
@@ -126,12 +129,12 @@ def table(report: ScalingReport) -> Table:
         show_edge=False,
     )
     for name, justify in compress(COLUMNS.items(), filled):
-        made.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        grid.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for several in rows.values():
         for cells in several:
-            made.add_row(*compress(cells, filled))
-        made.add_section()
-    return made
+            grid.add_row(*compress(cells, filled))
+        grid.add_section()
+    return grid
 
 
 COLUMNS = {
@@ -148,11 +151,11 @@ COLUMNS = {
 
 
 def lines(report: ScalingReport, kind: str) -> list[list[str]]:
-    """The cells of the rows of a kind, as text; a run that failed has its row too."""
-    made = {row.run.workers: row for row in report.rows(kind)}
+    """Return the cells of all runs of a kind as text, including runs that failed."""
+    rows = {row.run.workers: row for row in report.rows(kind)}
     return [
-        _cells(kind, made[run.workers])
-        if run.workers in made
+        _cells(kind, rows[run.workers])
+        if run.workers in rows
         else [kind, str(run.workers), "", "failed", *[""] * (len(COLUMNS) - 4)]
         for run in report.runs
         if run.kind == kind
@@ -176,18 +179,18 @@ def _cells(kind: str, row: ScalingRow) -> list[str]:
 
 
 def figure(value: float) -> str:
-    """A rate with as many digits as are significant."""
+    """Format a rate with its significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def accuracy_name(measured: Measured) -> str:
-    """The mean that is called accuracy: one of evaluations, if there are any; "" if none."""
+    """Return the name of the mean to show as accuracy, preferably of an evaluation, or ""."""
     named = [name for name in measured.means if "acc" in name.split(" ", 1)[1].lower()]
     return min(named, default="")  # "evaluation ..." before "training ..."
 
 
 def accuracy(measured: Measured) -> Curve:
-    """The curve of the mean that is called accuracy."""
+    """Return the curve of the mean to show as accuracy."""
     name = accuracy_name(measured)
     return dict(measured.means[name]) if name else {}
 
@@ -229,7 +232,7 @@ _FLAT = (
 
 
 def as_json(report: ScalingReport) -> dict[str, Any]:
-    """All results, for programs; unknown ones are null."""
+    """Return all results as plain values. Unknown ones are null in JSON."""
     return {
         "command": report.command,
         "flags": list(report.plan.flags),
@@ -240,14 +243,14 @@ def as_json(report: ScalingReport) -> dict[str, Any]:
 
 
 def _result(report: ScalingReport, run: MeasuredRun) -> dict[str, Any]:
-    found: dict[str, Any] = dict.fromkeys(_FLAT)
-    found |= {"kind": run.kind, "workers": run.workers, "wall_seconds": run.wall}
+    values: dict[str, Any] = dict.fromkeys(_FLAT)
+    values |= {"kind": run.kind, "workers": run.workers, "wall_seconds": run.wall}
     if run.measured is None:
-        return found | {"error": run.error}
+        return values | {"error": run.error}
     (row,) = (each for each in report.rows(run.kind) if each.run is run)
     measured, curve = run.measured, accuracy(run.measured)
     rate = {name: finite(value) for name, value in asdict(measured.rate).items()}
-    return found | {
+    return values | {
         "batch": measured.batch,
         "steps": measured.steps,
         "dropped": measured.dropped,
@@ -265,7 +268,7 @@ def _result(report: ScalingReport, run: MeasuredRun) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The name of the processor."""
+    """Return the name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -276,4 +279,4 @@ def _processor() -> str:
 
 
 BATCH_GROWS = {WEAK: "the same batch per worker", "strong": "the same total batch"}
-"""What each kind keeps."""
+"""What stays equal at all sizes, by kind."""

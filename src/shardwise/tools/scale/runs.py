@@ -1,4 +1,4 @@
-"""Runs a script at one size after the other, each run with a record and a log of its own."""
+"""Runs a script at one size after the other. Each run has its own record and log."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LOG = "output.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPlan:
-    """The runs to make: `words` are the script and its arguments, `flags` those of `shardwise run`.
+    """The runs to make: `words` are the script and its arguments, `flags` are for `shardwise run`.
 
-    At each size in `sizes`, and of each kind: "strong" with the same total batch, "weak" with the
-    same batch per worker. The first `warmup` steps of a run are dropped, and it ends after `steps`
-    more, or when the script does.
+    There is a run for each size in `sizes` and each kind: "strong" keeps the total batch, "weak"
+    the batch per worker. The first `warmup` steps of a run are dropped. It ends after `steps` more,
+    or when the script does.
     """
 
     words: tuple[str, ...]
@@ -40,19 +40,18 @@ class ScalingPlan:
 
     @property
     def threads(self) -> int:
-        """Threads of a rank where the user does not say: equal at every size, so that workers
-        compare."""
+        """Threads per rank unless the user sets them: equal at every size, to compare workers."""
         return max(1, usable_cores() // max(self.sizes))
 
     @property
     def limit(self) -> int | None:
-        """The number of steps after which a run ends."""
+        """The number of steps after which a run is stopped."""
         return None if self.steps is None else self.steps + self.warmup
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """A run that has ended, with its result `measured`, or the `error` that ended it."""
+    """A finished run with its result `measured`, or the `error` that ended it."""
 
     kind: str
     workers: int
@@ -63,11 +62,11 @@ class MeasuredRun:
 
 
 OnStep = Callable[[int], None]
-"""Called now and then with the number of steps that the run has made."""
+"""Called during the run with the number of steps so far."""
 
 
 def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> MeasuredRun:
-    """Run the script once. Raises KeyboardInterrupt after ending the run, if that is pressed."""
+    """Run the script once. On Ctrl-C, end the run and raise KeyboardInterrupt."""
     folder = _folder(plan.out / "runs" / f"{kind}-{workers}")
     log = folder / LOG
     start = time.monotonic()
@@ -77,10 +76,12 @@ def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> Measured
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            # In this order the user's own OMP_NUM_THREADS wins.
             env={"OMP_NUM_THREADS": str(plan.threads), **os.environ},
         )
         code = program.wait_for(process, lambda: on_step(records.steps_made(folder)))
     ended = MeasuredRun(kind=kind, workers=workers, log=log, wall=time.monotonic() - start)
+    # A failed size is reported, and the others still run: the largest may just not fit into memory.
     if code:
         return replace(
             ended, error=f"exit code {code}: {last_words(log.read_text(errors='replace'))}"
@@ -92,8 +93,8 @@ def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> Measured
 
 
 def _folder(folder: Path) -> Path:
-    """The folder of a run, without the log and the records of an earlier one: nothing else that
-    lies there is touched."""
+    """Create the folder of a run, and remove log and records of an earlier run from it."""
+    # By name: --out may be a folder with files of the user.
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.name == LOG or re.fullmatch(r"rank-\d+\.jsonl", path.name):
@@ -103,8 +104,9 @@ def _folder(folder: Path) -> Path:
 
 def _command(plan: ScalingPlan, kind: str, workers: int, folder: Path) -> list[str]:
     flags = ["-n", str(workers), *plan.flags, "--record", str(folder.resolve())]
-    flags += ["--batch", "worker" if kind == WEAK else "total"]  # whatever else is set
-    flags += ["--trial"]  # else a size would begin where the one before it has saved
+    # Last, so that they win over the user's flags.
+    flags += ["--batch", "worker" if kind == WEAK else "total"]
+    flags += ["--trial"]  # otherwise a size would resume from the checkpoint of the one before
     if plan.limit is not None:
         flags += ["--stop-after", str(plan.limit)]
     return [*python_words("shardwise"), "run", *flags, *plan.words]

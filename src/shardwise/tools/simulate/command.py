@@ -1,4 +1,4 @@
-"""Runs `shardwise simulate`: makes the trials, and shows what they found: tables, JSON, page."""
+"""Runs `shardwise simulate`: makes the trials, and shows the results as tables, JSON and a page."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ from shardwise.tools.simulate.run_model import CAUSES, RunModel
 from shardwise.tools.simulate.slow_links import SlowLinks
 
 SEARCH_TRIALS = 5
-"""Trials of each interval, where the best one is looked for."""
+"""Trials of each interval during the search for the best one."""
 
 
-def run(asked: SimulationRequest, out: Path, json_file: Path | None) -> int:
-    """Simulate what is `asked`, and show it. Raises ConfigError for what cannot be."""
-    cluster = parse_cluster(asked.cluster, read_catalogue(asked.hardware))
-    failures = read_failures(asked.failures)
-    model = model_of(asked, cluster, failures)
-    with _progress(asked, model) as tick:
-        found, tried = _found(asked, model, tick)
+def run(request: SimulationRequest, out: Path, json_file: Path | None) -> int:
+    """Simulate the request and show the result. Raises ConfigError if it is impossible."""
+    cluster = parse_cluster(request.cluster, read_catalogue(request.hardware))
+    failures = read_failures(request.failures)
+    model = model_of(request, cluster, failures)
+    with _progress(request, model) as tick:
+        goodput, tried = _found(request, model, tick)
+        # To compare: what the same failures cost the run without islands.
         whole = None
         if model.islands > 1:
-            whole, _ = _found(asked, as_a_whole(asked, model), tick)
-    report = SimulationReport(asked, cluster, failures, found, tried, whole)
+            whole, _ = _found(request, as_a_whole(request, model), tick)
+    report = SimulationReport(request, cluster, failures, goodput, tried, whole)
     if not is_stdout(json_file):
         show(report, plain_console())
     write(report, out, json_file)
@@ -61,140 +62,147 @@ def run(asked: SimulationRequest, out: Path, json_file: Path | None) -> int:
 
 
 def _found(
-    asked: SimulationRequest, model: RunModel, tick: Callable[[], None]
+    request: SimulationRequest, model: RunModel, tick: Callable[[], None]
 ) -> tuple[Goodput, list[tuple[float, Band]]]:
-    """What the trials of `model` find, and the intervals that were tried, where the best one is
-    `asked` for."""
+    """Return the result of the trials, and the intervals that were tried.
+
+    Searches the best interval unless the request gives one.
+    """
     tried: list[tuple[float, Band]] = []
-    if asked.save_every is None:
-        interval, tried = best_interval(model, SEARCH_TRIALS, asked.seed, tick)
+    if request.save_every is None:
+        interval, tried = best_interval(model, SEARCH_TRIALS, request.seed, tick)
         model = replace(model, interval=interval)
-    return simulate(model, asked.trials, asked.seed, tick), tried
+    return simulate(model, request.trials, request.seed, tick), tried
 
 
-def model_of(asked: SimulationRequest, cluster: Cluster, failures: Failures) -> RunModel:
-    """The run that is `asked` for. Raises ConfigError for more hosts than there are."""
-    if asked.least is not None and asked.least > cluster.hosts:
-        raise ConfigError(f"--min-hosts {asked.least}: the run has {cluster.hosts} hosts only.")
+def model_of(request: SimulationRequest, cluster: Cluster, failures: Failures) -> RunModel:
+    """Return the model of the requested run. Raises ConfigError if it needs more hosts."""
+    if request.least is not None and request.least > cluster.hosts:
+        raise ConfigError(f"--min-hosts {request.least}: the run has only {cluster.hosts} hosts.")
     topology = Topology(
         cluster.hosts, cluster.per_host, failures.hosts_per_rack, failures.racks_per_pod
     )
-    islands = cluster.hosts if asked.islands == "host" else int(asked.islands)
-    rule = asked.rule
-    _refuse_ignored(asked, islands)
+    islands = cluster.hosts if request.islands == "host" else int(request.islands)
+    rule = request.rule
+    _refuse_ignored(request, islands)
     if islands > 1:
-        _check_islands(asked, cluster, islands)
-    links = _links(asked, islands)
+        _check_islands(request, cluster, islands)
+    links = _links(request, islands)
     model = RunModel(
         topology=topology,
         failures=failures.classes,
-        work=asked.days,
-        step=asked.step,
-        interval=asked.days,
-        save=asked.save,
-        restart=asked.restart,
-        background=asked.background,
-        detect=math.inf if asked.detect is None else asked.detect,
-        jitter=asked.jitter,
-        spares=asked.spares,
-        least=asked.least or 0,
+        work=request.days,
+        step=request.step,
+        # A first value: the interval must be a multiple of a round, which this model defines.
+        interval=request.days,  # replaced below: an interval is rounded to rounds of this model
+        save=request.save,
+        restart=request.restart,
+        background=request.background,
+        detect=math.inf if request.detect is None else request.detect,
+        jitter=request.jitter,
+        spares=request.spares,
+        least=request.least or 0,
         islands=islands,
         every=rule.every if islands > 1 else 1,
-        boundary=0.0 if links is None else links.boundary_seconds(rule, asked.step),
+        boundary=0.0 if links is None else links.boundary_seconds(rule, request.step),
     )
-    return replace(model, interval=_interval(asked, model))
+    return replace(model, interval=_interval(request, model))
 
 
-def _interval(asked: SimulationRequest, model: RunModel) -> float:
-    """The interval that is `asked` for in whole rounds, seconds of work; all of it for the best."""
-    return in_rounds(min(asked.save_every or asked.days, asked.days), model)
+def _interval(request: SimulationRequest, model: RunModel) -> float:
+    """Return the requested interval in whole rounds, in seconds of work (default: all of it)."""
+    return in_rounds(min(request.save_every or request.days, request.days), model)
 
 
-def _refuse_ignored(asked: SimulationRequest, islands: int) -> None:
-    """Raise ConfigError for an option of islands, or of the links between them, without those."""
-    of_links = {"--parameters": asked.parameters, "--wire": asked.wire, "--late": asked.late}
-    of_islands = {"--equal-every": asked.equal_every, "--between": asked.between, **of_links}
-    if islands == 1 and (given := [name for name in of_islands if of_islands[name] is not None]):
+def _refuse_ignored(request: SimulationRequest, islands: int) -> None:
+    """Raise ConfigError for options of islands, or of their links, that would have no effect."""
+    of_links = {"--parameters": request.parameters, "--wire": request.wire, "--late": request.late}
+    of_islands = {"--equal-every": request.equal_every, "--between": request.between, **of_links}
+    if islands == 1 and (options := [name for name in of_islands if of_islands[name] is not None]):
         raise ConfigError(
-            f"{', '.join(given)} without --islands N: there is nothing to make equal."
+            f"{', '.join(options)} without --islands N: without islands it has no effect."
         )
-    if asked.between is None and (
-        given := [name for name in of_links if of_links[name] is not None]
+    if request.between is None and (
+        options := [name for name in of_links if of_links[name] is not None]
     ):
         raise ConfigError(
-            f"{', '.join(given)} without --between MBITS: no time is counted for the links then."
+            f"{', '.join(options)} without --between MBITS: without it the links take no time."
         )
 
 
-def _check_islands(asked: SimulationRequest, cluster: Cluster, islands: int) -> None:
-    """Raise ConfigError where the hosts, or the devices of the only one, cannot be so many
-    islands."""
+def _check_islands(request: SimulationRequest, cluster: Cluster, islands: int) -> None:
+    """Raise ConfigError if the hosts, or the devices of a single host, do not divide evenly."""
     several = cluster.hosts > 1
     count = cluster.hosts if several else cluster.per_host
+    # All islands must have the same size, because each one has the same share of the work.
     if count % islands:
         raise ConfigError(
-            f"--islands {islands}: {many(count, 'host' if several else 'device')} cannot be cut "
-            "into so many of equal size."
+            f"--islands {islands}: {many(count, 'host' if several else 'device')} cannot be "
+            "divided into this many islands of equal size."
         )
-    if asked.spares and not several:
+    if request.spares and not several:
         raise ConfigError(
-            f"--spares {asked.spares} with --islands {islands} on one host: another host takes no "
-            "island of it. Leave --spares out."
+            f"--spares {request.spares} with --islands {islands} on one host: a spare host cannot "
+            "replace an island, which is part of a host. Leave --spares out."
         )
-    if asked.least is not None:
+    if request.least is not None:
         raise ConfigError(
-            f"--min-hosts {asked.least} with --islands {islands}: an island that lacks a host "
-            "stays away until it has one, and the others go on. Leave --min-hosts out."
+            f"--min-hosts {request.least} with --islands {islands}: an island that lacks a host "
+            "stays absent until it has one, and the others continue. Leave --min-hosts out."
         )
 
 
-def _links(asked: SimulationRequest, islands: int) -> SlowLinks | None:
-    """The links between islands; None where no time is counted for them. Raises ConfigError."""
-    if asked.between is None:
+def _links(request: SimulationRequest, islands: int) -> SlowLinks | None:
+    """Return the links between islands, or None if their time is ignored. Raises ConfigError."""
+    if request.between is None:
         return None
-    if asked.parameters is None:
+    if request.parameters is None:
         raise ConfigError(
-            f"--between {asked.between:g} needs --parameters P, such as 8e9: how much it carries."
+            f"--between {request.between:g} needs --parameters P, the number of parameters that "
+            "cross the links, such as 8e9."
         )
-    return SlowLinks(islands=islands, parameters=asked.parameters, megabits=asked.between)
+    return SlowLinks(islands=islands, parameters=request.parameters, megabits=request.between)
 
 
-def as_a_whole(asked: SimulationRequest, model: RunModel) -> RunModel:
-    """The same run without its islands: each failure stops all of it, and gradients cross the same
-    links at every step."""
-    links = _links(asked, model.islands)
+def as_a_whole(request: SimulationRequest, model: RunModel) -> RunModel:
+    """Return the same run without islands.
+
+    Each failure stops all of it, and gradients cross the same links at every step.
+    """
+    links = _links(request, model.islands)
     boundary = 0.0 if links is None else links.gradient_seconds
-    made = replace(model, islands=1, every=1, boundary=boundary)
-    return replace(made, interval=_interval(asked, made))
+    whole = replace(model, islands=1, every=1, boundary=boundary)
+    return replace(whole, interval=_interval(request, whole))
 
 
 @contextmanager
-def _progress(asked: SimulationRequest, model: RunModel) -> Iterator[Any]:
-    """Show how many trials are made; yields what to call after each."""
-    searched = len(FACTORS) * SEARCH_TRIALS if asked.save_every is None else 0
+def _progress(request: SimulationRequest, model: RunModel) -> Iterator[Any]:
+    """Show the number of finished trials. Yields the function to call after each one."""
+    searched = len(FACTORS) * SEARCH_TRIALS if request.save_every is None else 0
+    # With islands the same run is also simulated without them, for comparison.
     models = 1 + (model.islands > 1)
     pilot = SEARCH_TRIALS if searched and model.islands > 1 else 0
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("simulated runs", total=models * (searched + asked.trials) + pilot)
+        task = bar.add_task("simulated runs", total=models * (searched + request.trials) + pilot)
         yield lambda: bar.advance(task)
 
 
 def show(report: SimulationReport, console: Console) -> None:
-    """Print the finding, where the time went, and what failed."""
+    """Print the main result, the use of the time, and the failures."""
     console.print(headline(report), soft_wrap=True)
     lost = Table("where the time goes", "share")
     lost.columns[1].justify = "right"
-    lost.add_row("steps that count", f"{report.found.goodput.mean:.2%}")
+    lost.add_row("steps that count", f"{report.goodput.goodput.mean:.2%}")
     for cause, words in CAUSES.items():
-        if report.found.lost[cause]:
-            lost.add_row(words, f"{report.found.lost[cause]:.2%}")
+        if report.goodput.lost[cause]:
+            lost.add_row(words, f"{report.goodput.lost[cause]:.2%}")
     console.print(lost)
     if report.failures.classes:
-        failed = Table("what fails", "scope", "times a run")
+        failed = Table("failures", "scope", "per run")
         failed.columns[2].justify = "right"
         for each in report.failures.classes:
-            count = report.found.failures[each.name]
+            count = report.goodput.failures[each.name]
             failed.add_row(each.title, each.scope, f"{count:,.1f}")
         console.print(failed)
     for line in sentences(report):
@@ -202,9 +210,9 @@ def show(report: SimulationReport, console: Console) -> None:
 
 
 def write(report: SimulationReport, out: Path, json_file: Path | None) -> None:
-    """Write page and plot to `out`, and the JSON where it is asked for."""
+    """Write page and plot to `out`, and the JSON if requested."""
     write_json(json.dumps(as_json(report), indent=1), json_file)
-    from shardwise.tools.simulate import pictures  # half a second, which nobody waits for before
+    from shardwise.tools.simulate import pictures  # imports matplotlib, which takes half a second
 
     out.mkdir(parents=True, exist_ok=True)
     page = pictures.draw(report, out)

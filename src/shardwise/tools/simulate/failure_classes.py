@@ -1,21 +1,21 @@
-"""The catalogue of failures: classes of what fails, how often, and what it takes with it.
+"""The catalogue of failures: kinds, rates, and the hardware that they take down.
 
-A file is TOML in which every value has its source, as in the catalogue of devices. The rate of a
-class is a count over what was observed, or a number per 1,000 days of one component:
+A file is TOML whose values have sources, as in the catalogue of devices. The rate of a class is a
+count over an observed run, or a number per 1,000 days of one component:
 
     [class.gpu]
     title = "faulty GPU"
     scope = "device"                                    # device, host, rack, pod or job
     count = { value = 148, from = "table" }             # or per_1000_days
     detect_seconds = { value = 60, from = "assumed" }   # from the failure until the run has ended
-    repair_hours = { value = 24, from = "assumed" }     # until its hosts are back; none: they stay
+    repair_hours = { value = 24, from = "assumed" }     # until hosts return; left out: they stay
 
-A failure that takes no hardware with it (`scope = "job"`) is counted per job, however large. With
-`per = { value = "device", from = "assumed" }` it is counted per device, or host, rack or pod: its
-rate grows with the run, as that of a software bug does that any rank may meet.
+A failure that takes down no hardware (`scope = "job"`) is counted per job, of any size. With
+`per = { value = "device", from = "assumed" }` it is counted per device (or host, rack, pod). Its
+rate then grows with the run, like a software bug that any rank may trigger.
 
-`planned = true`: the run saves first. With `slowdown` nothing stops: for `lasts_hours` the run
-goes at the pace of that component.
+`planned = true`: the run saves first. With `slowdown` the run does not stop: for `lasts_hours` it
+runs at the pace of the slow component.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OBSERVED = ("days", "devices", "devices_per_host", "hosts_per_rack", "racks_per
 
 @dataclass(frozen=True)
 class Topology:
-    """How many components of each scope `hosts` hosts are."""
+    """The number of components of each scope in `hosts` hosts."""
 
     hosts: int
     devices_per_host: int
@@ -54,7 +54,7 @@ class Topology:
         return self.hosts * self.devices_per_host
 
     def components(self, scope: str) -> int:
-        """How many components of `scope` there are; the last rack and pod may not be full."""
+        """Return the number of components of `scope`. The last rack and pod may not be full."""
         racks = math.ceil(self.hosts / self.hosts_per_rack)
         return {
             "device": self.devices,
@@ -65,7 +65,8 @@ class Topology:
         }[scope]
 
     def hosts_at(self, scope: str, place: int) -> range:
-        """The hosts that go when component `place` of `scope` does; of a job none."""
+        """Return the hosts that fail with component `place` of `scope` (none for a job)."""
+        # A failure of the job takes down no hardware.
         if scope == "job":
             return range(0)
         if scope in ("device", "host"):
@@ -75,7 +76,7 @@ class Topology:
         return range(place * several, min((place + 1) * several, self.hosts))
 
     def hosts_of(self, scope: str) -> int:
-        """How many hosts go when a component of `scope` does."""
+        """Return how many hosts fail with a component of `scope`."""
         rack = min(self.hosts_per_rack, self.hosts)
         pod = min(rack * self.racks_per_pod, self.hosts)
         return {"device": 1, "host": 1, "rack": rack, "pod": pod, "job": 0}[scope]
@@ -83,13 +84,13 @@ class Topology:
 
 @dataclass(frozen=True)
 class FailureClass:
-    """A kind of failure; `rate` is per second and component of `per`.
+    """A kind of failure. `rate` is per second and per component of `per`.
 
-    `scope` is what fails with it. The two differ where a failure takes no hardware with it (`scope`
-    is the job) and comes more often on more of it: `per` is the device or the host then.
+    `scope` is the hardware that fails. It differs from `per` for failures of the job that happen
+    more often on more hardware: then `per` is, for example, the device.
 
-    For `detect` seconds nobody notices. Its hosts are back after `repair` seconds in the mean, 0
-    where they stay. `slowdown` above 1 only slows the run down, for `lasts` seconds in the mean.
+    The failure stays unnoticed for `detect` seconds. Its hosts return after `repair` seconds on
+    average; with 0 they stay. `slowdown` above 1 only slows the run, for `lasts` seconds on average
     """
 
     name: str
@@ -110,25 +111,25 @@ class FailureClass:
 
 @dataclass(frozen=True)
 class Failures:
-    """A file of the catalogue."""
+    """The content of a file of the catalogue."""
 
     title: str
     classes: tuple[FailureClass, ...]
     hosts_per_rack: int
     racks_per_pod: int
     sources: Mapping[str, Source] = field(default_factory=dict)
-    """By class and key, such as "gpu.count"."""
+    """The sources by class and key, such as "gpu.count"."""
 
 
 def names() -> list[str]:
-    """The files that come with the package."""
+    """Return the names of the package's files."""
     return sorted(each.stem for each in OWN.glob("*.toml"))
 
 
 def read_failures(name: str) -> Failures:
-    """The file of the package with this name, or the one of this path; "none" is no failure.
+    """Read the package's file with this name, or the file with this path.
 
-    Raises ConfigError of the first mistake in it.
+    "none" stands for no failures. Raises ConfigError with the first error in the file.
     """
     if name == "none":
         return Failures("no failures", (), 1, 1)
@@ -137,8 +138,8 @@ def read_failures(name: str) -> Failures:
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"--failures {name}: there is no such file.{hint} Write none, "
-            f"{', '.join(names())}, or the path of a .toml file of yours."
+            f"--failures {name}: no such file.{hint} Write none, "
+            f"{', '.join(names())}, or the path of your own .toml file."
         )
     return _Reading(path).failures()
 
@@ -168,12 +169,12 @@ class _Reading(SourcedFile):
 
     def _observed(self, entry: Any) -> dict[str, float]:
         if not isinstance(entry, dict):
-            raise self.wrong("observed has to be a table [observed].")
+            raise self.wrong("observed must be a table [observed].")
         self.only(entry, _OBSERVED, "[observed]")
-        found = {key: self._number(value, f"observed.{key}") for key, value in entry.items()}
-        if broken := [key for key in found if key != "days" and found[key] % 1]:
-            raise self.wrong(f"[observed] {broken[0]} has to be a whole number.")
-        return found
+        numbers = {key: self._number(value, f"observed.{key}") for key, value in entry.items()}
+        if broken := [key for key in numbers if key != "days" and numbers[key] % 1]:
+            raise self.wrong(f"[observed] {broken[0]} must be a whole number.")
+        return numbers
 
     def _class(
         self, name: str, entry: Mapping[str, Any], observed: Mapping[str, float]
@@ -182,36 +183,39 @@ class _Reading(SourcedFile):
         self.only(entry, ("title", "scope", "per", "planned", *_NUMBERS), where)
         scope = self.text(entry, "scope", where)
         if scope not in SCOPES:
-            raise self.wrong(f"{where} scope is one of {', '.join(SCOPES)}, not {scope!r}.")
+            raise self.wrong(f"{where} scope must be one of {', '.join(SCOPES)}, not {scope!r}.")
         per = self._per(entry, name, scope)
-        found = {key: self._number(entry[key], f"{name}.{key}") for key in _NUMBERS if key in entry}
-        if found.get("slowdown", 2.0) <= 1 or ("slowdown" in found) != ("lasts_hours" in found):
+        values = {
+            key: self._number(entry[key], f"{name}.{key}") for key in _NUMBERS if key in entry
+        }
+        if values.get("slowdown", 2.0) <= 1 or ("slowdown" in values) != ("lasts_hours" in values):
             raise self.wrong(
-                f"{where} slowdown has to be above 1 and comes with lasts_hours, as that with it."
+                f"{where} slowdown must be above 1, and needs lasts_hours (and the reverse)."
             )
         return FailureClass(
             name=name,
             title=self.text(entry, "title", where),
             scope=scope,
-            rate=self._rate(where, per, found, observed),
+            rate=self._rate(where, per, values, observed),
             per=per,
-            detect=found.get("detect_seconds", 0.0),
-            repair=found.get("repair_hours", 0.0) * HOUR,
+            detect=values.get("detect_seconds", 0.0),
+            repair=values.get("repair_hours", 0.0) * HOUR,
             planned=entry.get("planned") is True,
-            slowdown=found.get("slowdown", 1.0),
-            lasts=found.get("lasts_hours", 0.0) * HOUR,
+            slowdown=values.get("slowdown", 1.0),
+            lasts=values.get("lasts_hours", 0.0) * HOUR,
         )
 
     def _rate(
-        self, where: str, per: str, found: Mapping[str, float], observed: Mapping[str, float]
+        self, where: str, per: str, values: Mapping[str, float], observed: Mapping[str, float]
     ) -> float:
-        """Failures per second and component."""
-        if ("count" in found) == ("per_1000_days" in found):
-            raise self.wrong(f"{where} needs count or per_1000_days, one of the two.")
-        if "per_1000_days" in found:
-            return found["per_1000_days"] / (1000 * DAY)
+        """Return the failures per second and component."""
+        if ("count" in values) == ("per_1000_days" in values):
+            raise self.wrong(f"{where} needs either count or per_1000_days.")
+        if "per_1000_days" in values:
+            return values["per_1000_days"] / (1000 * DAY)
         if missing := [key for key in _OBSERVED[:3] if key not in observed]:
             raise self.wrong(f"{where} has a count, so [observed] needs {missing[0]}.")
+        # The rate per component needs the number of components in the observed run.
         hosts = math.ceil(observed["devices"] / observed["devices_per_host"])
         seen = Topology(
             hosts,
@@ -219,21 +223,21 @@ class _Reading(SourcedFile):
             int(observed.get("hosts_per_rack", 1)),
             int(observed.get("racks_per_pod", 1)),
         )
-        return found["count"] / (observed["days"] * DAY * seen.components(per))
+        return values["count"] / (observed["days"] * DAY * seen.components(per))
 
     def _per(self, entry: Mapping[str, Any], name: str, scope: str) -> str:
-        """The scope whose components the rate is per."""
+        """Return the scope of the components that the rate is per."""
         if "per" not in entry:
             return scope
         value, self._found[f"{name}.per"] = self.sourced(entry["per"], f"{name}.per")
         if scope != "job" or value not in SCOPES:
             raise self.wrong(
-                f"[class.{name}] per is one of {', '.join(SCOPES)}, and of a class whose scope is "
-                f"job; it is {value!r} and the scope is {scope}."
+                f"[class.{name}] per must be one of {', '.join(SCOPES)}, and needs scope job: "
+                f"it is {value!r}, and the scope is {scope}."
             )
         return str(value)
 
     def _number(self, entry: Any, where: str) -> float:
-        """A number, whose source is kept."""
+        """Return a number, and keep its source."""
         value, self._found[where] = self.number(entry, where)
         return value

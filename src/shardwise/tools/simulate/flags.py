@@ -1,4 +1,4 @@
-"""Defines the command `shardwise simulate`: its flags, and the run that they describe."""
+"""The flags of `shardwise simulate`, and the run that they describe."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from shardwise.launch.flag_table import flags_of
 from shardwise.launch.flags import Command
 
 TOP = """\
-What failures leave of a run:   shardwise simulate --on 2048x8xH100 --failures llama3 --days 54
+What do failures cost?   shardwise simulate --on 2048x8xH100 --failures llama3 --days 54
 
-shardwise simulate [flags]     needs no script and no device: the durations are yours
+shardwise simulate [flags]     needs no script and no device: you give the durations
 """
 
 
 def command() -> Command:
-    """The command `simulate`."""
+    """Return the command `simulate`."""
     return Command(
         "simulate",
         top=TOP,
         callback=_simulate,
         params=list(flags_of("simulate")),
         context_settings={"max_content_width": 100},
-        short_help="Show what failures leave of a run of days.",
+        short_help="Show the effect of failures on a run of days.",
     )
 
 
-def _simulate(json_file: Path | None, out: str, hardware: tuple[str, ...], **given: Any) -> int:
-    asked = import_module("shardwise.tools.simulate.report").SimulationRequest(
-        hardware=hardware, **given
+def _simulate(json_file: Path | None, out: str, hardware: tuple[str, ...], **options: Any) -> int:
+    request = import_module("shardwise.tools.simulate.report").SimulationRequest(
+        hardware=hardware, **options
     )
-    made = import_module("shardwise.tools.simulate.command")
-    return made.run(asked, Path(out), json_file)  # type: ignore[no-any-return]
+    command_module = import_module("shardwise.tools.simulate.command")
+    return command_module.run(request, Path(out), json_file)  # type: ignore[no-any-return]

@@ -1,16 +1,16 @@
-"""IslandTrial: one simulated run of islands, of which a failure stops only those that it hits.
+"""IslandTrial: one simulated run with islands. A failure stops only the islands that it hits.
 
-Islands that are there go in step: a round of steps, then a boundary at which all become equal, and
-now and then a save. One that failed has lost what it did in that round; it starts again while the
-others go on, and comes back at a boundary, with what they have in common there:
+Present islands run in step: a round of steps, then a boundary that makes their parameters equal,
+and at some rounds a save. An island that fails loses its work of that round. It restarts while the
+others continue, and rejoins at a boundary with their common parameters:
 
     island 0   steps │ boundary │ steps │ boundary │ steps │ boundary │ steps
     island 1   steps │ boundary │ st†     detection, restart, rejoining │ steps
 
-Before it takes part, those that are there save a checkpoint for it, for which all stand still.
-Others wait at a boundary for one that has failed until that is noticed. Where none is left, all go
-back to the newest checkpoint. Work counts when so many seconds of steps were made by all islands
-together as the run has for each: what an absent island does not do, the others do later.
+Before an island rejoins, the present islands stop and save a checkpoint for it. At a boundary they
+wait for a failed island until the failure is noticed. If no island is left, all of them go back to
+the newest checkpoint. The run is done when all islands together have made as many seconds of steps
+as the run has for each: the others make up for the steps of an absent island.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from shardwise.tools.simulate.outcome import BINS, GIVES_UP, USEFUL, Outcome, Ti
 from shardwise.tools.simulate.run_model import RunModel
 
 WORK, BOUNDARY, SAVE = "work", "boundaries", "saves"
-"""The parts of a round, in their order; the last two are causes of lost time too."""
+"""The parts of a round, in order. The last two are causes of lost time, too."""
 
 
 @dataclass(eq=False)
 class _Absence:
-    """An island that is away: the cause that its time goes to, until when that lasts, and how many
-    units (RunModel.units_per_host) it lacks. `awaited`: the others do not know yet, and wait for it
-    at the boundary."""
+    """An island that is absent: the cause that its time is counted under, and until when.
+
+    `missing` is the number of units (RunModel.units_per_host) that it lacks. `awaited`: the others
+    have not noticed the failure, and wait for the island at the boundary.
+    """
 
     cause: str
     until: float
@@ -52,18 +54,18 @@ class IslandTrial:
         self._sums = np.cumsum(rates)
         self._slowest = model.slowest
         self._units = model.topology.hosts * model.units_per_host // model.islands
-        """Units of an island."""
+        """The number of units of an island."""
         self._stops = 0
         self._time = TimeSpent(model.work / BINS)
         self._away: dict[int, _Absence] = {}
         self._left: list[tuple[str, float]] = []
-        """What is left of the round: parts, and seconds (of work as if no device were slow)."""
+        """The rest of the round: parts and their seconds (of work at the speed of an even step)."""
         self._round = 0.0
-        """Work of this round that each island in it has done."""
+        """Work of this round that each present island has done."""
         self._saves_in = self._rounds_between_saves
         self._kept = 0.0
         self._written: list[tuple[float, float]] = []
-        """Checkpoints on their way: when each is complete, and its work."""
+        """Checkpoints being written: when each is complete, and the work that it contains."""
         self._free = model.spares
         self._returns: list[float] = []
         self._slow: list[tuple[float, float]] = []
@@ -72,10 +74,12 @@ class IslandTrial:
         self._next = self._draw_next()
 
     def run(self) -> Outcome:
-        """Run to the end, or to GIVES_UP times the work."""
+        """Run to the end, or until GIVES_UP times the work has passed."""
         limit = GIVES_UP * self._model.work
         while not self._is_done and self._time.now < limit:
-            self._go_on(min(self._next_event(), limit))
+            ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
+            ends += [each.until for each in self._away.values()]
+            self._go_on(min(*ends, limit))
             if not self._is_done:
                 self._take_events()
         return self._time.closed(
@@ -86,21 +90,22 @@ class IslandTrial:
 
     @property
     def _work(self) -> float:
-        """Work that was done, in seconds of all islands."""
+        """Work done, as seconds of all islands."""
         return self._time.totals[USEFUL]
 
     @property
     def _is_done(self) -> bool:
+        # Sums of many parts: exact equality would leave a rest of a few rounding errors.
         return self._work >= self._model.work * (1 - 1e-9)
 
     @property
     def _share(self) -> float:
-        """The fraction of the islands that is there."""
+        """The fraction of the islands that is present."""
         return 1 - len(self._away) / self._model.islands
 
     @property
     def _pace(self) -> float:
-        """Wall seconds of a second of work."""
+        """Wall seconds per second of work."""
         return self._slowest * max((factor for _, factor in self._slow), default=1.0)
 
     @property
@@ -113,7 +118,7 @@ class IslandTrial:
         return max(1, round(self._model.interval / self._length))
 
     def _go_on(self, until: float) -> None:
-        """Go through rounds until the second `until`, or the end of the work."""
+        """Run rounds until the second `until`, or until the work is done."""
         while self._time.now < until and not self._is_done:
             if not self._share:
                 self._spend(until - self._time.now, {})
@@ -126,22 +131,29 @@ class IslandTrial:
             self._pass(until)
 
     def _begin_round(self) -> None:
-        """The islands that have waited for it come back, by a checkpoint of those that are there,
-        which is complete before they go on."""
+        """Begin a round. Waiting islands rejoin, from a checkpoint that must be complete first."""
         away = {n: each for n, each in self._away.items() if each.cause != "rejoining"}
+        # Somebody rejoins, and somebody is present to save for it. If all were absent, they load
+        # the newest checkpoint.
         admits = len(away) < len(self._away) < self._model.islands
+        # Rejoining islands have waited for exactly this moment.
         self._away, self._round = away, 0.0
+        # Fewer islands need longer for the rest, because together they do the work of all.
         needed = (self._model.work - self._work) / self._share
         self._left = [(WORK, min(self._length, needed)), (BOUNDARY, self._model.boundary)]
+        # A checkpoint for a rejoining island blocks until it is written. Other saves finish in the
+        # background.
         if admits:
             self._left.insert(0, (SAVE, self._model.save + self._model.background))
         if self._saves_in <= 1:
             self._left.append((SAVE, self._model.save))
 
     def _repeat(self, until: float) -> None:
-        """Let all rounds pass at once that end before `until`, the next save and the last round."""
+        """Run at once all rounds that end before `until`, the next save and the last round."""
+        # A round with a boundary that waits for a failed island is not like the others.
         if any(each.awaited for each in self._away.values()):
             return
+        # Walking through each round of a run of months would take minutes.
         seconds = self._length * self._pace + self._model.boundary
         whole = int((self._model.work - self._work) / self._share / self._length) - 1
         count = min(int((until - self._time.now) / seconds), self._saves_in - 1, whole)
@@ -153,11 +165,11 @@ class IslandTrial:
             self._begin_round()
 
     def _pass(self, until: float) -> None:
-        """Go through what comes next of the round."""
+        """Run the next part of the round, up to the second `until`."""
         kind, left = self._left[0]
         room = until - self._time.now
         if kind == BOUNDARY and any(each.awaited for each in self._away.values()):
-            self._spend(room, {"detection": room})  # until that is noticed, which is an event
+            self._spend(room, {"detection": room})  # the detection is an event, at `until` or later
             self._time.now = until
             return
         pace = self._pace if kind == WORK else 1.0
@@ -180,18 +192,19 @@ class IslandTrial:
         }
 
     def _end(self, kind: str) -> None:
-        """The first part of what was left of the round is over."""
+        """End the first of the remaining parts of the round."""
         del self._left[0]
         if kind == BOUNDARY:
-            self._round = 0.0  # what is in the common value is not lost any more
+            self._round = 0.0  # the common parameters contain it: a failure cannot lose it now
             self._saves_in -= 1
         elif kind == SAVE:
-            if self._saves_in < 1:  # else it was made for one that comes back
+            if self._saves_in < 1:  # otherwise this save was for a rejoining island
                 self._saves_in = self._rounds_between_saves
             self._written.append((self._time.now + self._model.background, self._work))
 
     def _spend(self, seconds: float, parts: dict[str, float]) -> None:
-        """Let `seconds` pass: `parts` of those islands that are there, and what others wait for."""
+        """Spend `seconds`: `parts` on the present islands, and the causes of absent ones."""
+        # Each island has an equal share of the wall time.
         one = 1 / self._model.islands
         spent = {kind: value * self._share for kind, value in parts.items()}
         for each in self._away.values():
@@ -205,12 +218,8 @@ class IslandTrial:
             return math.inf
         return self._time.now + float(self._random.exponential(1 / self._rate))
 
-    def _next_event(self) -> float:
-        ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
-        return min([*ends, *(each.until for each in self._away.values())])
-
     def _take_events(self) -> None:
-        """Take what has come by now."""
+        """Handle the events that are due."""
         now = self._time.now
         while self._slow and self._slow[0][0] <= now:
             heapq.heappop(self._slow)
@@ -218,15 +227,16 @@ class IslandTrial:
             heapq.heappop(self._returns)
             self._take_back_host()
         for each in self._away.values():
+            # Causes without a fixed end have an infinite `until`: a host or a boundary ends them.
             if each.until <= now:
                 self._advance(each)
         if not self._share and any(each.cause == "rejoining" for each in self._away.values()):
-            self._begin_round()  # none is there that they would have to wait for
+            self._begin_round()  # no island is present, so rejoining need not wait for a boundary
         if self._next <= now:
             self._strike()
 
     def _take_back_host(self) -> None:
-        """Give a host that is back to an island that lacks one, or let it stand by."""
+        """Give a repaired host to an island that lacks one, or keep it as a spare."""
         lacking = next((each for each in self._away.values() if each.missing), None)
         if lacking is None:
             self._free += 1
@@ -236,7 +246,7 @@ class IslandTrial:
             self._enter(lacking, "restart", self._model.restart)
 
     def _advance(self, each: _Absence) -> None:
-        """What kept an island away is over; the next thing begins."""
+        """Move an absent island to the next cause after the current one has ended."""
         each.awaited = False
         if each.cause == "restart":
             self._enter(each, "rejoining", math.inf)
@@ -251,12 +261,14 @@ class IslandTrial:
     # -- failures -----------------------------------------------------------------------------
 
     def _strike(self) -> None:
-        """The failure that has come now."""
+        """Handle a failure that happens now."""
+        # The class is drawn in proportion to its rate.
         drawn = self._random.random() * self._rate
         failure = self._model.failures[int(np.searchsorted(self._sums, drawn, side="right"))]
         self._next = self._draw_next()
         hit = self._hit(failure)
         working = [island for island in hit if island not in self._away]
+        # Nothing happens to an island that is absent, unless the failure takes more of its hosts.
         if not working and (not hit or failure.planned or failure.slowdown > 1):
             return
         self._failures[failure.name] = self._failures.get(failure.name, 0) + 1
@@ -270,8 +282,10 @@ class IslandTrial:
             self._fail(failure, hit, working)
 
     def _hit(self, failure: FailureClass) -> dict[int, int]:
-        """The islands that a failure hits, and how many units of each; those that wait for hosts
-        are idle, and what is idle does not fail."""
+        """Return the islands that a failure hits, and the number of units that it hits in each.
+
+        Islands that wait for hosts are idle, and idle hosts do not fail.
+        """
         topology = self._model.topology
         if failure.scope == "job":
             gone = dict.fromkeys(range(self._model.islands), 0)
@@ -285,7 +299,9 @@ class IslandTrial:
         return {n: c for n, c in gone.items() if n not in away or away[n].cause != "waiting"}
 
     def _leave(self, islands: list[int]) -> None:
-        """Islands end as planned: what they have done is kept, by a save where none stays."""
+        """Stop islands as planned. Their work is kept, by a save if no island remains."""
+        # No island remains that could give the others its parameters, so a checkpoint must keep the
+        # work.
         if len(self._away) + len(islands) == self._model.islands:
             self._spend(self._model.save, {SAVE: self._model.save})
             self._kept = self._work
@@ -293,16 +309,20 @@ class IslandTrial:
         self._send_away(islands, "restart", self._model.restart)
 
     def _fail(self, failure: FailureClass, hit: dict[int, int], working: list[int]) -> None:
-        """Islands that fail lose their part of the round, and all what no checkpoint has where none
-        is left."""
+        """Handle a failure: the islands lose their work of the round.
+
+        If no island is left, the run loses all work that is not in a checkpoint.
+        """
         detect = min(failure.detect, self._model.detect)
+        # `_round` is the work since the boundary. Work counts in seconds of all islands.
         self._time.lose(self._round * len(working) / self._model.islands)
         self._send_away(working, "detection", detect)
         back = self._time.now
-        if failure.repair:  # all hosts of a rack come back together
+        if failure.repair:  # one draw: all hosts of a rack return together
             back += float(self._random.exponential(failure.repair))
         for island in hit:
             each = self._away[island]
+            # A failure during the restart: it starts over with the detection.
             if each.cause in ("restart", "rejoining"):
                 self._enter(each, "detection", detect)
             if failure.repair:
@@ -316,7 +336,7 @@ class IslandTrial:
             self._away[island] = _Absence(cause, until, awaited=cause == "detection")
 
     def _go_back(self) -> None:
-        """All islands are away: what the newest complete checkpoint has is left."""
+        """Go back to the newest complete checkpoint, because no island is left."""
         self._stops += 1
         while self._written and self._written[0][0] <= self._time.now:
             self._kept = self._written.pop(0)[1]
@@ -324,10 +344,12 @@ class IslandTrial:
         self._time.lose(self._work - self._kept)
         self._saves_in = self._rounds_between_saves
         for each in self._away.values():
+            # Nobody is left to wait for it.
             each.awaited = False
 
     def _take_away(self, each: _Absence, units: int, back: float) -> None:
-        """Send units of an island to repair until `back`, and put spares in their place."""
+        """Send units of an island to repair until `back`, and replace them by spares."""
+        # Units in repair cannot fail again.
         gone = min(units, self._units - each.missing)
         spares = min(gone, self._free)
         self._free -= spares

@@ -1,4 +1,4 @@
-"""Outcome is what came of one simulated run; TimeSpent keeps the books of its time meanwhile."""
+"""The result of a simulated run, and the account of its time."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from shardwise.tools.simulate.run_model import CAUSES
 
 BINS = 100
-"""Bins of time in the work of a run: for each a trial says where its wall time went."""
+"""Number of bins per run without losses. A trial records the use of its wall time in each bin."""
 
 GIVES_UP = 20.0
-"""A run that takes so many times its work is ended there: it may never end."""
+"""A run that takes this many times its work is stopped, because it may never end."""
 
 USEFUL = "useful"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trial, in seconds: of `wall` in all, `useful` is work that counts, and `lost`
-    is the rest by cause.
+    """The result of a trial, in seconds.
 
-    `failures` are counts by class, `moments` when each came. `bins` are the seconds by USEFUL and
-    cause in bins of `width`. `whole` says that the work was done. `stops` counts the
-    failures after which nothing of the run went on.
+    `wall` is the total time, `useful` the work that counts, and `lost` the rest by cause.
+    `failures` are counts by class, `moments` their times. `bins` are the seconds by USEFUL and
+    cause in bins of `width`. `whole`: the work was completed. `stops` counts the failures that
+    stopped the whole run.
     """
 
     wall: float
@@ -37,12 +37,12 @@ class Outcome:
 
     @property
     def goodput(self) -> float:
-        """The fraction of the wall time that was work that counts."""
+        """The fraction of the wall time that was useful work."""
         return self.useful / self.wall
 
 
 class TimeSpent:
-    """Where the wall time went, in all and by bins of `width` seconds."""
+    """The use of the wall time, in total and by bins of `width` seconds."""
 
     def __init__(self, width: float) -> None:
         self.now = 0.0
@@ -51,17 +51,18 @@ class TimeSpent:
         self.bins: dict[str, list[float]] = {kind: [0.0] for kind in self.totals}
 
     def spend(self, parts: dict[str, float]) -> None:
-        """Let the seconds of `parts` pass, evenly mixed."""
+        """Spend the seconds of `parts`, evenly mixed."""
         wall = sum(parts.values())
         if wall <= 0:
             return
         end = self.now + wall
         for kind, seconds in parts.items():
             self.totals[kind] += seconds
+        # Divide the span among the bins that it covers, in proportion to the time in each.
         while self.now < end:
             number = int(self.now / self.width)
             until = min(end, (number + 1) * self.width)
-            if until <= self.now:  # rounding, at the border of a bin
+            if until <= self.now:  # rounding at the edge of a bin: use the next one
                 number, until = number + 1, min(end, (number + 2) * self.width)
             share = (until - self.now) / wall
             for kind, seconds in parts.items():
@@ -69,9 +70,10 @@ class TimeSpent:
             self.now = until
 
     def lose(self, work: float) -> None:
-        """Count the last `work` seconds that were useful as lost."""
+        """Count the last `work` useful seconds as lost."""
         self.totals[USEFUL] -= work
         self.totals["lost"] += work
+        # From the newest bin backwards: a failure loses the most recent work.
         useful = self.bins[USEFUL]
         number = len(useful) - 1
         while work > 0 and number >= 0:
@@ -89,7 +91,7 @@ class TimeSpent:
         whole: bool,
         stops: int,
     ) -> Outcome:
-        """The outcome of a trial whose time this was."""
+        """Return the outcome of the trial."""
         return Outcome(
             wall=self.now,
             useful=self.totals[USEFUL],
@@ -104,6 +106,6 @@ class TimeSpent:
 
 
 def _row(values: list[float], number: int) -> list[float]:
-    """`values`, long enough for index `number`."""
+    """Return `values`, extended to contain index `number`."""
     values.extend([0.0] * (number + 1 - len(values)))
     return values

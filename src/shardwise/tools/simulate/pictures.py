@@ -1,4 +1,4 @@
-"""Draws where the time of a simulated run goes, and writes it as a page."""
+"""Plots the use of a simulated run's time, and writes the page."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ COLORS = {
 
 
 def draw(report: SimulationReport, folder: Path) -> Path:
-    """Save simulate.png and simulate.html in `folder`; returns the path of the page."""
+    """Save simulate.png and simulate.html in `folder`. Return the path of the page."""
 
     def draw_both(figure: Any) -> None:
         over_time, second = figure.subplots(1, 2, width_ratios=(2, 1))
         _over_time(over_time, report)
         (_intervals if report.tried else _causes)(second, report)
 
-    words, found, page = headline(report), report.found, folder / "simulate.html"
+    words, goodput, page = headline(report), report.goodput, folder / "simulate.html"
     title = {"t": words, "fontsize": 12, "fontweight": "bold"}
     picture = save_picture(folder / "simulate", (13, 4.4), draw_both, title=title)
     write_page(
@@ -60,10 +60,10 @@ def draw(report: SimulationReport, folder: Path) -> Path:
         headline=words,
         sentences=sentences(report),
         picture=picture,
-        lost=[(CAUSES[c], f"{found.lost[c]:.2%}") for c in CAUSES if found.lost[c]],
-        goodput=f"{found.goodput.mean:.2%}",
+        lost=[(CAUSES[c], f"{goodput.lost[c]:.2%}") for c in CAUSES if goodput.lost[c]],
+        goodput=f"{goodput.goodput.mean:.2%}",
         failed=[
-            (each.title, each.scope, f"{found.failures[each.name]:,.1f}")
+            (each.title, each.scope, f"{goodput.failures[each.name]:,.1f}")
             for each in report.failures.classes
         ],
         title=report.failures.title,
@@ -73,8 +73,8 @@ def draw(report: SimulationReport, folder: Path) -> Path:
 
 
 def _over_time(axes: Any, report: SimulationReport) -> None:
-    """The median run, by parts of its time: what it spent them on, with its failures above."""
-    shown = report.found.shown
+    """Plot the use of time of the median run, with its failures as marks above."""
+    shown = report.goodput.shown
     kinds = [USEFUL, *(cause for cause in COLORS if shown.lost[cause] > 0)]
     longest = max(len(shown.bins[kind]) for kind in kinds)
     width = shown.width / DAY
@@ -92,13 +92,14 @@ def _over_time(axes: Any, report: SimulationReport) -> None:
             color=BLUE if kind == USEFUL else COLORS[kind],
             label="steps that count" if kind == USEFUL else CAUSES[kind],
         )
+        # Stacked bars: each kind starts on top of the ones before.
         base = [low + more for low, more in zip(base, share, strict=True)]
     moments = [moment / DAY for moment, _ in shown.moments]
     axes.plot(moments, [1.03] * len(moments), "|", color=INK, markersize=6, alpha=0.6)
     axes.set_ylim(0, 1.07)
     axes.set_xlim(0, shown.wall / DAY)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xlabel("days (a mark above is a failure)")
+    axes.set_xlabel("days (marks above: failures)")
     axes.set_title("where the time goes, in the run of median goodput")
     axes.figure.legend(
         *axes.get_legend_handles_labels(),
@@ -110,7 +111,7 @@ def _over_time(axes: Any, report: SimulationReport) -> None:
 
 
 def _intervals(axes: Any, report: SimulationReport) -> None:
-    """Goodput by the interval between checkpoints."""
+    """Plot goodput against the interval between checkpoints."""
     minutes = [interval / 60 for interval, _ in report.tried]
     bands = [band for _, band in report.tried]
     axes.fill_between(
@@ -119,7 +120,7 @@ def _intervals(axes: Any, report: SimulationReport) -> None:
     axes.plot(minutes, [b.mean for b in bands], color=BLUE, marker="o")
     axes.axvline(report.model.interval / 60, color=GREY, linestyle=":")
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # all ten would lie on each other
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # labels of all ten would overlap
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -128,18 +129,17 @@ def _intervals(axes: Any, report: SimulationReport) -> None:
 
 
 def _causes(axes: Any, report: SimulationReport) -> None:
-    """The share of each cause over all runs."""
-    causes = [cause for cause in COLORS if report.found.lost[cause] > 0][::-1]
+    """Plot the share of each cause over all runs."""
+    causes = [cause for cause in COLORS if report.goodput.lost[cause] > 0][::-1]
     axes.set_title("lost, over all runs")
     if not causes:
         axes.axis("off")
         axes.text(0.5, 0.5, "nothing is lost", ha="center", va="center", color=GREY)
         return
-    shares = [report.found.lost[cause] for cause in causes]
+    shares = [report.goodput.lost[cause] for cause in causes]
     axes.barh(range(len(causes)), shares, color=[COLORS[cause] for cause in causes], height=0.4)
-    for place, cause in enumerate(
-        causes
-    ):  # above each bar: beside it they would take half the room
+    # Labels are above the bars: next to them they would take half of the width.
+    for place, cause in enumerate(causes):
         axes.text(0, place + 0.26, CAUSES[cause], fontsize=8.5, va="bottom")
     axes.set_ylim(-0.5, len(causes) - 0.2)
     axes.set_yticks([])

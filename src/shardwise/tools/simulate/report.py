@@ -1,4 +1,4 @@
-"""Reports a simulation: what was asked, what came of it, in sentences and as JSON."""
+"""Reports a simulation: the request and the result, in sentences and as JSON."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shardwise.tools.simulate.outcome import GIVES_UP
 from shardwise.tools.simulate.run_model import RunModel, daly, young
 
 NOT_YET = (
-    "shardwise run does less than this yet: a failure stops one island alone with "
-    "--elastic-islands and without --late; a planned stop, and a failure of the last island, end "
-    "the run; nobody makes up for the steps of an absent island, counted here as done later."
+    "shardwise run supports less than this so far: a failure stops only one island with "
+    "--elastic-islands and without --late; a planned stop, or a failure of the last island, ends "
+    "the run; the steps of an absent island are not made up for, but counted here as done later."
 )
-"""Said of every simulation of islands."""
+"""A note on every simulation of islands."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationRequest:
-    """What the command line asks for; durations in seconds, `save_every` None for the best."""
+    """The request of the command line. Durations are in seconds; `save_every` None searches."""
 
     cluster: str
     failures: str
@@ -48,11 +48,11 @@ class SimulationRequest:
     late: int | None = None
     parameters: float | None = None
     between: float | None = None
-    """Mbit/s of the link that joins each island to the others; None: no time is counted for it."""
+    """Mbit/s of the link that joins each island to the others, or None to ignore its time."""
 
     @property
     def rule(self) -> IslandRule:
-        """When islands are made equal, with the defaults of a run. Raises ConfigError."""
+        """The settings of islands, with the defaults of a run. Raises ConfigError."""
         default = IslandRule()
         return IslandRule(
             every=self.equal_every or default.every,
@@ -63,47 +63,52 @@ class SimulationRequest:
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """What was simulated, and what came of it. `tried` are intervals in seconds and their goodput,
-    where the best one was looked for."""
+    """A simulated run and its result.
 
-    asked: SimulationRequest
+    `tried` are pairs of intervals in seconds and their goodput, if the best one was searched.
+    """
+
+    request: SimulationRequest
     cluster: Cluster
     failures: Failures
-    found: Goodput
+    goodput: Goodput
     tried: list[tuple[float, Band]]
     whole: Goodput | None = None
-    """The same run without its islands."""
+    """The result of the same run without islands."""
 
     @property
     def model(self) -> RunModel:
-        """The run as it was simulated."""
-        return self.found.model
+        """The model of the run."""
+        return self.goodput.model
 
     @property
     def dollars(self) -> tuple[float, float] | None:
-        """What the run costs with all that is lost, at the lowest and the highest price of its
-        devices, spares included; None where the catalogue has no price."""
+        """The cost in dollars at the lowest and the highest price of the devices.
+
+        It includes lost time and spares. None if the catalogue has no price.
+        """
         prices = [self.cluster.device.number(f"dollars_{end}") for end in ("low", "high")]
-        hosts = self.cluster.hosts + self.asked.spares
-        hours = self.found.wall.mean / HOUR * hosts * self.cluster.per_host
+        # Spares are rented for the whole run, whether they are used or not.
+        hosts = self.cluster.hosts + self.request.spares
+        hours = self.goodput.wall.mean / HOUR * hosts * self.cluster.per_host
         low, high = prices
         return None if low is None or high is None else (low * hours, high * hours)
 
 
 def headline(report: SimulationReport) -> str:
-    """The finding in one sentence."""
-    found, asked = report.found, report.asked
+    """Return the main result in one sentence."""
+    goodput, request = report.goodput, report.request
     return (
-        f"{asked.days / DAY:.4g} days of steps on {report.cluster} take "
-        f"{found.wall.mean / DAY:.4g} days ({found.wall.low / DAY:.4g} to "
-        f"{found.wall.high / DAY:.4g}): goodput {found.goodput.mean:.1%} "
-        f"({found.goodput.low:.1%} to {found.goodput.high:.1%})."
+        f"{request.days / DAY:.4g} days of steps on {report.cluster} take "
+        f"{goodput.wall.mean / DAY:.4g} days ({goodput.wall.low / DAY:.4g} to "
+        f"{goodput.wall.high / DAY:.4g}): goodput {goodput.goodput.mean:.1%} "
+        f"({goodput.goodput.low:.1%} to {goodput.goodput.high:.1%})."
     )
 
 
 def sentences(report: SimulationReport) -> list[str]:
-    """What else there is to say, most important first."""
-    lines = [*_given_up(report.found), *_on_islands(report), *_on_checkpoints(report)]
+    """Return further results, the most important first."""
+    lines = [*_given_up(report.goodput), *_on_islands(report), *_on_checkpoints(report)]
     if report.dollars is not None:
         low, high = report.dollars
         dollars = f"{in_short(round(low))} to {in_short(round(high))} dollars"
@@ -117,62 +122,59 @@ def sentences(report: SimulationReport) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Return three digits, or more of a large number, which has no exponent."""
+    """Format with three digits, or more for a large number, without an exponent."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _given_up(found: Goodput) -> Iterator[str]:
-    """How many runs did not come to their end, if any."""
-    if found.unfinished:
+def _given_up(goodput: Goodput) -> Iterator[str]:
+    """Yield how many runs did not end, if any."""
+    if goodput.unfinished:
         yield (
-            f"{found.unfinished} of {len(found.outcomes)} runs were given up: they would take more "
-            f"than {GIVES_UP:g} times their steps."
+            f"{goodput.unfinished} of {len(goodput.outcomes)} runs were stopped, because they "
+            f"would take more than {GIVES_UP:g} times their steps."
         )
 
 
 def _on_checkpoints(report: SimulationReport) -> Iterator[str]:
-    """How often nothing of the run goes on, and how far apart checkpoints are."""
-    found, model = report.found, report.model
+    """Yield how often the whole run stops, and how far apart checkpoints are."""
+    goodput, model = report.goodput, report.model
     apart = f"checkpoints are {model.interval:,.6g} s of steps apart"
-    rate = found.stop_rate if model.islands > 1 else model.failure_rate
+    # Young's formula needs the rate of stops of the whole run. With islands it was counted in the
+    # trials.
+    rate = goodput.stop_rate if model.islands > 1 else model.failure_rate
     if rate:
         formulas = [each(rate, model.save) / model.pace for each in (young, daly)]
         yield (
             f"{'All stops' if model.islands > 1 else 'A failure stops the run'} every "
-            f"{_number(1 / rate / HOUR)} hours; {apart} (Young's formula says "
+            f"{_number(1 / rate / HOUR)} hours; {apart} (Young's formula gives "
             f"{_number(formulas[0])} s, Daly's {_number(formulas[1])} s)."
         )
     elif model.failure_rate:
-        yield f"In none of the {len(found.outcomes)} runs all islands were away at once; {apart}."
+        runs = len(goodput.outcomes)
+        yield f"In none of the {runs} runs were all islands absent at once; {apart}."
 
 
 def _on_islands(report: SimulationReport) -> Iterator[str]:
-    """What several islands make of it, and what the run would be without them.
-
-    In `shardwise run` islands come and go with `--elastic-islands`, which takes no `--late`: else
-    any failure ends the run. A planned stop, and a failure of the last island that is there, end it
-    all the same. Nobody makes up for the work of an absent island there; the simulation counts it
-    as done later.
-    """
+    """Yield the effect of several islands, and the result of the run without them."""
+    # `shardwise run` supports less than this simulation: see NOT_YET.
     model, whole = report.model, report.whole
     if whole is None:
         return
     count = model.topology.hosts * model.units_per_host // model.islands
     island = many(count, "host" if model.units_per_host == 1 else "device")
-    held = f", for which all stand still {model.boundary:.3g} s" if model.boundary else ""
+    held = f", which stops all of them for {model.boundary:.3g} s" if model.boundary else ""
     yield (
-        f"{model.islands} islands of {island} are made equal "
-        f"every {model.every} steps{held}; a failure stops an island every "
-        f"{_number(1 / model.failure_rate / HOUR)} hours."
+        f"{model.islands} islands of {island} synchronise parameters every {model.every} steps"
+        f"{held}; a failure stops an island every {_number(1 / model.failure_rate / HOUR)} hours."
         if model.failure_rate
-        else f"{model.islands} islands are made equal every {model.every} steps{held}."
+        else f"{model.islands} islands synchronise parameters every {model.every} steps{held}."
     )
     gradients = ", gradients crossing the links at every step" if whole.model.boundary else ""
     yield (
         f"As one run that stops as a whole{gradients}: goodput {whole.goodput.mean:.1%} "
         f"({whole.goodput.low:.1%} to {whole.goodput.high:.1%}), checkpoints "
-        f"{whole.model.interval:,.6g} s of steps apart. Islands are another algorithm, "
-        "whose steps may bring less: see the guide on slow links."
+        f"{whole.model.interval:,.6g} s of steps apart. Islands change the algorithm, "
+        "and a step may achieve less: see the guide on slow links."
     )
     for line in _given_up(whole):
         yield f"Without islands: {line}"
@@ -180,22 +182,22 @@ def _on_islands(report: SimulationReport) -> Iterator[str]:
 
 
 def as_json(report: SimulationReport) -> dict[str, Any]:
-    """Everything, for programs; seconds, and fractions of the wall time."""
-    found, model = report.found, report.model
+    """Return the report as plain values: seconds, and fractions of the wall time."""
+    goodput, model = report.goodput, report.model
     return {
         "on": str(report.cluster),
         "failures": report.failures.title,
-        "trials": len(found.outcomes),
-        "unfinished": found.unfinished,
-        "seed": report.asked.seed,
+        "trials": len(goodput.outcomes),
+        "unfinished": goodput.unfinished,
+        "seed": report.request.seed,
         "work_seconds": model.work,
         "interval_seconds": model.interval,
-        "wall_seconds": vars(found.wall),
-        "goodput": vars(found.goodput),
-        "lost": found.lost,
-        "failures_by_class": found.failures,
+        "wall_seconds": vars(goodput.wall),
+        "goodput": vars(goodput.goodput),
+        "lost": goodput.lost,
+        "failures_by_class": goodput.failures,
         "seconds_between_failures": 1 / model.failure_rate if model.failure_rate else None,
-        "seconds_between_stops": 1 / found.stop_rate if found.stop_rate else None,
+        "seconds_between_stops": 1 / goodput.stop_rate if goodput.stop_rate else None,
         "islands": model.islands,
         "equal_every": model.every if model.islands > 1 else None,
         "boundary_seconds": model.boundary,

@@ -1,4 +1,4 @@
-"""A run as it is simulated, the causes of lost time, and the slowest of many devices."""
+"""The model of a run, the causes of lost time, and the slowest of many devices."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardwise.tools.simulate.failure_classes import FailureClass, Topology
 
 CAUSES = {
     "slowest": "waiting for the slowest device of each step",
-    "slow": "devices that run slow for a while",
-    "fewer": "fewer hosts than the run was made for",
+    "slow": "devices that are slow for a while",
+    "fewer": "fewer hosts than at the start",
     "saves": "saving",
-    "boundaries": "making islands equal over the links between them",
-    "lost": "work that was lost with what failed",
-    "detection": "failures that nobody has noticed yet",
+    "boundaries": "synchronising islands over their links",
+    "lost": "work lost in failures",
+    "detection": "failures that are not noticed yet",
     "waiting": "waiting for hosts",
-    "restart": "starting again",
+    "restart": "restarting",
     "rejoining": "islands that wait for the next boundary",
 }
 """The causes of lost time, in words."""
@@ -26,17 +26,17 @@ CAUSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunModel:
-    """A run of `work` seconds of steps, on all hosts of `topology`; durations are in seconds.
+    """A run of `work` seconds of steps on all hosts of `topology`. Durations are in seconds.
 
-    A step takes `step` in the mean of its devices, each of which varies by the fraction `jitter`
-    (standard deviation) from step to step. Every `interval` of work all wait for `save`, and the
-    checkpoint counts `background` after that. A failure is noticed after `detect` at most, and a
-    start until the first step takes `restart`. `spares` hosts stand by. While there are at least
-    `least` hosts the run goes on without the missing ones, at their share of the speed.
+    A step takes `step` on average over the devices. Each device varies from step to step by the
+    fraction `jitter` (standard deviation). After every `interval` of work all devices wait for
+    `save`; the checkpoint is complete after another `background`. A failure is noticed after at
+    most `detect`, and a restart takes `restart` until its first step. `spares` hosts stand by. With
+    at least `least` hosts the run continues without the missing ones, at a lower speed.
 
-    Of several `islands`, groups of neighbouring hosts, or of neighbouring devices of the only host,
-    all are made equal every `every` steps, for which they stand still for `boundary`; a failure
-    stops only the islands that it hits.
+    `islands` are groups of neighbouring hosts, or of neighbouring devices of a single host. They
+    synchronise every `every` steps, which stops them for `boundary`. A failure stops only the
+    islands that it hits.
     """
 
     topology: Topology
@@ -57,28 +57,32 @@ class RunModel:
 
     @property
     def failure_rate(self) -> float:
-        """Failures per second of all components that stop the run or an island of it, planned ones
-        left out."""
+        """Failures per second of all components that stop the run, or an island of it.
+
+        Planned failures are not counted.
+        """
+        # Slow devices and planned stops lose no work, so they do not matter for the interval of
+        # saves.
         stopping = (each for each in self.failures if each.slowdown == 1 and not each.planned)
         return sum(each.rate_over(self.topology) for each in stopping)
 
     @property
     def round(self) -> float:
-        """Seconds of work between two boundaries: what checkpoints are a multiple of apart."""
+        """Seconds of work between two boundaries. Intervals of checkpoints are multiples of it."""
         return self.every * self.step
 
     @property
     def pace(self) -> float:
-        """Wall seconds of a second of work, where no device is slow: with boundaries, no saves."""
+        """Wall seconds per second of work with boundaries, without saves or slow devices."""
         return self.slowest + self.boundary / self.round
 
     @property
     def units_per_host(self) -> int:
-        """Of what islands are made: 1 where that is hosts, else the devices of one."""
+        """The units per host that islands consist of: 1 for whole hosts, else its devices."""
         return self.topology.devices_per_host if self.islands > self.topology.hosts else 1
 
     def units_at(self, scope: str, place: int) -> range:
-        """The units that go when component `place` of `scope` does; of a job none."""
+        """Return the units that fail with component `place` of `scope` (none for a job)."""
         if scope == "device" and self.units_per_host > 1:
             return range(place, place + 1)
         hosts = self.topology.hosts_at(scope, place)
@@ -86,21 +90,29 @@ class RunModel:
 
     @property
     def slowest(self) -> float:
-        """Seconds that a step takes by one that no device delays: each step waits for the slowest
-        device of its island, and each boundary for the slowest island."""
+        """The slowdown of a step by the random variation of devices.
+
+        Each step waits for the slowest device of its island, and each boundary for the slowest
+        island.
+        """
+        # Per island: only devices of the same island wait for each other at every step.
         mean, deviation = largest_of(self.topology.devices // self.islands)
+        # Variations average out over a round: its deviation is a step's, divided by the square root
+        # of the number of steps.
         islands = largest_of(self.islands)[0] * deviation / math.sqrt(self.every)
         return 1.0 + self.jitter * (mean + islands)
 
 
 @cache
 def largest_of(count: int) -> tuple[float, float]:
-    """Mean and standard deviation of the largest of `count` standard normal numbers: those of
-    F^-1(U^(1/count)) over a uniform U."""
+    """Return mean and standard deviation of the largest of `count` standard normal numbers.
+
+    These are the moments of F^-1(U^(1/count)) over a uniform U.
+    """
     normal, points = NormalDist(), 4000
     if count == 1:
         return 0.0, 1.0
-    # The midpoint rule over log(-log U), which is smooth where count is large.
+    # The midpoint rule over log(-log U): there the integrand is smooth for large counts.
     low, high = math.log(1e-12), math.log(40.0)
     width = (high - low) / points
     total = squares = mass = 0.0
@@ -116,16 +128,18 @@ def largest_of(count: int) -> tuple[float, float]:
 
 
 def slowest_of(count: int, jitter: float) -> float:
-    """The mean of the slowest of `count` devices' times, by the mean of one, where each is normal
-    with a standard deviation of `jitter`."""
+    """Return the mean time of the slowest of `count` devices, relative to one device's mean.
+
+    Each device's time is normal with a standard deviation of `jitter`.
+    """
     return 1.0 + jitter * largest_of(count)[0]
 
 
 def young(rate: float, save: float) -> float:
-    """The interval sqrt(2 save / rate) of Young (1974), seconds; `rate` is failures per second."""
+    """Return the interval sqrt(2 save / rate) of Young (1974) in seconds; `rate` is per second."""
     return math.sqrt(2 * save / rate) if rate else math.inf
 
 
 def daly(rate: float, save: float) -> float:
-    """The same as Daly (2006) has it in the first order, less the save itself; seconds."""
+    """Return Daly's (2006) first-order interval in seconds: Young's less the save itself."""
     return max(young(rate, save) - save, save)

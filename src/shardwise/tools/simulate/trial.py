@@ -1,8 +1,8 @@
 """Trial: one simulated run from its start to its end, event by event.
 
-Between two events all goes on evenly, so a stretch of any number of steps and saves is one
+Nothing changes between two events, so any number of steps and saves between them is one
 computation. Events are failures of any component (one Poisson process of the summed rates, whose
-class is drawn), hosts that come back from repair, and the end of a slow spell.
+class is drawn), hosts that return from repair, and the ends of slow periods.
 """
 
 from __future__ import annotations
@@ -20,32 +20,35 @@ from shardwise.tools.simulate.run_model import RunModel
 
 
 class Trial:
-    """Simulates `model` with the random numbers of `seed`; failures come at `moments` (seconds,
-    rising) where they are given."""
+    """Simulates `model` with the random numbers of `seed`.
+
+    If `moments` (rising, in seconds) are given, failures happen then.
+    """
 
     def __init__(self, model: RunModel, seed: int, moments: Sequence[float] | None = None) -> None:
         self._model = model
         self._random = np.random.default_rng(seed)
         rates = [each.rate_over(model.topology) for each in model.failures]
         self._rate = sum(rates)
+        # One draw for all components: the time of the next failure, then its class by these sums.
         self._sums = np.cumsum(rates)
         self._slowest = model.slowest
         self._time = TimeSpent(model.work / BINS)
         self._work = 0.0
-        """Work that was done, in seconds of even steps."""
+        """Work done, in seconds of even steps."""
         self._kept = 0.0
-        """Work that the newest complete checkpoint has."""
+        """Work in the newest complete checkpoint."""
         self._written: list[tuple[float, float]] = []
-        """Checkpoints on their way: when each is complete, and its work."""
+        """Checkpoints being written: when each is complete, and the work that it contains."""
         self._since = 0.0
         """Work since the last save began."""
         self._hosts = model.topology.hosts
         self._least = model.least or model.topology.hosts
         self._free = model.spares
         self._returns: list[float] = []
-        """A heap: when each host comes back from repair."""
+        """A heap of times when hosts return from repair."""
         self._slow: list[tuple[float, float]] = []
-        """A heap: the ends of slow spells, and by how much they slow."""
+        """A heap of slow periods: when each ends, and its slowdown."""
         self._stops = 0
         self._failures: dict[str, int] = {}
         self._moments: list[tuple[float, str]] = []
@@ -53,7 +56,7 @@ class Trial:
         self._next = self._draw_next()
 
     def run(self) -> Outcome:
-        """Run to the end, or to GIVES_UP times the work."""
+        """Run to the end, or until GIVES_UP times the work has passed."""
         while not self._is_done and self._time.now < self._limit:
             ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
             self._go_on(min(*ends, self._limit))
@@ -78,8 +81,9 @@ class Trial:
         return max((factor for _, factor in self._slow), default=1.0)
 
     def _go_on(self, until: float) -> None:
-        """Work and save until the second `until`, or the end of the work."""
+        """Work and save until the second `until`, or until the work is done."""
         model = self._model
+        # The work is divided among fewer hosts: each second of it takes longer.
         hosts = model.topology.hosts / self._hosts
         pace = self._slowest * self._slow_factor * hosts  # wall seconds of a second of work
         while self._time.now < until and not self._is_done:
@@ -91,7 +95,8 @@ class Trial:
             self._spend_working(left)
             if not self._is_done:
                 self._repeat(until, pace)
-                # What `until` cuts short is no checkpoint.
+                # A save that `until` cuts short makes no checkpoint.
+                # An event may interrupt a save. Then it has cost time without making a checkpoint.
                 seconds = min(model.save, until - self._time.now)
                 self._time.spend({"saves": seconds})
                 if seconds >= model.save:
@@ -99,7 +104,7 @@ class Trial:
                     self._since = 0.0
 
     def _spend_working(self, work: float, saves: float = 0.0) -> None:
-        """Do `work` seconds of work, and `saves` seconds of saving among it."""
+        """Spend `work` seconds of work, and `saves` seconds of saves mixed with it."""
         slowest, slow = self._slowest, self._slow_factor
         hosts = self._model.topology.hosts / self._hosts
         self._time.spend(
@@ -115,10 +120,13 @@ class Trial:
         self._since += work
 
     def _repeat(self, until: float, pace: float) -> None:
-        """Where a save is due: save and work an interval, as often as both fit before `until` and
-        the end of the work, all at once; a save is due again then."""
+        """If a save is due, run all whole cycles of a save and an interval of work at once.
+
+        The cycles end before `until` and before the work is done. Afterwards a save is due again.
+        """
         model = self._model
         cycle = model.save + model.interval * pace
+        # Less a little in the second bound: no save follows the last interval.
         room = min(
             (until - self._time.now) / cycle, (model.work - self._work) / model.interval - 1e-9
         )
@@ -128,6 +136,7 @@ class Trial:
         self._spend_working(cycles * model.interval, cycles * model.save)
         self._since = model.interval
         now, work = self._time.now, self._work
+        # Only the newest checkpoints can still be incomplete, or the newest complete one.
         behind = min(cycles, math.ceil(model.background / cycle) + 1)
         for back in range(behind, 0, -1):
             ended = now - (back - 1) * cycle - model.interval * pace
@@ -136,7 +145,7 @@ class Trial:
     # -- events -------------------------------------------------------------------------------
 
     def _draw_next(self) -> float:
-        """When the next failure of any component comes."""
+        """Return when the next failure of any component happens."""
         if self._given is not None:
             while self._given and self._given[0] < self._time.now:
                 self._given.popleft()
@@ -146,10 +155,11 @@ class Trial:
         return self._time.now + float(self._random.exponential(1 / self._rate))
 
     def _take_events(self) -> None:
-        """Take what has come by now."""
+        """Handle the events that are due."""
         now = self._time.now
         while self._slow and self._slow[0][0] <= now:
             heapq.heappop(self._slow)
+        # A missing host is back. Using it takes a restart, which is planned and loses no work.
         if self._take_returns():
             self._stop_as_planned()
         if self._next <= now:
@@ -160,10 +170,11 @@ class Trial:
                 self._stop(failure)
 
     def _take_returns(self) -> bool:
-        """Take the hosts that are back: whether the run has been missing one of them."""
+        """Take back repaired hosts. Return whether the run was missing one of them."""
         missed = False
         while self._returns and self._returns[0] <= self._time.now:
             heapq.heappop(self._returns)
+            # The run itself comes before the spares.
             if self._hosts < self._model.topology.hosts:
                 self._hosts, missed = self._hosts + 1, True
             else:
@@ -171,12 +182,14 @@ class Trial:
         return missed
 
     def _strike(self) -> FailureClass | None:
-        """The failure that has come now, its hosts taken away; None where it hit an absent one."""
+        """Draw the failure that happens now. Return None if it hits an absent host."""
         model = self._model
         drawn = self._random.random() * self._rate
         failure = model.failures[int(np.searchsorted(self._sums, drawn, side="right"))]
         self._next = self._draw_next()
         absent = 1 - self._hosts / model.topology.hosts
+        # The drawn rate counts all hosts. Ignoring failures of absent ones keeps the process
+        # Poisson for the others.
         if failure.scope != "job" and absent and self._random.random() < absent:
             return None
         self._failures[failure.name] = self._failures.get(failure.name, 0) + 1
@@ -189,11 +202,12 @@ class Trial:
         return failure
 
     def _take_away(self, failure: FailureClass) -> None:
-        """Send the hosts of a failure to repair, and put spares in their place."""
+        """Send the hosts of a failure to repair, and replace them by spares."""
         gone = min(self._model.topology.hosts_of(failure.scope), self._hosts)
         spares = min(gone, self._free)
         self._free -= spares
         self._hosts -= gone - spares
+        # One draw: all hosts of a rack or pod return together.
         back = self._time.now + float(self._random.exponential(failure.repair))
         for _ in range(gone):
             heapq.heappush(self._returns, back)
@@ -201,9 +215,10 @@ class Trial:
     # -- stops --------------------------------------------------------------------------------
 
     def _stop(self, failure: FailureClass) -> None:
-        """Go back to the newest complete checkpoint, and start again."""
+        """Go back to the newest complete checkpoint, and restart."""
         now = self._time.now
         self._stops += 1
+        # A background save that was not complete at the failure is lost.
         while self._written and self._written[0][0] <= now:
             self._kept = self._written.pop(0)[1]
         self._written.clear()
@@ -213,26 +228,29 @@ class Trial:
         self._start_again()
 
     def _stop_as_planned(self) -> None:
-        """Save, and start again with the hosts that there are."""
+        """Save, and restart with the hosts that are present."""
+        # Nothing runs afterwards, so the background part of the save is waited for, too.
         self._time.spend({"saves": self._model.save + self._model.background})
         self._written.clear()
         self._kept, self._since = self._work, 0.0
         self._start_again()
 
     def _start_again(self) -> None:
-        """Wait for enough hosts, and start; a failure in a start begins it anew."""
+        """Wait for enough hosts, and start. A failure during the start begins it again."""
         while self._time.now < self._limit:
             self._take_returns()
-            # Until there are as many hosts as the run needs; what is idle does not fail.
+            # Draw the next failure again after waiting, because idle hosts do not fail.
             while self._hosts < self._least and self._time.now < self._limit:
                 self._time.spend({"waiting": max(0.0, self._returns[0] - self._time.now)})
                 self._take_returns()
                 self._next = self._draw_next()
             starts = self._time.now + self._model.restart
+            # The exponential distribution has no memory: a failure after the start needs no new
+            # draw.
             if self._next > starts:
                 self._time.spend({"restart": self._model.restart})
                 return
-            # What came while nothing ran, in detection, has taken its hosts as well.
+            # Failures during detection, while nothing runs, still take down their hosts.
             self._time.spend({"restart": max(0.0, self._next - self._time.now)})
             failure = self._strike()
             if failure is not None and failure.slowdown == 1 and not failure.planned:

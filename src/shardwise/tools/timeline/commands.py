@@ -11,10 +11,10 @@ from shardwise.errors import ConfigError
 from shardwise.messages.printable import plain_console, printable
 
 SHOWN = 5
-"""Steps that are shown one by one, where not all are asked for."""
+"""How many steps are shown individually without --steps."""
 
 
-@click.command(short_help="Say where the time of a run's steps went.")
+@click.command(short_help="Show where the time of a run's steps went.")
 @click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--steps", "every", is_flag=True, help="show every step, not only the longest")
 @click.option("--json", "as_json", is_flag=True, help="print JSON, in seconds")
@@ -22,14 +22,15 @@ SHOWN = 5
     "--merge",
     type=click.Path(path_type=Path),
     metavar="WHOLE.json",
-    help="write the events of all FILES as one, for Perfetto",
+    help="write the events of all FILES to one file, for Perfetto",
 )
 def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | None) -> int:
-    """Say where the time of a run's steps went, per rank, and who was slowest.
+    """Show where the time of a run's steps went, per rank, and which rank was slowest.
 
-    FILES are what `shardwise run --timeline FILE` wrote; those of other hosts, FILE with a host's
-    name in it, are read too where they are beside it.
+    FILES are the output of `shardwise run --timeline FILE`. Files of other hosts, which have the
+    host's name in theirs, are read too if they are in the same folder.
     """
+    # Imported here, so that `shardwise --help` stays fast.
     from shardwise.tools.timeline import reading, tables
     from shardwise.tools.timeline.slowest import counted
     from shardwise.tools.timeline.steps import steps_of
@@ -37,17 +38,19 @@ def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | 
     events = reading.read(files)
     if merge is not None:
         reading.merge(events, merge)
-    found = {rank: own for rank, own in steps_of(events).items() if own}
-    if not found:
-        raise ConfigError(f"{files[0]} has no step of an engine: did one end while it was written?")
-    steps = counted(found)
+    all_of_rank = {rank: own for rank, own in steps_of(events).items() if own}
+    if not all_of_rank:
+        raise ConfigError(
+            f"{files[0]} contains no complete step of an engine. Record at least one whole step."
+        )
+    steps = counted(all_of_rank)
     if as_json:
-        click.echo(json.dumps(tables.as_json(steps, found), indent=1))
+        click.echo(json.dumps(tables.as_json(steps, all_of_rank), indent=1))
         return 0
     console = plain_console()
     console.print(tables.per_rank(steps))
     console.print()
-    all_steps = [step for own in found.values() for step in own]
+    all_steps = [step for own in all_of_rank.values() for step in own]
     shown = all_steps if every else tables.longest(steps, SHOWN)
     console.print(tables.per_step(shown))
     if len(shown) < len(all_steps):

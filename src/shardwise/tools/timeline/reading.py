@@ -1,4 +1,4 @@
-"""Reads timelines: one file or those of several hosts, complete or cut off."""
+"""Reads timelines: one file, or the files of several hosts, complete or cut off."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ Event = dict[str, Any]
 
 
 def read(paths: Sequence[Path]) -> list[Event]:
-    """The events of `paths`, and of files beside them that other hosts wrote of the same run.
+    """Return the events of `paths`, and of files next to them from other hosts of the same run.
 
-    Raises ConfigError for what is no timeline of ours, or where files are of different runs.
+    Raises ConfigError if a file is not our timeline, or if files belong to different runs.
     """
-    found = {path.resolve(): _events(path) for path in paths}
-    runs = {_run(path, found[path.resolve()]) for path in paths}
+    by_path = {path.resolve(): _events(path) for path in paths}
+    runs = {_run(path, by_path[path.resolve()]) for path in paths}
     if len(runs) > 1:
         names = ", ".join(map(str, paths))
-        raise ConfigError(f"{names} are of different runs: give the files of one.")
+        raise ConfigError(f"{names} belong to different runs: give the files of one run.")
+    # Each host writes its own file. Users often name only one of them.
     for beside in [other for path in paths for other in siblings(path)]:
-        if beside.resolve() not in found and _run_of(beside) in runs:
-            found[beside.resolve()] = _events(beside)
-    return [event for events in found.values() for event in events]
+        if beside.resolve() not in by_path and _run_of(beside) in runs:
+            by_path[beside.resolve()] = _events(beside)
+    return [event for events in by_path.values() for event in events]
 
 
 def merge(events: Iterable[Event], path: Path) -> None:
-    """Write the events as one file for viewers. Raises ConfigError."""
+    """Write the events to one file for viewers. Raises ConfigError."""
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     try:
         path.write_text(f"[{lines}]\n")
@@ -41,26 +42,28 @@ def merge(events: Iterable[Event], path: Path) -> None:
 def _events(path: Path) -> list[Event]:
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise ConfigError(f"The timeline {path} is no file: name one that --timeline wrote.")
+            raise ConfigError(f"The timeline {path} is not a file: give one from --timeline.")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
+        why = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"The timeline {path} cannot be read: {why}.") from error
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except RecursionError:
-        found = None
+        content = None
     except ValueError:
-        found = _cut_off(text)
-    if isinstance(found, dict):
-        found = found.get("traceEvents")
-    if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):
-        raise ConfigError(f"{path} is no timeline: not a JSON array of events.")
-    return found
+        content = _cut_off(text)
+    # Chrome's format also allows an object with the events inside.
+    if isinstance(content, dict):
+        content = content.get("traceEvents")
+    if not isinstance(content, list) or not all(isinstance(event, dict) for event in content):
+        raise ConfigError(f"{path} is not a timeline: it is not a JSON array of events.")
+    return content
 
 
 def _cut_off(text: str) -> object:
-    """Parse an array without its end, as Chrome's format allows it and other tools leave it."""
+    """Parse an array whose end is missing, as Chrome's format allows."""
+    # A writer that was killed leaves a comma, or half of an event, after the last complete one.
     for end in (text.rstrip().rstrip(","), text.rpartition("\n")[0].rstrip().rstrip(",")):
         try:
             return json.loads(end + "]")
@@ -70,19 +73,19 @@ def _cut_off(text: str) -> object:
 
 
 def _run(path: Path, events: Sequence[Event]) -> str:
-    """The name of the run in the header, wherever another tool has put that."""
+    """Return the name of the run in the header, even if another tool has moved the header."""
     headers = (event for event in events if event.get("name") == NAME)
     match next(headers, None):
         case {"args": {"run": str(run)}}:
             return run
     raise ConfigError(
-        f"{path} is no timeline of ours: it does not say which run it is of. Give what shardwise "
-        "run --timeline FILE, or shardwise timeline --merge FILE, wrote."
+        f"{path} is not a timeline of shardwise: it does not name its run. Give a file that "
+        "shardwise run --timeline FILE or shardwise timeline --merge FILE wrote."
     )
 
 
 def _run_of(path: Path) -> str | None:
     try:
         return _run(path, _events(path))
-    except ConfigError:  # another file, of a similar name
+    except ConfigError:  # an unrelated file with a similar name
         return None

@@ -1,4 +1,4 @@
-"""Finds the slowest rank, and what it spent the time on; in seconds, no I/O."""
+"""Finds the slowest rank and the cause, in seconds. No I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import mean, median
 from shardwise.tools.timeline.steps import EXPOSED, KINDS, StepTimes
 
 NOTABLE = 0.05
-"""The part of a step by which a rank must be slower than the others before it is named."""
+"""A rank is named only if it is slower than the others by this fraction of a step."""
 
 _WHERE = {
     "data": "waiting for its next batch (more num_workers in the Loader, or a faster disk)",
@@ -17,15 +17,18 @@ _WHERE = {
     "backward": "in backward",
     EXPOSED: "in the work of communication: summing and copying",
     "update": "in the update",
-    "checkpoint": "saving (background=True writes beside training)",
+    "checkpoint": "saving (background=True writes in parallel with training)",
     "other": "in the script's own code, outside of forward, backward and step",
 }
 
 
 @dataclass(frozen=True)
 class Slowest:
-    """The slowest rank: it had `seconds` more to do per step than the others (their median), most
-    of it, `more`, in `kind`. It was the last in `times` of `steps` steps."""
+    """The slowest rank.
+
+    Per step it is busy `seconds` longer than the median of the others; `more` of these seconds are
+    in `kind`. It was the last one in `times` of `steps` steps.
+    """
 
     rank: int
     seconds: float
@@ -37,42 +40,49 @@ class Slowest:
     def __str__(self) -> str:
         of_them = f"{self.seconds * 1e3:.1f} ms per step more than the others"
         return (
-            f"rank {self.rank} is slowest: {of_them}, of which {self.more * 1e3:.1f} ms "
+            f"rank {self.rank} is slowest: {of_them}, {self.more * 1e3:.1f} ms of it "
             f"{_WHERE[self.kind]}; the others waited for it in {self.times} of {self.steps} steps"
         )
 
 
 def counted(steps: Mapping[int, Sequence[StepTimes]]) -> dict[int, list[StepTimes]]:
-    """The steps that figures are taken from: without each rank's first, which includes the start of
-    a run, where there are more."""
+    """Return the steps to compute figures from: all except each rank's first, if there are others.
+
+    The first step includes the start of the run.
+    """
     return {rank: list(own[1:] if len(own) > 1 else own) for rank, own in steps.items() if own}
 
 
 def means(steps: Sequence[StepTimes]) -> dict[str, float]:
-    """Seconds per step by kind."""
+    """Return the mean seconds per step by kind."""
     return {kind: mean(step.spent[kind] for step in steps) for kind in KINDS}
 
 
 def slowest(steps: Mapping[int, Sequence[StepTimes]]) -> Slowest | None:
-    """The rank for which the others wait; None where all take much the same time, or one is alone.
+    """Return the rank that the others wait for, or None if all are similar or one is alone.
 
-    A rank that has less to do waits more, so what counts is its time without waiting.
+    A rank with less work waits longer, so ranks are compared by their time without waiting.
     """
     ranks = [rank for rank, own in steps.items() if own]
+    # Nobody waits for a rank that is alone.
     if len(ranks) < 2:
         return None
     busy = {rank: mean(step.busy for step in steps[rank]) for rank in ranks}
+    # By work rather than by time: all steps end together, so all ranks take equally long.
     last = max(busy, key=lambda rank: busy[rank])
     others = [rank for rank in ranks if rank != last]
+    # The median, because several ranks of a slow host may be slow.
     behind = busy[last] - median(busy[rank] for rank in others)
     if behind < NOTABLE * mean(step.seconds for step in steps[last]):
         return None
     work = {rank: means(steps[rank]) for rank in ranks}
-    for rank, own in work.items():  # without waiting
+    # Waiting is part of the exposed communication: subtract it from there.
+    for rank, own in work.items():
         own[EXPOSED] -= mean(min(step.waited, step.exposed) for step in steps[rank])
     more = {kind: work[last][kind] - median(work[r][kind] for r in others) for kind in KINDS}
+    # The kind of work in which it differs most from the median of the others names the cause.
     kind = max(more, key=lambda kind: more[kind])
-    # The steps that all ranks have, with each rank's times.
+    # The steps that all ranks have, with the times of each rank.
     by_number = [{step.number: step for step in own} for own in steps.values() if own]
     common = sorted(set.intersection(*map(set, by_number)))
     together = [{own[number].rank: own[number] for own in by_number} for number in common]

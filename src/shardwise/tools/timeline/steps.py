@@ -1,4 +1,9 @@
-"""Divides each rank's steps into kinds of work, from a timeline's events; in seconds, no I/O."""
+"""Divides each rank's steps into kinds of work, from the events of a timeline. In seconds, no I/O.
+
+Spans of a rank may overlap. Each moment belongs to the first kind in this order that covers it:
+
+    exposed communication > checkpoint > data > update > backward > forward > other
+"""
 
 from __future__ import annotations
 
@@ -14,16 +19,16 @@ from shardwise.timeline.recorder import WAIT, WAIT_BESIDE, Row
 EXPOSED = "communication"
 OTHER = "other"
 KINDS = ("data", "forward", "backward", EXPOSED, "update", "checkpoint", OTHER)
-"""Where the time of a step goes; together they are the step."""
+"""The kinds of time in a step. They add up to the step."""
 
 _SYNCHRONIZE = "synchronize"
-"""A span in which a rank waits for the thread that communicates, in a script of Horovod's style."""
+"""A span of a Horovod script: the rank waits for its communication thread."""
 
 _BLOCKING = {"reduce", "exchange", "publish", "gather", _SYNCHRONIZE}
-"""Spans in which a rank sees to communication and to nothing else."""
+"""Spans of a rank that only communicates."""
 
 _FIRST = (EXPOSED, "checkpoint", "data", "update", "backward", "forward")
-"""Of two that cover the same moment, it belongs to the one that stands first."""
+"""The order of precedence: of two kinds that cover a moment, the first one gets it."""
 
 _LAUNCHED = Row.COMMUNICATION.title
 
@@ -32,9 +37,9 @@ _LAUNCHED = Row.COMMUNICATION.title
 class StepTimes:
     """The time of one step on one rank, by kind.
 
-    `spent` are seconds by kind. Collectives were in flight for `communication` seconds, of which
-    the rank did nothing else in `exposed` and went on computing in `hidden`. `waited` is the part
-    of the step in which it slept until others came. `nbytes` went into collectives.
+    `spent` is seconds by kind. Collectives were in flight for `exposed` + `hidden` seconds: during
+    `exposed` the rank did nothing else, during `hidden` it computed. `waited` is the time that it
+    slept until other ranks arrived. `nbytes` went into collectives.
     """
 
     rank: int
@@ -47,19 +52,21 @@ class StepTimes:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the rank communicated and did nothing else."""
+        """Seconds that the rank communicated and did nothing else."""
         return self.spent[EXPOSED]
 
     @property
     def busy(self) -> float:
-        """Seconds in which the rank did not wait for others."""
+        """Seconds that the rank did not wait for others."""
         return self.seconds - self.waited
 
 
 def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[StepTimes]]:
-    """The steps of each rank, in order; of several engines those of the first."""
+    """Return the steps of each rank in order. With several engines, only the first one counts."""
     complete: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
+        # Complete events. Others are counters, metadata, and events of other tools in a merged
+        # file.
         if event.get("ph") == "X" and "cat" in event:
             complete[event["pid"]].append(event)
     return {rank: _of_rank(rank, complete[rank]) for rank in sorted(complete)}
@@ -67,22 +74,27 @@ def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[StepTimes]]:
 
 def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
     marks = [event for event in events if event["cat"] == Row.STEPS.title]
+    # The steps of several engines (a GAN) alternate. One of them must define what a step is.
     first = min((mark["args"]["engine"] for mark in marks), default=0)
     marks = [mark for mark in marks if mark["args"]["engine"] == first]
     kinds = _kinds(events)
     waits = _waits(events)
     launched = [event for event in events if event["cat"] == _LAUNCHED]
+    # Hidden: a collective is in flight while the rank is not blocked in communication.
     under_way = minus(union(map(_ends, launched)), kinds[EXPOSED])
+    # Running totals by end time, so that the bytes of a step are the difference of two lookups.
     ended = sorted((_ends(event)[1], event["args"]["bytes"]) for event in launched)
     ends = [end for end, _ in ended]
     sent = [0, *accumulate(nbytes for _, nbytes in ended)]
-    found = []
+    steps = []
     for mark in sorted(marks, key=lambda mark: mark["ts"]):
         begin, end = _ends(mark)
         spent = {kind: _seconds(kinds[kind], begin, end) for kind in _FIRST}
         seconds = (end - begin) / 1e6
+        # The kinds do not overlap, so the rest is the script's own code. Rounding may make it
+        # negative.
         spent[OTHER] = max(0.0, seconds - sum(spent.values()))
-        found.append(
+        steps.append(
             StepTimes(
                 rank=rank,
                 number=mark["args"]["step"],
@@ -93,37 +105,43 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
                 nbytes=sent[bisect_right(ends, end)] - sent[bisect_right(ends, begin)],
             )
         )
-    return found
+    return steps
 
 
 def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """The intervals of each kind of work on a rank; none overlap."""
+    """Return the intervals of each kind of work on a rank. None of them overlap."""
     covered: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if (kind := _kind(event)) is not None:
             covered[kind].append(_ends(event))
-    found: dict[str, list[tuple[float, float]]] = {}
+    intervals: dict[str, list[tuple[float, float]]] = {}
     taken: list[tuple[float, float]] = []
     for kind in _FIRST:
         whole = union(covered[kind])
-        found[kind] = minus(whole, taken)
+        intervals[kind] = minus(whole, taken)
+        # Later kinds get only the moments that no earlier kind has.
         taken = union([*taken, *whole])
-    return found
+    return intervals
 
 
 def _waits(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """The intervals in which a rank waited for others. A wait of a thread beside it counts where
-    the rank waits for that thread."""
-    found = [_ends(event) for event in events if event["cat"] == WAIT]
+    """Return the intervals when a rank waited for others.
+
+    Waits of its communication thread count only while the rank waits for that thread.
+    """
+    waits = [_ends(event) for event in events if event["cat"] == WAIT]
     beside = union(_ends(event) for event in events if event["cat"] == WAIT_BESIDE)
     for event in events:
         if event["cat"] == Row.COMPUTE.title and event["name"] == _SYNCHRONIZE:
-            found += clipped(beside, *_ends(event))
-    return union(found)
+            # The communication thread may wait for others while the rank computes, which costs no
+            # time.
+            waits += clipped(beside, *_ends(event))
+    return union(waits)
 
 
 def _kind(event: Mapping[str, Any]) -> str | None:
     category, name = event["cat"], event["name"]
+    # A collective itself runs in parallel. Only the time that the rank is blocked by it is exposed.
     if category == WAIT or (category == Row.COMPUTE.title and name in _BLOCKING):
         return EXPOSED
     if category in (Row.DATA.title, Row.CHECKPOINT.title):
@@ -146,42 +164,43 @@ Intervals = Sequence[Interval]
 
 
 def union(several: Iterable[Interval]) -> list[Interval]:
-    """The union of several lists of intervals: sorted, disjoint (begin, end)."""
-    found: list[Interval] = []
+    """Return the union of intervals, sorted and disjoint."""
+    merged: list[Interval] = []
     for begin, end in sorted(several):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         elif begin < end:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def minus(whole: Intervals, taken: Intervals) -> list[Interval]:
-    """The part of `whole` that `taken` does not cover."""
-    found = []
+    """Return the part of `whole` that `taken` does not cover."""
+    rest = []
     for begin, end in whole:
         for low, high in clipped(taken, begin, end):
             if begin < low:
-                found.append((begin, low))
+                rest.append((begin, low))
             begin = high
         if begin < end:
-            found.append((begin, end))
-    return found
+            rest.append((begin, end))
+    return rest
 
 
 def clipped(whole: Intervals, begin: float, end: float) -> list[Interval]:
-    """The part of `whole` between `begin` and `end`."""
+    """Return the part of `whole` between `begin` and `end`."""
+    # Start at the last interval that begins before `begin`: a timeline has too many to scan all.
     first = max(0, bisect_right(whole, (begin, float("inf"))) - 1)
-    found = []
+    parts = []
     for number in range(first, len(whole)):
         low, high = whole[number]
         if low >= end:
             break
         if high > begin:
-            found.append((max(low, begin), min(high, end)))
-    return found
+            parts.append((max(low, begin), min(high, end)))
+    return parts
 
 
 def length(whole: Intervals) -> float:
-    """The total length of intervals."""
+    """Return the total length of intervals."""
     return sum(end - begin for begin, end in whole)

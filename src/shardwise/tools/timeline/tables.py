@@ -1,4 +1,4 @@
-"""Formats what `shardwise timeline` shows, as tables and as JSON."""
+"""Formats the results of `shardwise timeline` as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ Steps = Mapping[int, Sequence[StepTimes]]
 _HEADINGS = {EXPOSED: "exposed", "checkpoint": "save", "other": "script"}
 
 _MEANINGS = {
-    "all": "ms, the step, from the end of the one before to its own",
-    "data": "ms, waiting for the next batch, and its copy to the device",
+    "all": "ms, the whole step, from the end of the previous step to its own end",
+    "data": "ms, waiting for the next batch and copying it to the device",
     "forward": "ms, in the forwards of the models",
-    "backward": "ms, in backward, without what communication took of it",
-    "exposed": "ms, communicating, and doing nothing else",
-    "update": "ms, in the update of the parameters",
-    "save": "ms, saving or loading checkpoints, without what is written in the background",
-    "script": "ms, all the rest: the script's own code; with the six before it, the step",
-    "asleep": "ms, of exposed: waiting until other ranks came",
-    "hidden": "ms, collectives under way beside other work, which cost the step nothing",
-    "MB": "10^6 bytes that this rank gave to collectives",
+    "backward": "ms, in backward, except exposed communication",
+    "exposed": "ms, communicating while doing nothing else",
+    "update": "ms, updating the parameters",
+    "save": "ms, saving or loading checkpoints, except writes in the background",
+    "script": "ms, the rest: the script's own code; with the six columns before, the whole step",
+    "asleep": "ms, of exposed: waiting for other ranks to arrive",
+    "hidden": "ms, collectives in parallel with other work, which cost the step no time",
+    "MB": "10^6 bytes that this rank passed to collectives",
 }
-"""What stands in a column, with its unit."""
+"""The meaning of each column, with its unit."""
 
 
 def per_rank(steps: Steps) -> Table:
-    """A table with a row per rank: where a step's time goes on average."""
+    """Return a table with a row per rank: the mean time of a step by kind."""
     count = max(map(len, steps.values()))
     table = _table(f"Milliseconds per step, mean of {count}", ["rank"])
     for rank, own in steps.items():
@@ -42,7 +42,7 @@ def per_rank(steps: Steps) -> Table:
 
 
 def per_step(steps: Iterable[StepTimes]) -> Table:
-    """A table with a row for each step of each rank."""
+    """Return a table with a row for each step of each rank."""
     table = _table("Step by step", ["step", "rank"])
     for step in sorted(steps, key=lambda step: (step.number, step.rank)):
         table.add_row(str(step.number), str(step.rank), *_cells([step]))
@@ -50,43 +50,44 @@ def per_step(steps: Iterable[StepTimes]) -> Table:
 
 
 def longest(steps: Steps, count: int) -> list[StepTimes]:
-    """The steps of the `count` numbers that took longest, of all ranks."""
+    """Return the steps of all ranks with the `count` numbers that took longest."""
     worst: dict[int, float] = {}
     for step in (step for own in steps.values() for step in own):
         worst[step.number] = max(step.seconds, worst.get(step.number, 0.0))
+    # By number, so that all ranks are shown for each of these steps.
     kept = set(sorted(worst, key=lambda number: -worst[number])[:count])
     return [step for own in steps.values() for step in own if step.number in kept]
 
 
 def legend() -> list[str]:
-    """A line about each column of the tables."""
+    """Return a line about each column of the tables."""
     width = max(map(len, _MEANINGS))
     return [f"{heading:>{width}}  {meaning}" for heading, meaning in _MEANINGS.items()]
 
 
 def words(steps: Steps) -> list[str]:
-    """Sentences that say what the tables mean."""
+    """Return sentences that interpret the tables."""
     every = [step for own in steps.values() for step in own]
     exposed, hidden = mean(s.exposed for s in every), mean(s.hidden for s in every)
     lines = []
     if exposed + hidden > 0:
         share = hidden / (exposed + hidden)
         lines.append(
-            f"communication: {(exposed + hidden) * 1e3:.1f} ms per step, of which "
-            f"{hidden * 1e3:.1f} ms ({share:.0%}) hidden beside the work and {exposed * 1e3:.1f} "
-            f"ms exposed, {mean(s.waited for s in every) * 1e3:.1f} ms of them asleep"
+            f"communication: {(exposed + hidden) * 1e3:.1f} ms per step: {hidden * 1e3:.1f} ms "
+            f"({share:.0%}) hidden behind other work, {exposed * 1e3:.1f} ms exposed, "
+            f"including {mean(s.waited for s in every) * 1e3:.1f} ms asleep"
         )
-    found = slowest(steps)
-    if found is not None:
-        lines.append(str(found))
+    last = slowest(steps)
+    if last is not None:
+        lines.append(str(last))
     elif len(steps) > 1:
-        lines.append("no rank is slowest: all have much the same to do")
+        lines.append("no rank is slowest: all have about the same work")
     return lines
 
 
 def as_json(steps: Steps, every: Steps) -> dict[str, Any]:
-    """All figures in seconds; `every` has the steps that no mean is taken of, too."""
-    found = slowest(steps)
+    """Return all figures in seconds. `every` includes the steps that the means leave out."""
+    last = slowest(steps)
     return {
         "ranks": [
             {
@@ -101,7 +102,7 @@ def as_json(steps: Steps, every: Steps) -> dict[str, Any]:
             }
             for rank, own in steps.items()
         ],
-        "slowest": None if found is None else asdict(found) | {"why": str(found)},
+        "slowest": None if last is None else asdict(last) | {"why": str(last)},
         "steps": [
             asdict(step) | {"exposed": step.exposed} for own in every.values() for step in own
         ],

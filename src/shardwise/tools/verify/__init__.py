@@ -1,1 +1,1 @@
-"""`shardwise verify`: whether a script trains the same under a placement as in one process."""
+"""The command `shardwise verify`: compares a script's training with its single-process run."""

@@ -1,18 +1,19 @@
-"""Changes something about a script while it runs, to see whether its result then stops depending
-on the placement: a cause is named only if taking it away makes the difference go.
+"""Alters a script's behaviour to test a possible cause of a difference.
 
-    sampler      every DistributedSampler gives all samples, as on one rank
-    batches      a DataLoader that a library shares out has as many rows on all workers together
-    split        random_split draws by a generator of its own, alike on all ranks
-    draws        what is drawn after a step is drawn alike on all ranks
+A cause is named only if the difference between placements disappears without it.
+
+    sampler      every DistributedSampler yields all samples, as on one rank
+    batches      a DataLoader that a library splits has the same number of rows over all workers
+    split        random_split uses a fixed generator, the same on all ranks
+    draws        random numbers after a step are the same on all ranks
     loss         losses are multiplied by a number
-    weight       losses are weighed by what their graphs show, whatever the script says
-    lr           learning rates are those of the reference, step by step
+    weight       losses are weighed by what their graphs show; weight= and reduction= are ignored
+    lr           learning rates are taken from the reference, step by step
     dropout      nothing is dropped
-    sum          sums over ranks that the script makes itself give back what they are given
+    sum          sums over ranks that the script makes return their input
     averaged     tensors of modules, by name, are averaged over the ranks at each step
-    rank         the script is told that it is rank 0, on every rank
-    size         the script is told that there is one rank
+    rank         the script sees rank 0 on every rank
+    size         the script sees a world of one rank
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from shardwise.world import randomness
 from shardwise.world.world import World, current
 
 MAKE_LOADERS = ("transformers.", "shardwise.deepspeed.")
-"""Libraries that make a DataLoader out of the user's dataset and batch size."""
+"""Modules that make a DataLoader out of the user's dataset and batch size."""
 
 
 def apply(alter: Mapping[str, Any]) -> None:
-    """Make every change that `alter` names, with its value, for the time of this process."""
+    """Make every alteration that `alter` names, with its value, for the life of this process."""
     for name, value in alter.items():
-        _ALL[name](value)
+        _ALTERATIONS[name](value)
 
 
 def _sampler(value: Any) -> None:
@@ -49,6 +50,7 @@ def _sampler(value: Any) -> None:
 
     @wraps(plain)
     def alone(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        # Arguments of DistributedSampler after the dataset, in the order of its signature.
         more = dict(
             zip(("num_replicas", "rank", "shuffle", "seed", "drop_last"), args, strict=False)
         )
@@ -63,10 +65,12 @@ def _batches(size: int) -> None:
 
     @wraps(plain)
     def divided(self: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
-        # A library makes further ones out of the user's; some make the first one themselves.
+        # A library wraps the user's loader in further ones, whose batch size is divided already.
+        # Some libraries make the first one themselves.
         first = watching.caller(1) is not None or watching.module_of(1).startswith(MAKE_LOADERS)
         if first and batch_size and current().size > 1:
             batch_size = max(1, batch_size // size)
+        # Other workers do the same, so the total over all workers is the script's batch size.
         plain(self, dataset, batch_size, *args, **kwargs)
 
     kind.__init__ = divided
@@ -85,6 +89,7 @@ def _split(value: Any) -> None:
 
 def _draws(value: Any) -> None:
     def after(engine: Any) -> None:
+        # A seed that is new at each step, and the same on all ranks.
         randomness.seed_everything(randomness.seed_from(current().seed, "alike", engine.steps))
 
     _around_step(after=after)
@@ -111,6 +116,7 @@ def _weight(value: Any) -> None:
     def unweighted(plain: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(plain)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # The engine then weighs losses by what it finds in their graphs.
             return plain(self, *args, **{**kwargs, "weight": None, "reduction": "mean"})
 
         return call
@@ -120,20 +126,21 @@ def _weight(value: Any) -> None:
 
 
 def _lr(rates: Mapping[str, list[list[float]]]) -> None:
-    """`rates` are by engine the rates of each step."""
+    """Set learning rates: `rates` maps each engine to the rates of its steps, by group."""
     held: dict[int, list[float]] = {}
     numbers: dict[int, int] = {}
 
     def before(engine: Any) -> None:
+        # Engines that never step have no rates: number only those that do.
         number = numbers.setdefault(id(engine), len(numbers))
         groups = _groups(engine)
         held[id(engine)] = [group["lr"] for group in groups]
         several = rates[str(number)]
-        wanted = several[min(engine.steps, len(several) - 1)]
-        for group, rate in zip(groups, wanted, strict=True):
+        reference_rates = several[min(engine.steps, len(several) - 1)]
+        for group, rate in zip(groups, reference_rates, strict=True):
             group["lr"] = rate
 
-    # Put back after the step: a scheduler multiplies the rate that it finds.
+    # Restore the rate after the step: a scheduler multiplies the rate that it finds.
     def after(engine: Any) -> None:
         for group, rate in zip(_groups(engine), held[id(engine)], strict=True):
             group["lr"] = rate
@@ -149,6 +156,8 @@ def _dropout(value: Any) -> None:
     for name in watching.DROPOUTS:
         plain = getattr(F, name)
         setattr(F, name, _undropped(name, plain))
+    # Attention takes the probability as its fifth argument, and nn.RNN as an attribute, because
+    # its kernel never calls F.dropout.
     attend: Any = F.scaled_dot_product_attention
 
     @wraps(attend)
@@ -159,11 +168,11 @@ def _dropout(value: Any) -> None:
 
     F.scaled_dot_product_attention = whole
     engine: Any = shardwise.Engine
-    made = engine.__init__
+    init = engine.__init__
 
-    @wraps(made)
+    @wraps(init)
     def without(self: Any, models: Any, optimizers: Any, **kwargs: Any) -> None:
-        made(self, models, optimizers, **kwargs)
+        init(self, models, optimizers, **kwargs)
         for module in (inner for model in self.verified[0] for inner in model.modules()):
             if isinstance(module, torch.nn.RNNBase):
                 module.dropout = 0.0
@@ -174,7 +183,7 @@ def _dropout(value: Any) -> None:
 def _undropped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def undropped(*args: Any, **kwargs: Any) -> Any:
-        if name == "rrelu":
+        if name == "rrelu":  # has no p: in evaluation it multiplies by a fixed slope
             return plain(args[0], training=False)
         return plain(args[0], p=0.0)
 
@@ -186,7 +195,7 @@ def _sum(value: Any) -> None:
 
     @wraps(plain)
     def unsummed(self: World, tensor: Tensor, groups: Any = None) -> Tensor:
-        # Only sums in the user's own lines: the library's own, and those of metrics, must go on.
+        # Only sums in the user's own lines: the library and metrics need theirs.
         if watching.caller(1) is None:
             return plain(self, tensor, groups)
         return tensor.detach().clone()
@@ -216,41 +225,44 @@ def _averaged(names: Sequence[str]) -> None:
 
 def _rank(value: Any) -> None:
     for name in watching.RANKS:
+        # 0 for every kind of rank, and True for is_main.
         vars(World)[name].pretended = name == "is_main" or 0
-    _told(torch.distributed, "get_rank", 0)
-    _told_by_horovod("rank", 0)
-    _told_by_environment("RANK", "LOCAL_RANK", "GROUP_RANK")
+    _pretend(torch.distributed, "get_rank", 0)
+    _pretend_in_horovod("rank", 0)
+    _pretend_in_environment("RANK", "LOCAL_RANK", "GROUP_RANK")
 
 
 def _size(value: Any) -> None:
+    # A script that sees one rank must see itself as rank 0, or it would index past the end.
     _rank(value)
     for name in watching.SIZES:
         vars(World)[name].pretended = 1
-    _told(torch.distributed, "get_world_size", 1)
-    _told_by_horovod("size", 1)
+    _pretend(torch.distributed, "get_world_size", 1)
+    _pretend_in_horovod("size", 1)
 
 
-def _told_by_horovod(room: str, told: int) -> None:
-    horovod = sys.modules.get("shardwise.horovod")  # there if the script is one of Horovod's
+def _pretend_in_horovod(topic: str, value: int) -> None:
+    horovod = sys.modules.get("shardwise.horovod")  # imported only if the script uses Horovod
     for name, of in watching.HOROVOD.items():
-        if horovod is not None and of == room:
-            _told(horovod, name, told)
+        if horovod is not None and of == topic:
+            _pretend(horovod, name, value)
 
 
-def _told(owner: Any, name: str, told: int) -> None:
+def _pretend(owner: Any, name: str, value: int) -> None:
     plain = getattr(owner, name)
 
     @wraps(plain)
-    def telling(*args: Any, **kwargs: Any) -> Any:
+    def pretending(*args: Any, **kwargs: Any) -> Any:
+        # The library itself still gets the true value.
         mine = watching.caller(1)
-        return plain(*args, **kwargs) if mine is None else told
+        return plain(*args, **kwargs) if mine is None else value
 
-    setattr(owner, name, telling)
+    setattr(owner, name, pretending)
 
 
-def _told_by_environment(*names: str) -> None:
-    """Set the variables of the rank to 0 after `sw.init`."""
-    # Not before: `sw.init` finds out by them who this rank is.
+def _pretend_in_environment(*names: str) -> None:
+    """Set environment variables with the rank to 0 after `sw.init`."""
+    # Not earlier: `sw.init` reads its own rank from them.
     plain = shardwise.init
 
     @wraps(plain)
@@ -281,7 +293,7 @@ def _around_step(
     engine.step = step
 
 
-_ALL: dict[str, Callable[[Any], None]] = {
+_ALTERATIONS: dict[str, Callable[[Any], None]] = {
     "sampler": _sampler,
     "batches": _batches,
     "split": _split,

@@ -1,4 +1,4 @@
-"""`shardwise verify`: makes the runs, shows how far they are, says what was found."""
+"""Runs `shardwise verify`: makes the runs, shows progress and prints the verdicts."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ from shardwise.tools.verify.verdicts import Result
 
 FAILED = 1
 LOGS = "verify-logs"
-"""The folder, beside the report, of what each run printed."""
+"""The folder for the output of each run, in the folder of the report."""
 
-EVERY = 30.0
-"""Seconds between lines about a long run where there is no terminal."""
+PROGRESS_INTERVAL = 30.0
+"""Seconds between two progress lines of one run if there is no terminal."""
 
 LINES_OF_OUTPUT = 60
-"""How many of the last lines of a run that failed are shown, its traceback among them."""
+"""How many of the last output lines of a failed run are shown: enough for its traceback."""
 
 
-class Shown:
-    """How far the runs are: on a terminal a line that changes, else a line for each run, and one
-    more every `EVERY` seconds of it."""
+class ProgressDisplay:
+    """Shows progress: one changing line on a terminal.
+
+    Elsewhere it prints a line for each run, and another one every `PROGRESS_INTERVAL` seconds.
+    """
 
     def __init__(self) -> None:
-        # The standard output is for the verdict, or for the JSON.
+        # Standard output is reserved for the verdict or the JSON.
         self._console = Console(highlight=False, markup=False, stderr=True)
         self._bar = Progress(
             SpinnerColumn(),
@@ -50,18 +52,20 @@ class Shown:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("", total=None, what="")
-        self._said = -math.inf
+        self._printed_at = -math.inf
 
     def show(self, number: int, words: str, steps: int, most: int) -> None:
-        """Show that run `number`, called so in words, has made `steps` of `most`."""
+        """Show that run `number`, described by `words`, has made `steps` of `most` steps."""
         far = printable(f"run {number} · {words} · step {steps} of {most}")
         self._bar.update(self._task, what=far)
-        if self._bar.disable and (not steps or time.monotonic() - self._said > EVERY):
-            self._said = time.monotonic()
+        if self._bar.disable and (
+            not steps or time.monotonic() - self._printed_at > PROGRESS_INTERVAL
+        ):
+            self._printed_at = time.monotonic()
             line = far if steps else printable(f"run {number} · {words}")
             self._console.print(line, soft_wrap=True)
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> ProgressDisplay:
         self._bar.start()
         return self
 
@@ -70,37 +74,38 @@ class Shown:
 
 
 @dataclass
-class Maker:
-    """Makes runs with a log each in `folder`, their ranks forked from `warm` ones."""
+class RunMaker:
+    """Makes runs on ranks forked from `warm` processes, with one log per run in `folder`."""
 
     folder: Path
-    shown: Shown
+    progress: ProgressDisplay
     warm: WarmRanks
-    made: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
     def __call__(self, run: Run, words: str) -> RecordedTraining:
-        """Make one. Raises RunFailed."""
-        self.made.append(words)
-        number = len(self.made)
+        """Make one run, described by `words`. Raises RunFailed."""
+        self.names.append(words)
+        # Logs are numbered in the order of the runs, which the progress lines show too.
+        number = len(self.names)
         log = self.folder / f"{number:02d}.txt"
-        self.shown.show(number, words, 0, run.steps)
+        self.progress.show(number, words, 0, run.steps)
         seen = 0
 
         def show(steps: int) -> None:
             nonlocal seen
             if steps > seen:
                 seen = steps
-                self.shown.show(number, words, steps, run.steps)
+                self.progress.show(number, words, steps, run.steps)
 
         return runs.make(run, words, log, show, self.warm)
 
 
 def verify(plan: VerifyRequest, json_file: Path | None) -> int:
-    """Do what `plan` asks for; the exit code is that of the worst verdict, 1 where a run failed.
+    """Do what `plan` asks for and return the exit code of the worst verdict, or 1 if a run failed.
 
-    Raises LaunchError for what cannot be verified, and where something that is needed is missing.
+    Raises LaunchError if the script cannot be verified or a package for the plots is missing.
     """
-    check_can_draw("shardwise verify")
+    check_can_draw("shardwise verify")  # before minutes of runs, not after them
     to_stdout = is_stdout(json_file)
     if json_file is not None and not json_file.parent.is_dir():
         raise LaunchError(
@@ -109,28 +114,37 @@ def verify(plan: VerifyRequest, json_file: Path | None) -> int:
     console = Console(highlight=False, markup=False, stderr=to_stdout)
     results: list[Result] = []
     try:
-        with exit_on_sigterm(), WarmRanks(plan.script, plan.most) as warm, Shown() as shown:
-            verification = Verification(plan, Maker(_log_folder(plan.out), shown, warm))
+        with (
+            exit_on_sigterm(),
+            WarmRanks(plan.script, plan.max_size) as warm,
+            ProgressDisplay() as progress,
+        ):
+            verification = Verification(plan, RunMaker(_log_folder(plan.out), progress, warm))
+            # Fails early: without a reference that trains with an engine, no placement is worth a
+            # run.
             verification.check()
             for placement in plan.placements:
                 result = verification.judge(placement)
+                # Verdicts are printed as they come, since a placement may take minutes.
                 results.append(result)
                 console.print(f"{result.placement}", style="bold", soft_wrap=True)
                 for number, sentence in enumerate(verdicts.sentences(result)):
                     style = STYLES[result.verdict] if number == 0 else None
                     console.print(f"  {printable(sentence)}", style=style, soft_wrap=True)
     except RunFailed as error:
-        _say_failed(error, console)
+        _print_failure(error, console)
         return FAILED
     report = VerifyReport(plan=plan, results=results)
     page.write(report, plan.out, json_file)
-    console.print(f"all of it: {plan.out / 'verify.html'}, beside it PNG and JSON", soft_wrap=True)
+    console.print(
+        f"report: {plan.out / 'verify.html'} (PNG and JSON in the same folder)", soft_wrap=True
+    )
     return report.exit_code
 
 
 def _log_folder(out: Path) -> Path:
-    """Return the folder of logs in `out`, without the files of earlier calls."""
-    # By name, and not the whole folder: `--out` may be a folder with files of the user's.
+    """Return the folder of logs in `out`, without the files of earlier verifications."""
+    # Remove only files whose names are ours: `--out` may be a folder with files of the user.
     folder = out / LOGS
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
@@ -143,12 +157,12 @@ def _log_folder(out: Path) -> Path:
     return folder
 
 
-def _say_failed(error: RunFailed, console: Console) -> None:
-    """The end of what a run wrote, where the traceback of the rank that failed stands, and why."""
+def _print_failure(error: RunFailed, console: Console) -> None:
+    """Print the last lines that the failed run wrote, and why nothing was proved."""
     for line in error.output.strip().splitlines()[-LINES_OF_OUTPUT:]:
         console.print(printable(line), style="dim", soft_wrap=True)
     console.print(
-        f"shardwise: {printable(str(error))}\nNothing is proved: mend the script, or choose "
+        f"shardwise: {printable(str(error))}\nNothing is proved: fix the script or choose "
         "another placement.",
         style="red",
         soft_wrap=True,

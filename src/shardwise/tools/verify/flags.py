@@ -1,4 +1,4 @@
-"""Defines the command `shardwise verify`: its flags, and what they ask for."""
+"""The flags of `shardwise verify`, and the request that they make."""
 
 import os
 import shlex
@@ -13,9 +13,9 @@ from shardwise.launch.flag_table import flags_of
 from shardwise.launch.flags import Command
 
 TOP = """\
-Whether it trains the same:   shardwise verify -n 4 --zero 3 train.py --epochs 3
+Check that it trains the same:   shardwise verify -n 4 --zero 3 train.py --epochs 3
 
-shardwise verify [flags] SCRIPT.py [its arguments]     runs it on one worker, then spread
+shardwise verify [flags] SCRIPT.py [its arguments]     runs it on one worker, then on several
 """
 
 LAUNCHER = {
@@ -29,11 +29,11 @@ LAUNCHER = {
     "interface": "--interface",
     "host_timeout": "--host-timeout",
 }
-"""The launcher's flags that a placement may have, and how they are spelled."""
+"""Flags of the launcher that a placement may contain: parameter name to spelling."""
 
 
 def command() -> Command:
-    """The command `verify`: the settings of `run`, but for those that it gives itself."""
+    """Return the command `verify`. It takes the settings of `run`, except those it sets itself."""
     own_settings = {"record", "record_tensors", "stop_after", "trial", "time_layers"}
     shared = {"words", "module", "size", "config", "adopt", *LAUNCHER, *config.FIELDS}
     return Command(
@@ -63,18 +63,20 @@ def _verify(
     out: str | None,
     module: bool,
     adopt: tuple[str, ...] | None,
-    **given: Any,
+    **run_flags: Any,
 ) -> int:
-    """The command `verify`: `given` are the flags of the first placement."""
+    """Run the command `verify`. `run_flags` holds the flags of the first placement."""
     if not words:
-        raise LaunchError("What shall be verified? For example: shardwise verify -n 2 train.py")
+        raise LaunchError("No script given. Example: shardwise verify -n 2 train.py")
     if stock:
-        return _verify_stock(words, steps, accept, json_file, junit, out, module=module, **given)
+        return _verify_stock(
+            words, steps, accept, json_file, junit, out, module=module, **run_flags
+        )
     if junit is not None:
         raise LaunchError("--junit needs --stock.")
-    program.command(words[0], words[1:], module=module)  # raises where there is none
+    program.command(words[0], words[1:], module=module)  # raises if the program does not exist
     if not module and not program.is_script(words[0]):
-        raise LaunchError(f"shardwise verify runs Python: a script, or -m MODULE, not {words[0]}.")
+        raise LaunchError(f"shardwise verify runs Python: a script or -m MODULE, not {words[0]}.")
     command_line.mention_misplaced(words)
     adopting = command_line.adopting(adopt, words, module=module) if adopt is not None else ()
     original = None if against is None else tuple(_words_of(against, "--against"))
@@ -82,15 +84,18 @@ def _verify(
         name = original[0] if original else ""
         if not program.is_script(name):
             raise LaunchError(f"--against takes a Python script and its arguments, not {name!r}.")
-        program.command(name, original[1:], module=False)  # raises where there is none
+        program.command(name, original[1:], module=False)  # raises if the script does not exist
+    # Imported here: these modules import torch, and `shardwise --help` must start without it.
     placements = import_module("shardwise.tools.verify.placements")
-    first = _placement(given)
+    first = _placement(run_flags)
+    # --also describes a placement only. All placements take the training (precision, seed, batch)
+    # from the first one, because they are compared with the same reference.
     shared = {k: v for k, v in first.settings.items() if k in placements.TRAINING}
     further = [placement_of(text) for text in also]
-    spread = [first, *(p.having(**{**shared, **p.settings}) for p in further)]
+    spread = [first, *(p.with_settings(**{**shared, **p.settings}) for p in further)]
     request = import_module("shardwise.tools.verify.request")
     kind = import_module("shardwise.tools.verify.runs").ScriptCommand
-    asked = request.VerifyRequest(
+    verify_request = request.VerifyRequest(
         script=kind(words=words, module=module, adopting=adopting),
         placements=spread,
         steps=steps,
@@ -100,7 +105,7 @@ def _verify(
         accepts_rounding=accept == "rounding",
         precision=shared.get("precision", "fp32"),
     )
-    return import_module("shardwise.tools.verify.command").verify(asked, json_file)  # type: ignore[no-any-return]
+    return import_module("shardwise.tools.verify.command").verify(verify_request, json_file)  # type: ignore[no-any-return]
 
 
 def _verify_stock(
@@ -144,41 +149,47 @@ def _verify_stock(
 
 
 def placement_of(text: str) -> Any:
-    """The placement that flags in one text describe. Raises LaunchError for words that are none."""
-    given = command().make_context("--also", _words_of(text, "--also")).params
-    if given["words"]:
-        raise LaunchError(f"{text!r} is to be flags of shardwise run, without a script.")
-    if given["adopt"] is not None:
+    """Parse flags of `shardwise run` into a placement. Raises LaunchError for anything else."""
+    flags = command().make_context("--also", _words_of(text, "--also")).params
+    if flags["words"]:
         raise LaunchError(
-            f"{text!r} has --adopt, which is about the script: give it once, beside the script."
+            f"--also takes flags of shardwise run without a script, not {text!r}. "
+            'Example: --also "-n 2 --zero 3"'
         )
-    return _placement(given)
+    if flags["adopt"] is not None:
+        raise LaunchError(
+            f"--also {text!r} contains --adopt, which belongs to the script: give --adopt once, "
+            "outside of --also."
+        )
+    return _placement(flags)
 
 
 def _words_of(text: str, flag: str) -> list[str]:
-    """The words of a command line in one text. Raises LaunchError for quotes that do not close."""
+    """Split the command line in `text` into words. Raises LaunchError if a quote is not closed."""
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise LaunchError(f"{flag} {text!r} cannot be taken apart: {error}.") from None
+        raise LaunchError(f"{flag} {text!r} cannot be split into words: {error}.") from None
 
 
-def _placement(given: dict[str, Any]) -> Any:
-    """The placement that the flags `given` describe; two workers, or one for each GPU, where the
-    number is not said."""
+def _placement(run_flags: dict[str, Any]) -> Any:
+    """Return the placement that `run_flags` describe.
+
+    Without a number of workers it has one per GPU, or two.
+    """
     settings = {
         name: command_line.as_text(value)
-        for name, value in given.items()
+        for name, value in run_flags.items()
         if value is not None and name in ("config", *config.FIELDS)
     }
     command_line.check_settings(settings)
     launcher: list[str] = []
     for name, flag in LAUNCHER.items():
-        value = given[name]
+        value = run_flags[name]
         several = value if isinstance(value, tuple) else () if value is None else (value,)
         launcher += [word for each in several for word in (flag, str(each))]
-    size = given["size"]
-    if size is None and all(given[name] is None for name in ("hosts", "hostfile", "per_host")):
+    size = run_flags["size"]
+    if size is None and all(run_flags[name] is None for name in ("hosts", "hostfile", "per_host")):
         size = resources.gpu_count(os.environ) or 2
     kind = import_module("shardwise.tools.verify.placements").RunPlacement
     return kind(size=size, settings=settings, launcher=tuple(launcher))

@@ -1,4 +1,12 @@
-"""A verification: which runs are made, one after the other, and what follows from them."""
+"""Decides which runs a verification makes, and what follows from them.
+
+reference, placement as the script is    same bits, or 1e-8 apart: done
+the same two in fp64                     within 1e-8: equal within rounding
+the same two with values                 names the first elements that differ
+the reference again                      differs: the script is not repeatable
+smaller placements                       the smallest that still differs
+that one without each suspect            names the cause
+"""
 
 from __future__ import annotations
 
@@ -19,19 +27,19 @@ from shardwise.tools.verify.verdicts import TOLERANCE, Result, TrainingVerdict
 
 WIDE = "fp64"
 VALUES = 8
-"""Of how many tensors the values are recorded where not all are."""
+"""For how many tensors the values are recorded if not for all."""
 LOSSES = (
-    "Losses are not compared: what backward is called on in the original is not the one mean that "
-    "engine.step() returns (several losses, a sum, a penalty that is added elsewhere)."
+    "Losses are not compared: the original calls backward on something other than the one mean "
+    "that engine.step() returns (several losses, a sum, or a penalty that is added elsewhere)."
 )
 
 Make = Callable[[Run, str], RecordedTraining]
-"""Makes a run that is called so in words. Raises RunFailed."""
+"""Makes a run, described by a few words. Raises RunFailed."""
 
 
 @dataclass
 class Verification:
-    """The runs of a plan, made by `make`; those that are needed twice are made once."""
+    """The runs of a plan, made by `make`. A run that is needed twice is made once."""
 
     plan: VerifyRequest
     make: Make
@@ -41,22 +49,23 @@ class Verification:
         self._why = ""
 
     def check(self) -> RecordedTraining:
-        """Make the reference, and look whether there is anything to compare.
+        """Make the reference and check that there is something to compare.
 
-        Raises LaunchError for a script that trains without an engine.
+        Raises LaunchError if the script trains without an engine.
         """
+        # The reference is needed first: it shows whether the script trains with an engine at all.
         reference = self._reference()
         if self.plan.against is None:
             _check_driver(reference, self.plan.script.words[0])
         elif not reference.steps:
             raise LaunchError(
-                f"{self.plan.against.words[0]} made no step of an optimizer of torch's, so there "
-                "is nothing to compare with."
+                f"{self.plan.against.words[0]} made no step with a torch optimizer, so there is "
+                "nothing to compare with."
             )
         return reference
 
     def judge(self, placement: RunPlacement) -> Result:
-        """What one placement trains, beside the reference."""
+        """Compare the training under `placement` with the reference."""
         reference = self._reference()
         own = self._run(placement, str(placement))
         _check_driver(own, self.plan.script.words[0])
@@ -67,13 +76,13 @@ class Verification:
             return result
         if result.own.within(TOLERANCE):
             return replace(result, verdict=TrainingVerdict.ROUNDING)
-        # In fp64 rounding is 1e-16, so whatever still differs is not rounding.
+        # In fp64 rounding is about 1e-16, so a difference above the tolerance has another cause.
         try:
             wide_reference = self._reference(wide=True)
-            wide = self._run(_wide(placement), f"{placement} in fp64")
+            wide = self._run(_in_fp64(placement), f"{placement} in fp64")
         except RunFailed as error:
-            # Without fp64 nothing is proved, but losses and norms may be as near as rounding
-            # leaves them.
+            # Without fp64 nothing is proved. Losses and norms within 1e-3 look like rounding;
+            # anything larger is a difference.
             steps = result.own.steps
             figures = (max(each.loss, each.grad_norm, each.weight, each.skipped) for each in steps)
             is_near = result.own.same_counts and max(figures, default=0.0) <= 1e-3
@@ -86,10 +95,11 @@ class Verification:
         if compared.within(TOLERANCE):
             return replace(result, verdict=TrainingVerdict.ROUNDING, wide=compared)
         result = self._with_values(replace(result, verdict=TrainingVerdict.DIFFERS, wide=compared))
-        return self._explained(result, wide_reference, wide) if self.plan.causes else result
+        return self._explain(result, wide_reference, wide) if self.plan.causes else result
 
     def _only_losses(self, compared: Comparison) -> bool:
-        """Whether all but the loss agrees with an original, of which only hooks know it."""
+        """Return whether everything except the loss agrees with an original script."""
+        # Hooks on the original see what backward is called on, not the loss that the user means.
         if self.plan.against is None or compared.within(TOLERANCE):
             return False
         return compared.without_losses.within(TOLERANCE)
@@ -112,74 +122,79 @@ class Verification:
 
     def _with_values(self, result: Result) -> Result:
         """Return `result` with the values of the first tensors that differ."""
-        # Runs of large models record fingerprints only. So make both again, up to that step, and
-        # record the values of the tensors that matter.
+        # Runs of large models record only fingerprints, which cannot name an element. So make both
+        # runs again up to that step, and record the values of the tensors that differ.
+        # Values are compared in fp64, because the verdict is about the fp64 runs.
         assert result.wide is not None
         first = result.wide.first(TOLERANCE)
         names = [] if first is None else [t.name for t in first.beyond(TOLERANCE) if not t.exact]
         if first is None or not names:
             return result
-        steps, wanted = max(first.number, 1), names[:VALUES]
+        steps, names = max(first.number, 1), names[:VALUES]
         runs = [
-            self._run(placement, words, steps, against=against, values=wanted)
+            self._run(placement, words, steps, against=against, values=names)
             for placement, words, against in (
                 (self._alone(), "values of the reference", True),
-                (_wide(result.placement), f"values of {result.placement}", False),
+                (_in_fp64(result.placement), f"values of {result.placement}", False),
             )
         ]
-        found = {
+        by_key = {
             (each.kind, each.name): each
             for step in compare(runs[0], runs[1], steps=steps).steps
             if (step.engine, step.number) == (first.engine, first.number)
             for each in step.tensors
             if each.exact
         }
-        exact = replace(first, tensors=[found.get((t.kind, t.name), t) for t in first.tensors])
+        exact = replace(first, tensors=[by_key.get((t.kind, t.name), t) for t in first.tensors])
         several = [exact if step is first else step for step in result.wide.steps]
         return replace(result, wide=replace(result.wide, steps=several))
 
     # -- why --------------------------------------------------------------------------------
 
-    def _explained(
+    def _explain(
         self, result: Result, reference: RecordedTraining, wide: RecordedTraining
     ) -> Result:
-        """The same with the smallest placement that differs, and why."""
-        if (found := self._unrepeatable(reference)) is not None:
-            return replace(result, found=found)
+        """Return `result` with the smallest placement that still differs, and the cause."""
+        if (found_causes := self._find_noise(reference)) is not None:
+            return replace(result, found=found_causes)
         assert result.wide is not None
         first = result.wide.first(TOLERANCE)
+        # One step more than the first that differs: a state may differ one step before the loss.
         steps = min(max(first.number if first is not None else 1, 1) + 1, self.plan.steps)
+        # Keeps the trainings of all tried placements, so that the smallest one need not run again.
         trainings = {str(result.placement): wide}
 
         def differs(placement: RunPlacement) -> bool:
             try:
-                made = self._run(_wide(placement), f"smaller: {placement}", steps=steps)
-            except RunFailed:  # it may not even run smaller, which proves nothing
+                training = self._run(_in_fp64(placement), f"smaller: {placement}", steps=steps)
+            except RunFailed:  # a smaller placement may not run at all, which proves nothing
                 return False
-            trainings[str(placement)] = made
-            return not compare(reference, made, steps=steps).within(TOLERANCE)
+            trainings[str(placement)] = training
+            return not compare(reference, training, steps=steps).within(TOLERANCE)
 
-        smallest = placements.smallest(result.placement, differs)
-        found = self._cause(smallest, reference, trainings[str(smallest)], steps)
-        return replace(result, smallest=smallest, found=found)
+        smallest = placements.find_smallest(result.placement, differs)
+        found_causes = self._cause(smallest, reference, trainings[str(smallest)], steps)
+        return replace(result, smallest=smallest, found=found_causes)
 
-    def _unrepeatable(self, reference: RecordedTraining) -> FoundCauses | None:
-        """Why a second run of the reference differs from the first; None where it does not."""
+    def _find_noise(self, reference: RecordedTraining) -> FoundCauses | None:
+        """Return why two runs of the reference differ, or None if they agree."""
 
         def same(
             words: str, before: RecordedTraining | None, **more: Any
         ) -> tuple[bool, RecordedTraining]:
-            seat = int(before is not None)
-            made = self._run(self._alone(), words, against=True, seat=seat, **more)
-            return before is not None and compare(before, made).within(TOLERANCE), made
+            # The other warm process has another hash seed, so an order of a set shows.
+            server = int(before is not None)
+            training = self._run(self._alone(), words, against=True, server=server, **more)
+            return before is not None and compare(before, training).within(TOLERANCE), training
 
-        # First of all: if two equal runs differ, every difference between placements is noise.
+        # Before anything else: if two equal runs differ, a difference between placements is noise.
         if same("the reference again", reference)[0]:
             return None
         for suspect, words, more in (
             (causes.UNSEEDED, "with --seed 0", {"settings": {"seed": "0"}}),
             (causes.SETS, "with PYTHONHASHSEED=0", {"environ": {"PYTHONHASHSEED": "0"}}),
         ):
+            # The original of --against may have no sw.init to take a seed.
             if suspect is causes.UNSEEDED and self.plan.against is not None:
                 continue
             _, one = same(f"the reference {words}", None, **more)
@@ -194,18 +209,19 @@ class Verification:
         other: RecordedTraining,
         steps: int,
     ) -> FoundCauses:
-        """What takes the difference away, tried on the smallest placement that has it."""
+        """Find the suspects without which the difference disappears, on the smallest placement."""
         compared = compare(reference, other, steps=steps)
-        size = smallest.size or self.plan.most
-        tried = suspects.worth_a_trial(reference, other, compared, TOLERANCE, size)
+        size = smallest.size or self.plan.max_size
+        tried = suspects.list_suspects(reference, other, compared, TOLERANCE, size)
 
         def agrees(several: Sequence[Suspect]) -> bool:
+            # Suspects are removed together, so their alterations are merged.
             alter: dict[str, Any] = {}
             settings: dict[str, str] = {}
             for each in several:
                 alter |= each.alter
                 settings |= each.settings
-            both = {k: v for each in several if each.both for k, v in each.alter.items()}
+            both = {k: v for each in several if each.in_reference for k, v in each.alter.items()}
             words = "without " + " and ".join(each.name for each in several)
             try:
                 base = reference
@@ -213,16 +229,19 @@ class Verification:
                     base = self._run(
                         self._alone(), f"the reference {words}", steps, both, against=True
                     )
-                spread = _wide(smallest).having(**settings)
-                made = self._run(spread, f"{smallest} {words}", steps, alter)
+                spread = _in_fp64(smallest).with_settings(**settings)
+                training = self._run(spread, f"{smallest} {words}", steps, alter)
             except RunFailed:
                 return False
-            seen = compare(base, made, steps=steps)
-            if self.plan.against is not None:  # hooks know too little of its losses
+            # Without comparing weights and counts: an alteration such as a larger share of the
+            # batch changes them.
+            seen = compare(base, training, steps=steps)
+            if self.plan.against is not None:  # hooks know too little about the original's losses
                 seen = seen.without_losses
-            return seen.trains_alike(TOLERANCE)
+            return seen.trains_the_same(TOLERANCE)
 
-        if compared.trains_alike(TOLERANCE) and compared.same_counts:
+        # Only the weight differs: each worker trained on the whole batch.
+        if compared.trains_the_same(TOLERANCE) and compared.same_counts:
             return FoundCauses([causes.UNSHARED])
         hint = clue(compared, other, against=self.plan.against is not None)
         return causes.find(tried, agrees, hint)
@@ -231,10 +250,11 @@ class Verification:
 
     def _alone(self) -> RunPlacement | None:
         reference = self.plan.reference
-        return None if reference is None else _wide(reference)
+        return None if reference is None else _in_fp64(reference)
 
     def _reference(self, *, wide: bool = False) -> RecordedTraining:
         key = WIDE if wide else "own"
+        # Every comparison needs the reference, and it is always the same run.
         if key not in self._references:
             placement = self._alone() if wide else self.plan.reference
             words = "the reference in fp64" if wide else "the reference"
@@ -254,13 +274,14 @@ class Verification:
         settings: Mapping[str, str] | None = None,
         environ: Mapping[str, str] | None = None,
         precision: str = WIDE,
-        seat: int = 0,
+        server: int = 0,
     ) -> RecordedTraining:
         script = self.plan.script
         if against and self.plan.against is not None:
             script, placement = self.plan.against, None
         if placement is not None:
-            placement = placement.having(**(settings or {}))
+            placement = placement.with_settings(**(settings or {}))
+            # Under a launcher the placement's flags decide. Otherwise the recorder casts the model.
             precision = placement.settings.get("precision", "fp32")
         run = Run(
             script=script,
@@ -270,29 +291,29 @@ class Verification:
             values=values,
             environ=environ or {},
             precision=precision,
-            most=self.plan.most,
-            seat=seat if against else 1,
+            max_size=self.plan.max_size,
+            server=server if against else 1,
         )
         return self.make(run, words)
 
 
-def _wide(placement: RunPlacement) -> RunPlacement:
-    """The same in fp64, without what is of 16 bits alone."""
-    return placement.without("reduce_dtype").having(precision=WIDE)
+def _in_fp64(placement: RunPlacement) -> RunPlacement:
+    """Return the placement in fp64, without settings that only 16-bit training has."""
+    return placement.without("reduce_dtype").with_settings(precision=WIDE)
 
 
 def _check_driver(training: RecordedTraining, script: str) -> None:
-    """Raise LaunchError for a script that nothing of ours trains."""
+    """Raise LaunchError if neither an engine nor `shardwise.horovod` trains the script."""
     if training.driver in ("", "plain"):
         raise LaunchError(
-            f"{script} makes no sw.Engine and trains with no shardwise.horovod optimizer, so no "
-            f"placement changes anything about it. --adopt {'|'.join(ADOPTED)} runs a script of "
-            "that library's as it is; else docs/from_ddp.md has the lines to write. To compare "
-            f"a ported script with this one: shardwise verify --against {script} PORTED.py"
+            f"{script} makes no sw.Engine and no shardwise.horovod optimizer, so no placement has "
+            f"an effect on it. --adopt {'|'.join(ADOPTED)} runs a script of that library "
+            "unchanged; for other scripts docs/from_ddp.md has the lines to write. To compare a "
+            f"ported script with this one: shardwise verify --against {script} PORTED.py"
         )
     if not training.steps:
         raise LaunchError(
-            f"{script} made no step, so there is nothing to compare: does it call engine.step()?"
+            f"{script} made no step, so there is nothing to compare. Does it call engine.step()?"
         )
 
 
@@ -303,35 +324,38 @@ _FIX_ORDER = (
 
 
 def clue(compared: Comparison, other: RecordedTraining, *, against: bool) -> str:
-    """What to look at where no trial has taken the difference away; `against` an original, whose
-    order of the data nobody but the user can fix."""
+    """Return what to look at if no trial has removed the difference.
+
+    `against` says that the reference is an original script. Then only the user can make both
+    scripts read the data in the same order.
+    """
     first = compared.first(TOLERANCE)
     if first is None:
         return ""
     if not first.fed:
         return (
-            f"The models are fed other numbers in step {max(first.number - 1, 0)} "
+            f"The models are fed different numbers in step {max(first.number - 1, 0)} "
             f"({first.rows[1]} rows, and {first.rows[0]} in the reference): "
-            + (_FIX_ORDER if against else "look at where the batches come from.")
+            + (_FIX_ORDER if against else "look at how the script makes its batches.")
         )
-    if apart := suspects.astray(other):
+    if apart := suspects.list_differing_tensors(other):
         names = ", ".join(name for _, name in apart[: suspects.MANY])
-        return f"Workers have other values of {names}: look at what forward writes there."
-    if told := other.facts.get("losses"):
+        return f"Workers have different values of {names}: look at how forward changes them."
+    if losses := other.facts.get("losses"):
         return (
-            f"weight={suspects.lines(other.facts, 'weight')} does not fit what the graphs of the "
-            f"losses show: {told[0]}. Give the number of items that each loss is a mean over."
+            f"weight={suspects.quote_lines(other.facts, 'weight')} does not match the graphs of "
+            f"the losses: {losses[0]}. Give the number of items that each loss is a mean over."
         )
-    if summed := suspects.lines(other.facts, "reduction sum"):
+    if summed := suspects.quote_lines(other.facts, "reduction sum"):
         return (
-            'The models are fed the same, and the losses that reduction="sum" adds up differ in '
-            f"their sum{summed}. Each has to be a sum over items, divided by the same number on "
+            'The models are fed the same, but the losses that reduction="sum" adds up differ in '
+            f"their sum{summed}. Each must be a sum over items, divided by the same number on "
             "all workers: loss.sum() / world.sum(n), not loss.mean() * n."
         )
     if first.number and first.loss > TOLERANCE:
         return (
-            "The models are fed the same and the loss differs: look at the forward and the loss "
-            "for what depends on how the batch is cut (pairs of samples, a compiled loss that is "
-            "no mean over rows: weight=)."
+            "The models are fed the same and the loss differs: look in the forward and the loss "
+            "for code that depends on how the batch is split (pairs of samples, or a compiled loss "
+            "that is no mean over rows and needs weight=)."
         )
-    return "The losses agree and the update differs: look at what happens to the gradients."
+    return "The losses agree and the updates differ: look at the code that changes gradients."

@@ -1,10 +1,14 @@
-"""A warm process: it has imported torch and what the script imports, and forks ranks.
+"""A warm process: it imports torch and the script's packages once, then forks ranks.
 
     python -m shardwise.tools.verify.fork_server FD MODULES
 
-Importing is most of the time of a short run. Ranks are asked for by rank_client.py over a socket,
-and live no longer than who asked for them; the end of the standard input ends all of them. No
-thread runs here and no accelerator is touched, so that a forked process may do both.
+Imports take most of the time of a short run. rank_client.py requests ranks over a socket, and a
+rank ends when its client ends. The end of standard input ends all ranks. This process has no
+threads and never touches an accelerator, because a fork would copy neither correctly.
+
+    rank_client  ── arguments, environment, files ─▶  fork_server  ── fork ─▶  rank
+                 ── signals, one byte each ────────▶               ── kill ─▶
+                 ◀──────────── exit code, 4 bytes ──               ◀─ wait ──
 """
 
 from __future__ import annotations
@@ -27,89 +31,90 @@ from typing import Any
 from shardwise.launch.function_fork import begin_anew
 from shardwise.tools.verify.rank_client import FREE
 
-IMPORTED = (
+PACKAGES = (
     *("numpy", "torch", "torch._dynamo", "torch.utils.data", "torch.distributed.pipelining"),
     *("shardwise.engine.engine", "shardwise.data.loader", "shardwise.tools.verify.script"),
 )
-"""What every rank imports; the compiler comes with the first optimizer."""
+"""What every rank imports. The compiler is imported with the first optimizer."""
 
 PATIENCE = 2.0
-"""Seconds that what a rank has started may outlive it."""
+"""Seconds that processes started by a rank may outlive it."""
 
 
 @dataclass
 class Child:
-    """A rank that was forked here: its process, which leads a group, and who asked for it."""
+    """A forked rank: its process, which leads a process group, and the socket of its client."""
 
     pid: int
     line: socket.socket
 
 
 class ForkServer:
-    """Forks a rank for each that connects to `listener`. `serve` returns in the forked ones."""
+    """Forks a rank for each client of `listener`. `serve` returns in the forked process."""
 
     def __init__(self, listener: socket.socket, reserved: list[int]) -> None:
         self._listener = listener
         self._reserved = reserved
         self._children: dict[int, Child] = {}
-        self._left: dict[int, float] = {}
-        """Groups whose leader has ended, and until when the rest of them may stay."""
+        self._orphans: dict[int, float] = {}
+        """Process groups whose leader has ended, and when to kill the rest of each."""
         self._woken, self._wakes = socket.socketpair()
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> list[str] | None:
-        """Serve until the standard input ends. In a rank: what it is to run; here, at the end,
-        None."""
+        """Serve until standard input ends, then return None. In a rank, return its arguments."""
         self._wakes.setblocking(False)
+        # A handler is necessary for set_wakeup_fd: an ignored signal writes no byte. select() then
+        # wakes up when a child ends.
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         for ready in (sys.stdin, self._listener, self._woken):
             self._selector.register(ready, selectors.EVENT_READ)
         while True:
-            for key, _ in self._selector.select(PATIENCE if self._left else None):
+            for key, _ in self._selector.select(PATIENCE if self._orphans else None):
                 if key.fileobj is sys.stdin:
-                    # The verifier has ended: so do the ranks, and what they have started.
-                    for group in (*self._children, *self._left):
+                    # The verifier has ended: kill the ranks and the processes they started.
+                    for group in (*self._children, *self._orphans):
                         _signal(group, signal.SIGKILL)
                     for pid in self._children:
                         os.waitpid(pid, 0)
                     return None
                 if key.fileobj is self._listener:
-                    if (arguments := self._answer()) is not None:
+                    if (arguments := self._accept()) is not None:
                         return arguments
                 elif key.fileobj is self._woken:
                     self._woken.recv(4096)
                 elif key.data in self._children:
-                    self._hear(self._children[key.data])
+                    self._forward_signals(self._children[key.data])
             self._reap()
 
-    def _answer(self) -> list[str] | None:
-        """Fork a rank for who connects; in that rank, what it is to run."""
+    def _accept(self) -> list[str] | None:
+        """Fork a rank for the next client. In that rank, return its arguments."""
         line, _ = self._listener.accept()
         line.settimeout(PATIENCE)
         try:
             head, files, _, _ = socket.recv_fds(line, 8, FREE)
-            asked = json.loads(_received(line, struct.unpack("!Q", head)[0]))
+            request = json.loads(_receive(line, struct.unpack("!Q", head)[0]))
         except (OSError, ValueError, struct.error):
-            line.close()  # the client has ended
+            line.close()  # the client ended before its request was complete
             return None
         # Torch is imported already, so the rank starts in milliseconds instead of seconds.
         pid = os.fork()
         if pid == 0:
             line.close()
-            self._become(asked, files)
-            return list(asked["arguments"])
+            self._become_rank(request, files)
+            return list(request["arguments"])
         for fd in files:
             os.close(fd)
-        # Here and in the rank: whichever comes first, the group exists before a signal is sent.
+        # Both here and in the rank: then the group exists before either side can use it.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         self._children[pid] = Child(pid, line)
         self._selector.register(line, selectors.EVENT_READ, pid)
         return None
 
-    def _become(self, asked: dict[str, Any], files: list[int]) -> None:
-        """Be the rank that was asked for: its files, environment, folder, group and signals."""
+    def _become_rank(self, request: dict[str, Any], files: list[int]) -> None:
+        """Turn this forked process into the rank: its files, environment, folder and group."""
         self._selector.close()
         for each in (self._listener, self._woken, self._wakes):
             each.close()
@@ -117,35 +122,37 @@ class ForkServer:
             child.line.close()
         for fd in self._reserved:
             os.close(fd)
+        # In two steps through high numbers, because a received file may have a number that is the
+        # target of another one.
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 4 * FREE) for fd in files]
         for fd in files:
             os.close(fd)
-        for fd, wanted in zip(high, asked["files"], strict=True):
-            os.dup2(fd, wanted)
+        for fd, number in zip(high, request["files"], strict=True):
+            os.dup2(fd, number)
             os.close(fd)
         os.setpgid(0, 0)
-        os.chdir(asked["folder"])
-        # What multiprocessing spawns finds the script from there.
-        vars(import_module("multiprocessing.process"))["ORIGINAL_DIR"] = asked["folder"]
-        begin_anew(asked["environ"])
-        # Each process that is started draws its own seeds; random does so by itself after a fork.
-        # Of torch's generators, the one of the CPU alone begins with a seed that is drawn.
+        os.chdir(request["folder"])
+        # Processes that multiprocessing spawns look for the script from this folder.
+        vars(import_module("multiprocessing.process"))["ORIGINAL_DIR"] = request["folder"]
+        begin_anew(request["environ"])
+        # A process that starts draws its own seeds. After a fork `random` does so by itself. Of
+        # torch's generators, only that of the CPU starts with a drawn seed.
         import_module("numpy").random.seed()
         import_module("torch").default_generator.seed()
 
-    def _hear(self, child: Child) -> None:
-        """A signal for a rank; the end of its line ends it."""
+    def _forward_signals(self, child: Child) -> None:
+        """Forward signals to a rank. If the client has closed the socket, kill the rank."""
         try:
-            said = child.line.recv(64)
+            numbers = child.line.recv(64)
         except OSError:
-            said = b""
-        for number in said or bytes([signal.SIGKILL]):
+            numbers = b""
+        for number in numbers or bytes([signal.SIGKILL]):
             _signal(child.pid, number)
-        if not said:
+        if not numbers:
             self._selector.unregister(child.line)
 
     def _reap(self) -> None:
-        """Say how ranks have ended, and end what they have left behind."""
+        """Report the exit codes of ranks, and end the processes they left behind."""
         for pid, child in list(self._children.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if not ended:
@@ -153,18 +160,18 @@ class ForkServer:
             del self._children[pid]
             with contextlib.suppress(KeyError):
                 self._selector.unregister(child.line)
-            with contextlib.suppress(OSError):  # nobody may be there any more
+            with contextlib.suppress(OSError):  # the client may have ended
                 child.line.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
             child.line.close()
-            self._left[pid] = time.monotonic() + PATIENCE
-        for group, until in list(self._left.items()):
+            self._orphans[pid] = time.monotonic() + PATIENCE
+        for group, until in list(self._orphans.items()):
             if time.monotonic() > until or not _signal(group, 0):
                 _signal(group, signal.SIGKILL)
-                del self._left[group]
+                del self._orphans[group]
 
 
 def _signal(group: int, number: int) -> bool:
-    """Send a signal to a process group; whether there is one."""
+    """Send a signal to a process group. Return whether the group exists."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):
@@ -172,28 +179,29 @@ def _signal(group: int, number: int) -> bool:
     return True
 
 
-def _received(line: socket.socket, length: int) -> bytes:
-    found = b""
-    while len(found) < length:
-        more = line.recv(length - len(found))
+def _receive(line: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        more = line.recv(length - len(data))
         if not more:
             raise OSError("it ended early")
-        found += more
-    return found
+        data += more
+    return data
 
 
 def main(fd: str, modules: str) -> None:
-    """Be the warm process, which listens at `fd`; the ranks that it forks return from here when
-    they have run."""
+    """Be the warm process that listens at `fd`. A forked rank runs its script here, too."""
+    # Reserve low file numbers. A rank inherits files with these numbers from its client, and
+    # nothing that is opened during the imports may have one of them.
     reserved = [os.open(os.devnull, os.O_RDONLY) for _ in range(3, FREE)]
     with socket.socket(fileno=int(fd)) as listener:
-        # Packages ask at their import whether there is a GPU; asked in this way, the driver is not
-        # started, which no forked process could use then. Ranks get their own environment.
+        # Packages check for a GPU when they are imported. With this variable the check does not
+        # start the driver, which forked processes could not use. Ranks get their own environment.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        for name in (*IMPORTED, *modules.split()):
-            with contextlib.suppress(Exception):  # the script itself says what is missing or broken
+        for name in (*PACKAGES, *modules.split()):
+            with contextlib.suppress(Exception):  # the script reports a missing or broken package
                 import_module(name)
-        # A collection would copy each page that is shared with the ranks.
+        # Otherwise a garbage collection in a rank would copy the pages that it shares with us.
         gc.collect()
         gc.freeze()
         arguments = ForkServer(listener, reserved).serve()

@@ -1,4 +1,4 @@
-"""Suspects a learning rate, or the pace of its schedule, from the rates of both runs."""
+"""Suspects a learning rate or the speed of its schedule, from the rates of both runs."""
 
 from __future__ import annotations
 
@@ -10,49 +10,55 @@ from shardwise.tools.verify.causes import Suspect
 from shardwise.tools.verify.records import RecordedTraining
 
 MOST_MICRO_BATCHES = 17
-"""Up to how many steps of a scheduler in one step are looked for."""
+"""One more than the largest number of micro-batches per step that is tried."""
 
 Rates = tuple[float, ...]
 """The learning rates of a step, by parameter group."""
 
 
-def suspects(reference: RecordedTraining, other: RecordedTraining, size: int) -> Iterator[Suspect]:
-    """Learning rates that are other ones than the reference's."""
-    rates = recorded(reference)
+def suspect_rates(
+    reference: RecordedTraining, other: RecordedTraining, size: int
+) -> Iterator[Suspect]:
+    """Yield a suspect if learning rates differ from the reference's."""
+    rates = recorded_rates(reference)
     apart: list[tuple[float, float]] = []
     for engine, steps in reference.engines.items():
         pairs = zip(steps[1:], other.engines.get(engine, [])[1:], strict=False)
         apart += [(a, b) for x, y in pairs for a, b in zip(x.lr, y.lr, strict=False) if a != b]
     if not apart:
         return
+    # Whether the batch grows too decides whether a scaled rate may be intended.
     batch = _batch(reference, other)
-    if (times := pace(reference, other, size)) > 1:
+    if (times := find_pace(reference, other, size)) > 1:
         yield _fast_schedule(times, rates, batch, of_workers=times == size)
         return
     theirs, ours = apart[0]
-    times_as_much = f"{ours / theirs:.6g} times the reference's" if theirs else "another one"
+    times_as_much = f"{ours / theirs:.6g} times the reference's" if theirs else "instead of"
     how = "is scaled with the number of workers" if size > 1 else "depends on the placement"
     yield Suspect(
         name="lr",
         words=f"the learning rate {how}: {ours:.6g}, {times_as_much} "
-        f"{theirs:.6g}{batch}. With the reference's rates the runs "
-        "agree. Leave the rate as it is: sw.Loader's batch_size is the total, so nothing grows "
-        "with the workers (sw.lr.ScaledLR is for batches that do).",
+        f"{theirs:.6g}{batch}. With the reference's rates the runs agree. Do not scale the rate: "
+        "sw.Loader's batch_size is the total, so it does not grow with the workers "
+        "(sw.lr.ScaledLR is for batches that do).",
         alter={"lr": rates},
     )
 
 
-def recorded(reference: RecordedTraining) -> dict[str, list[list[float]]]:
-    """By engine the learning rates of each step."""
+def recorded_rates(reference: RecordedTraining) -> dict[str, list[list[float]]]:
+    """Return the learning rates of each step, by engine."""
     return {
         str(engine): [list(step.lr) for step in steps[1:]]
         for engine, steps in reference.engines.items()
     }
 
 
-def pace(reference: RecordedTraining, other: RecordedTraining, size: int) -> int:
-    """How many steps of the reference's schedule each step makes, where all rates are those of so
-    many times the step: once for each of `size` workers, or for each micro-batch; else 1."""
+def find_pace(reference: RecordedTraining, other: RecordedTraining, size: int) -> int:
+    """Return how many steps of the reference's schedule each step of `other` makes.
+
+    Checks whether its rates equal the reference's at every k-th step, for k workers or k
+    micro-batches. Returns 1 if no k fits.
+    """
     engines = [
         ([step.lr for step in reference.engines.get(engine, [])[1:]], [step.lr for step in steps])
         for engine, (_, *steps) in other.engines.items()
@@ -63,11 +69,12 @@ def pace(reference: RecordedTraining, other: RecordedTraining, size: int) -> int
     if all(ours[0] != theirs[0] for theirs, ours in engines if theirs and ours) and all(
         _same_rates(mine, [size * rate for rate in its]) for its, mine in pairs
     ):
-        return 1  # scaled with the workers
+        return 1  # the rate is scaled with the workers, and the schedule is as fast
     for times in (size, *range(2, MOST_MICRO_BATCHES)):
         # A script that steps the scheduler before engine.step is ahead by `times` - 1 at first.
         for begin in (0, times - 1):
-            # Each `times`th of theirs, as far as both are known. One step proves nothing.
+            # Every `times`-th rate of the reference, as far as both are known. One step would prove
+            # nothing.
             several = [(theirs[begin::times], ours) for theirs, ours in engines]
             if times > 1 and all(
                 min(len(ahead), len(ours)) > 1 and all(map(_same_rates, ours, ahead))
@@ -78,12 +85,13 @@ def pace(reference: RecordedTraining, other: RecordedTraining, size: int) -> int
 
 
 def _same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
+    # rel_tol: a schedule computed in another way differs by rounding.
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-9) for a, b in pairs)
 
 
 def _batch(reference: RecordedTraining, other: RecordedTraining) -> str:
-    """What the rates of `other` do not follow from, or may."""
+    """Return how the batches of the runs compare, as the end of a sentence about the rates."""
     for engine, steps in reference.engines.items():
         for its, mine in zip(steps[1:], other.engines.get(engine, [])[1:], strict=False):
             if (rows := (mine.fed.rows, its.fed.rows))[0] != rows[1]:
@@ -99,13 +107,13 @@ def _fast_schedule(
         words=f"the learning-rate scheduler is stepped {times} times in each step, once for each "
         f"{'worker' if of_workers else 'micro-batch'}{batch}. With "
         "the reference's rates the runs agree. "
-        + (_STEPPED_BY_WORKERS if of_workers else "Step it beside engine.step(), once."),
+        + (_STEPPED_BY_WORKERS if of_workers else "Call it once, next to engine.step()."),
         alter={"lr": rates},
     )
 
 
 _STEPPED_BY_WORKERS = (
-    "Accelerate does so for schedulers that are prepared, unless its batches are totals: write "
+    "Accelerate does this with prepared schedulers, unless its batch sizes are totals. Write "
     "DataLoaderConfiguration(split_batches=True) and the total batch size, or do not prepare "
-    "the scheduler. In a loop of your own step it once."
+    "the scheduler. In your own loop, step it once."
 )

@@ -1,5 +1,7 @@
-"""Records a training that no engine makes, by hooks on torch's optimizers: the original script of
-`--against`, and those that train with `shardwise.horovod`."""
+"""Records a training without an engine, by hooks on torch's optimizers.
+
+These are the original script of `--against`, and scripts that train with `shardwise.horovod`.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ from torch.optim.optimizer import (
 )
 
 from shardwise.model import precision
-from shardwise.model.module_records import ForwardInputs, joined, tensors_beside
+from shardwise.model.module_records import ForwardInputs, joined, other_tensors
 from shardwise.tools.verify.watching import Facts
 from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 
 class Recorder:
-    """Records into `folder` as rank `rank`, where the script trains without an engine; alone
-    (`plain`) it ends the run after `stop_after` steps of the first optimizer."""
+    """Records into `folder` as rank `rank` if the script trains without an engine.
+
+    With `plain` (no launcher), it also ends the run after `stop_after` steps of the first optimizer
+    that steps.
+    """
 
     def __init__(
         self,
@@ -42,13 +47,14 @@ class Recorder:
         self._folder, self._rank, self._facts = folder, rank, facts
         self._stop_after, self._preset, self._plain = stop_after, preset, plain
         self._log: TensorLog | None = None
-        self._optimizers: list[_Followed] = []
+        self._optimizers: list[_TrackedOptimizer] = []
         self._loss, self._norm = 0.0, math.nan
         self._backwards, self._is_inside = 0, False
-        self._first: float | None = None
-        """The loss of the first backward inside of a step with a closure."""
+        self._first_loss: float | None = None
+        """The loss of the first backward inside a step with a closure."""
         self._follow_losses()
         self._follow_optimizers()
+        # Global hooks of torch: they also see optimizers that a library makes.
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
@@ -56,30 +62,32 @@ class Recorder:
     def _is_on(self) -> bool:
         return self._plain or "shardwise.horovod" in sys.modules
 
-    def leave(self) -> None:
-        """The script has ended: write what was noted about it."""
+    def write_facts(self) -> None:
+        """Write what was noted about the script, at its end."""
         driver = "plain" if self._plain else "horovod"
-        known = {"driver": driver if self._optimizers else ""}
+        facts = {"driver": driver if self._optimizers else ""}
         if self._facts.engines:
-            known = {"driver": "engine"}
+            facts = {"driver": "engine"}
         folder = self._folder / f"rank-{self._rank}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "facts.json").write_text(json.dumps({**self._facts.plain(), **known}))
+        (folder / "facts.json").write_text(json.dumps({**self._facts.plain(), **facts}))
 
     def _follow_losses(self) -> None:
-        """Add up what backward is called on, and take note of norms that are clipped by."""
+        """Sum the losses that backward is called on, and keep the norm that clipping returns."""
         backward: Any = torch.autograd.backward  # Tensor.backward calls it too
         clip = nn.utils.clip_grad_norm_
 
         @wraps(backward)
         def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:  # called again for itself, as a mode of torch functions does
+            if self._is_inside:  # a torch function mode calls it again from inside
                 return backward(tensors, *args, **kwargs)
+            # Several backward calls before one step are micro-batches: their losses add up, as
+            # their gradients do.
             self._backwards += 1
             for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
                 if self._is_on and loss.numel() == 1:
                     self._loss += float(loss.detach())
-                    self._first = self._loss if self._first is None else self._first
+                    self._first_loss = self._loss if self._first_loss is None else self._first_loss
             self._is_inside = True
             try:
                 return backward(tensors, *args, **kwargs)
@@ -90,7 +98,7 @@ class Recorder:
 
         @wraps(forget)
         def cleared(optimizer: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._loss = 0.0  # what backward had brought is not stepped on
+            self._loss = 0.0  # the script drops these gradients without a step
             return forget(optimizer, *args, **kwargs)
 
         @wraps(clip)
@@ -105,83 +113,86 @@ class Recorder:
         nn.utils.clip_grad.clip_grad_norm_ = clipped
 
     def _follow_optimizers(self) -> None:
-        """Know every optimizer as it is made."""
+        """Track every optimizer from its construction."""
         plain: Callable[..., None] = optim.Optimizer.__init__
 
         @wraps(plain)
         def made(optimizer: optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             plain(optimizer, *args, **kwargs)
             if self._is_on and not self._facts.engines:
-                self._meet(optimizer)
+                self._track(optimizer)
 
         optim.Optimizer.__init__ = made  # type: ignore[method-assign, assignment]
 
-    def _meet(self, optimizer: optim.Optimizer) -> None:
-        followed = _Followed(optimizer)
-        if not followed.models:
-            return  # one of a library's own, over what no module has
-        self._optimizers.append(followed)
+    def _track(self, optimizer: optim.Optimizer) -> None:
+        tracked = _TrackedOptimizer(optimizer)
+        # Such parameters have no name that could be compared.
+        if not tracked.models:
+            return  # made by a library, over parameters that belong to no module
+        self._optimizers.append(tracked)
         if self._preset is not None and self._preset.cast is not None:
-            models = [model for _, model in followed.models]
+            models = [model for _, model in tracked.models]
             precision.cast_models(models, self._preset.cast)
             kind = next(iter(models[0].parameters())).device.type
             for model in models:
                 precision.ForwardPrecision(self._preset, kind).attach(model)
-        followed.follow()
+        tracked.follow()
 
-    def _found(self, optimizer: optim.Optimizer) -> tuple[int, _Followed] | None:
-        for number, followed in enumerate(self._optimizers):
-            if followed.is_of(optimizer):
-                return number, followed
+    def _find(self, optimizer: optim.Optimizer) -> tuple[int, _TrackedOptimizer] | None:
+        for number, tracked in enumerate(self._optimizers):
+            if tracked.is_of(optimizer):
+                return number, tracked
         return None
 
     def _before_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = self._found(optimizer) if not self._facts.engines else None
-        if found is None or not (self._backwards or _has_closure(args, kwargs)):
-            return  # hvd.broadcast_optimizer_state makes a step that trains nothing
-        number, followed = found
-        followed.stepping = True
-        if not followed.steps:
-            self._write(number, followed, {})
-        followed.norm = self._norm if self._norm == self._norm else _norm(optimizer)
-        self._norm, self._first = math.nan, None
+        match = self._find(optimizer) if not self._facts.engines else None
+        if match is None or not (self._backwards or _has_closure(args, kwargs)):
+            return  # hvd.broadcast_optimizer_state calls step without any gradients
+        number, tracked = match
+        tracked.is_stepping = True
+        if not tracked.steps:
+            self._write(number, tracked, {})
+        tracked.norm = self._norm if self._norm == self._norm else _norm(optimizer)
+        self._norm, self._first_loss = math.nan, None
         if _has_closure(args, kwargs):
-            followed.norm = math.nan  # its gradients are those of a step before
+            tracked.norm = math.nan  # the closure has not run yet: these gradients are old
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = self._found(optimizer) if not self._facts.engines else None
-        if found is None or not found[1].stepping:
+        match = self._find(optimizer) if not self._facts.engines else None
+        if match is None or not match[1].is_stepping:
             return
-        number, followed = found
-        followed.stepping = False
-        followed.steps += 1
+        number, tracked = match
+        tracked.is_stepping = False
+        tracked.steps += 1
         loss = self._loss
-        if _has_closure(args, kwargs) and self._first is not None:
-            loss = self._first
-        figures = {"loss": loss, "grad_norm": followed.norm}
+        if _has_closure(args, kwargs) and self._first_loss is not None:
+            # A closure may run several times per step. Engines report its first loss, so take the
+            # same one.
+            loss = self._first_loss
+        figures = {"loss": loss, "grad_norm": tracked.norm}
         self._loss = 0.0
-        self._write(number, followed, figures)
+        self._write(number, tracked, figures)
         first = next(n for n, each in enumerate(self._optimizers) if each.steps)
-        if self._plain and number == first and followed.steps >= self._stop_after:
+        if self._plain and number == first and tracked.steps >= self._stop_after:
             raise SystemExit(0)
 
-    def _write(self, number: int, followed: _Followed, figures: dict[str, Any]) -> None:
+    def _write(self, number: int, tracked: _TrackedOptimizer, figures: dict[str, Any]) -> None:
         if self._log is None:
             self._log = TensorLog(self._folder, self._rank)
         with torch.no_grad():
-            parts = list(followed.parts(self._rank))
-            if not followed.steps:  # a forward has run by now, and buffers are not as they were
+            parts = list(tracked.parts(self._rank))
+            if not tracked.steps:  # a forward has already run, and may have changed the buffers
                 parts = [part for part in parts if part.kind in ("model", "optimizer")]
-            self._log.write(number, followed.steps, figures | followed.figures(), parts)
+            self._log.write(number, tracked.steps, figures | tracked.figures(), parts)
 
 
-class _Followed:
-    """An optimizer, and the models that have what it trains."""
+class _TrackedOptimizer:
+    """An optimizer, and the models that hold its parameters."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.steps = 0
-        self.stepping = False
+        self.is_stepping = False
         self.norm = math.nan
         self.models = list(_named_models(self._parameters))
         self.inputs: ForwardInputs | None = None
@@ -196,18 +207,19 @@ class _Followed:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def is_of(self, optimizer: optim.Optimizer) -> bool:
-        """Whether `optimizer` is this one, or a Horovod one around it."""
+        """Return whether `optimizer` is this one, or a Horovod optimizer that wraps it."""
+        # Horovod's wrapper is another object that shares the list of parameter groups.
         mine = self._optimizer
         return optimizer is mine or optimizer.param_groups is mine.param_groups
 
     def follow(self) -> None:
-        """Note from now on what the models are fed."""
+        """Start to note what the models are fed."""
         self.inputs = ForwardInputs(self.models, lambda: None)
 
     def figures(self) -> dict[str, Any]:
-        """What a step's file has beside tensors."""
+        """Return what the file of a step holds in addition to tensors."""
         assert self.inputs is not None
-        # What is fed belongs to the step that it leads to, not to the state before the first.
+        # Inputs belong to the step that follows them, not to the state before the first step.
         fed, samples = self.inputs.taken() if self.steps else (FeedTotals(), [])
         shapes = [(self.names[p], tuple(p.shape)) for p in self._parameters if p in self.names]
         return {
@@ -225,13 +237,13 @@ class _Followed:
         }
 
     def parts(self, rank: int) -> Iterator[Part]:
-        """Parameters, optimizer state and buffers, whole on this rank."""
+        """Yield parameters, optimizer state and buffers. Each rank has all of them whole."""
         for parameter, name in self.names.items():
             yield Part("model", name, parameter, copy=rank)
             for key, value in self._state(parameter):
                 if isinstance(value, Tensor) and value.ndim:
                     yield Part("optimizer", f"{name}.{key}", value, copy=rank)
-        for part in tensors_beside(self.models, rank):
+        for part in other_tensors(self.models, rank):
             yield Part(part.kind, _without_wrapper(part.name), part.values, copy=rank)
 
     def _state(self, parameter: Tensor) -> Iterator[tuple[str, Any]]:
@@ -239,31 +251,38 @@ class _Followed:
 
 
 def _named_models(trained: list[Tensor]) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that have `trained`, in the order of it, named as an engine does."""
-    wanted = {id(parameter): place for place, parameter in enumerate(trained)}
+    """Yield the outermost modules that hold `trained`, with the names that an engine gives them."""
+    # Optimizers do not know their models, so search all live modules. Their order is that of the
+    # parameters in the optimizer, as sw.Engine([model, ...], optimizer) would have it.
+    position = {id(parameter): number for number, parameter in enumerate(trained)}
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
-    found = []
+    models = []
     for module in modules:
+        # Outermost only: an engine is given whole models, and names their parameters from there.
         if id(module) not in inner:
-            places = [wanted[id(p)] for p in module.parameters() if id(p) in wanted]
-            if places:
-                found.append((min(places), module))
-    found.sort(key=lambda pair: pair[0])
-    several = len(found) > 1
-    for number, (_, module) in enumerate(found):
+            positions = [position[id(p)] for p in module.parameters() if id(p) in position]
+            if positions:
+                models.append((min(positions), module))
+    models.sort(key=lambda pair: pair[0])
+    # As an engine names them: a single model has no prefix.
+    several = len(models) > 1
+    for number, (_, module) in enumerate(models):
         yield f"models[{number}]" if several else "", module
 
 
 def _without_wrapper(name: str) -> str:
-    """The name without what DistributedDataParallel puts before it."""
+    """Return the name without the prefix of DistributedDataParallel."""
     return name.removeprefix("module.") if name != "module" else ""
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether a step was given one; of what a hook is given the optimizer may be the first."""
-    given = [*(each for each in args if not isinstance(each, optim.Optimizer)), *kwargs.values()]
-    return any(callable(each) for each in given)
+    """Return whether a step has a closure. The hook's `args` may start with the optimizer."""
+    arguments = [
+        *(each for each in args if not isinstance(each, optim.Optimizer)),
+        *kwargs.values(),
+    ]
+    return any(callable(each) for each in arguments)
 
 
 def _norm(optimizer: optim.Optimizer) -> float:

@@ -1,4 +1,4 @@
-"""Writes what a verification found: as JSON, and as a page with its plots."""
+"""Writes the result of a verification as JSON, and as a page with plots."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardwise.tools.verify.verdicts import TOLERANCE
 
 
 def write(report: VerifyReport, folder: Path, json_file: Path | None) -> None:
-    """Write verify.json, .png and .html to `folder`, and the JSON to `json_file` too."""
+    """Write verify.json, verify.png and verify.html to `folder`, and the JSON to `json_file`."""
     text = json.dumps(as_json(report), indent=2, allow_nan=False)
     (folder / "verify.json").write_text(text + "\n")
     write_json(text, json_file)
-    from shardwise.tools.verify import plots  # half a second, which nobody waits for before
+    from shardwise.tools.verify import plots  # imports matplotlib, which takes half a second
 
     write_page(
         folder / "verify.html",
@@ -25,14 +25,20 @@ def write(report: VerifyReport, folder: Path, json_file: Path | None) -> None:
         report=report,
         machine=report.machine(),
         picture=plots.draw(report, folder),
-        tolerance=verdicts.figure(TOLERANCE),
+        tolerance=verdicts.format_difference(TOLERANCE),
         results=[
             {
                 "placement": str(result.placement),
                 "verdict": result.verdict,
                 "sentences": verdicts.sentences(result),
                 "rows": [
-                    (each.name, each.kind, verdicts.figure(each.relative), max(number - 1, 0))
+                    # As users count steps: the first is 0. The state before it is shown as 0 too.
+                    (
+                        each.name,
+                        each.kind,
+                        verdicts.format_difference(each.relative),
+                        max(number - 1, 0),
+                    )
                     for number, each in largest(result.judged)
                 ],
                 "in_fp64": result.wide is not None,

@@ -1,5 +1,4 @@
-"""The plots of a verification: both loss curves, the largest difference of each step, and the
-tensors that differ most."""
+"""The plots of a verification: losses, the largest difference per step, and the worst tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from shardwise.tools.report.look import (
     TITLES,
     save_picture,
 )
-from shardwise.tools.verify.comparing import growth
+from shardwise.tools.verify.comparing import largest_by_step
 from shardwise.tools.verify.report import VerifyReport, largest
-from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict, figure
+from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict, format_difference
 
 COLORS = SERIES
 VERDICTS = {
@@ -33,14 +32,14 @@ VERDICTS = {
 }
 STYLE = GRID | TITLES | {"axes.axisbelow": True}
 LEAST = 1e-17
-"""Where equal bits are drawn on a log scale."""
+"""Where equal bits are drawn on a log scale, which has no zero."""
 TENSORS = 10
-ASKED = f"asked in fp64: {figure(TOLERANCE)}"
+REQUIRED = f"required in fp64: {format_difference(TOLERANCE)}"
 SMALL = {"color": GREY, "fontsize": 8.5, "ha": "center", "va": "bottom"}
 
 
 def draw(report: VerifyReport, folder: Path) -> str:
-    """Save verify.png in `folder`, the verdict on top; returns the plots alone as SVG."""
+    """Save verify.png in `folder` with the verdict as its title. Return the plots alone as SVG."""
 
     def draw_all(figure: Any) -> None:
         losses, steps, tensors = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
@@ -59,7 +58,7 @@ def draw(report: VerifyReport, folder: Path) -> str:
 
 
 def _losses(axes: Any, report: VerifyReport) -> None:
-    """The reference wide and pale, the placements thin upon it."""
+    """Plot the reference as a wide pale line, and the placements as thin lines on top of it."""
     axes.set_title("loss")
     reference = max((result.losses[0] for result in report.results), key=len)
     axes.plot(
@@ -85,25 +84,26 @@ def _losses(axes: Any, report: VerifyReport) -> None:
 
 
 def _steps(axes: Any, report: VerifyReport) -> None:
-    """As the runs are, and in fp64 where these were made."""
+    """Plot the largest difference of each step, in the script's precision and in fp64."""
     axes.set_title("largest relative difference")
     axes.set_yscale("log")
     for number, result in enumerate(report.results):
         color = COLORS[number % len(COLORS)]
-        known = [("as it is", result.own, "-"), ("fp64", result.wide, "--")]
-        for words, comparison, line in known:
+        curves = [("as it is", result.own, "-"), ("fp64", result.wide, "--")]
+        for words, comparison, line in curves:
             if comparison is None:
                 continue
-            points = growth(comparison)
+            points = largest_by_step(comparison)
             axes.plot(
                 [step - 1 for step, _ in points],
+                # Infinite differences (a missing tensor, NaN) are drawn at 1e3.
                 [min(max(value, LEAST), 1e3) for _, value in points],
                 color=color,
                 linestyle=line,
                 linewidth=1.6,
                 label=f"{_short(str(result.placement), 22)}, {words}",
             )
-    axes.axhline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2, label=ASKED)
+    axes.axhline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2, label=REQUIRED)
     axes.axhspan(LEAST / 3, LEAST * 3, color=FAINT, alpha=0.5, linewidth=0)
     axes.text(0.5, LEAST * 4, "equal bits", transform=axes.get_yaxis_transform(), **SMALL)
     axes.set_ylim(LEAST / 3, None)
@@ -113,31 +113,32 @@ def _steps(axes: Any, report: VerifyReport) -> None:
 
 
 def _tensors(axes: Any, report: VerifyReport) -> None:
-    """Of the placement with the worst verdict."""
+    """Plot the tensors of the placement with the worst verdict."""
     result = max(report.results, key=lambda each: each.verdict.value)
-    found = largest(result.judged, TENSORS)[::-1]
+    # Reversed: barh draws from the bottom, and the largest difference belongs on top.
+    rows = largest(result.judged, TENSORS)[::-1]
     axes.set_title(f"tensors by difference{' in fp64' if result.wide is not None else ''}")
-    if not found:
+    if not rows:
         axes.axis("off")
         axes.text(0.5, 0.5, "no bit differs", ha="center", va="center", color=GREY)
         return
     axes.set_xscale("log")
     axes.barh(
-        [_tail(each.name) for _, each in found],
-        [min(max(each.relative, LEAST), 1e3) for _, each in found],
+        [_tail(each.name) for _, each in rows],
+        [min(max(each.relative, LEAST), 1e3) for _, each in rows],
         color=COLORS[list(report.results).index(result) % len(COLORS)],
         height=0.6,
     )
     axes.axvline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2)
     axes.set_xlim(LEAST, None)
-    axes.set_ylim(len(found) - TENSORS - 0.5, len(found) - 0.5)  # few bars are as thin as many
-    axes.set_xlabel(f"relative (dotted: {ASKED})")
+    axes.set_ylim(len(rows) - TENSORS - 0.5, len(rows) - 0.5)  # a few bars as thin as many
+    axes.set_xlabel(f"relative (dotted: {REQUIRED})")
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", labelsize=8.5)
 
 
 def _legend_below(axes: Any) -> None:
-    """Put the legend under the plot: curves may be anywhere inside."""
+    """Put the legend below the plot, because curves may be anywhere inside it."""
     axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2)
 
 
@@ -151,5 +152,5 @@ def _short(text: str, most: int = 40) -> str:
 
 
 def _tail(name: str, most: int = 34) -> str:
-    """The end of a long name tells more than its begin."""
+    """Shorten a long name at its start: the end says more."""
     return name if len(name) <= most else f"…{name[-most + 1 :]}"

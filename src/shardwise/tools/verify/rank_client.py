@@ -1,10 +1,10 @@
-"""Stands for a rank in the launcher's eyes, while a process forked from a warm one is that rank:
+"""Represents a rank to the launcher, while a process forked from a warm one is that rank.
 
-    python rank_client.py FOLDER SEAT ARGUMENTS ...
+    python rank_client.py FOLDER SERVER ARGUMENTS ...
 
-A script of its own, which imports nothing of the package and so starts in milliseconds. It hands
-over its arguments, environment and open files (fork_server.py), passes signals on, and ends as the
-rank ends. Where no warm process answers, it becomes the rank itself.
+This script imports nothing of the package, so it starts in milliseconds. It sends its arguments,
+environment and open files to fork_server.py, forwards signals, and ends with the rank's exit code.
+If no warm process answers, it becomes the rank itself.
 """
 
 import json
@@ -15,61 +15,64 @@ import struct
 import sys
 from types import FrameType
 
-SEATS = 2
-"""Warm processes of a verification. Each has its own seed of `hash`, as ranks that are started one
-by one have: rank 0 is forked from another one than rank 1 is, and than the reference."""
+SERVERS = 2
+"""Number of warm processes of a verification. Each has its own seed of `hash`, as ranks that are
+started one by one do: rank 0 is forked from a different one than rank 1 and the reference."""
 
 FREE = 64
-"""File numbers below it are kept free in warm processes, for those that a rank inherits."""
+"""Warm processes keep file numbers below this free, for files that a rank inherits."""
 
 COLD = ("-P", "-m", "shardwise.tools.verify.script")
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def socket_path(folder: str, seat: int) -> str:
-    """Where the warm process of a seat listens."""
-    return os.path.join(folder, f"seat-{seat}")
+def socket_path(folder: str, server: int) -> str:
+    """Return the path of the socket of the warm process with number `server`."""
+    return os.path.join(folder, f"server-{server}")
 
 
 def main(folder: str, first: str, *arguments: str) -> int:
-    """Be the rank until it ends; returns its exit code."""
+    """Act as the rank until it ends. Return its exit code."""
     rank = int(os.environ.get("SHARDWISE_LAUNCH_RANK", "0"))
-    path = socket_path(folder, (int(first) + rank) % SEATS)
+    path = socket_path(folder, (int(first) + rank) % SERVERS)
     files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)]
-    asked = {
+    request = {
         "arguments": arguments,
         "environ": dict(os.environ),
         "folder": os.getcwd(),
         "files": files,
     }
-    text = json.dumps(asked).encode()
-    with socket.socket(socket.AF_UNIX) as line:
+    text = json.dumps(request).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
         try:
+            # The number might be in use in the warm process. Start the rank the slow way instead.
             if max(files) >= FREE:
-                raise OSError("file numbers that a warm process may have itself")
-            line.connect(path)
-            socket.send_fds(line, [struct.pack("!Q", len(text))], files)
-            line.sendall(text)
+                raise OSError("a file number is too high to be free in a warm process")
+            connection.connect(path)
+            socket.send_fds(connection, [struct.pack("!Q", len(text))], files)
+            connection.sendall(text)
         except OSError:
+            # No warm process: replace this one by the rank, so that the launcher's pid stays valid.
             os.execv(sys.executable, (sys.executable, *COLD, *arguments))
-        return _follow(line)
+        return _follow(connection)
 
 
-def _follow(line: socket.socket) -> int:
-    """Pass signals on, and wait for the end."""
+def _follow(connection: socket.socket) -> int:
+    """Forward signals to the rank, and wait for its exit code."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        line.send(bytes([number]))
+        connection.send(bytes([number]))
 
     for each in PASSED:
         signal.signal(each, pass_on)
-    said = b""
-    while len(said) < 4:
-        more = line.recv(4 - len(said))
+    code_bytes = b""
+    while len(code_bytes) < 4:
+        more = connection.recv(4 - len(code_bytes))
         if not more:
-            return 1  # the warm process is gone, and the rank with it
-        said += more
-    (code,) = struct.unpack("!i", said)
+            return 1  # the warm process has ended, and the rank with it
+        code_bytes += more
+    (code,) = struct.unpack("!i", code_bytes)
+    # A rank killed by a signal: die of the same signal, so that the launcher reports it.
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What the ranks of a run recorded (tensor_log.py), put together into whole tensors."""
+"""Reads the records that ranks wrote (tensor_log.py), and assembles whole tensors."""
 
 from __future__ import annotations
 
@@ -19,37 +19,40 @@ from shardwise.world.tensor_log import read_fingerprint
 
 T = TypeVar("T")
 Key = tuple[str, str]
-"""Kind and name of a tensor."""
+"""The kind and name of a tensor."""
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A tensor as all ranks together have it: `copies` by number, `values` flat where they were
-    recorded, `ranks` by copy those that have it."""
+class WholeTensor:
+    """A tensor assembled from all ranks.
+
+    `copies` maps the number of a copy to its fingerprint, `ranks` to the ranks that hold it.
+    `values` are the flat values of the first copy, shape (numel,), if they were recorded.
+    """
 
     copies: Mapping[int, Fingerprint]
     values: Tensor | None
     ranks: Mapping[int, list[int]]
 
     @property
-    def print(self) -> Fingerprint:
-        """Of the first copy."""
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the first copy."""
         return self.copies[min(self.copies)]
 
     @property
     def strays(self) -> list[int]:
-        """The ranks whose copy is not that of the first."""
+        """The ranks whose copy differs from the first one."""
         return [
             rank
-            for copy, found in self.copies.items()
-            if not found.same_bits(self.print)
+            for copy, fingerprint in self.copies.items()
+            if not fingerprint.same_bits(self.fingerprint)
             for rank in self.ranks[copy]
         ]
 
 
 @dataclass(frozen=True)
 class FeedRecord:
-    """What all models were fed in a step: see tensor_log.FeedTotals."""
+    """Sums over everything the models were fed in a step (see `tensor_log.FeedTotals`)."""
 
     elements: int
     hashes: int
@@ -59,7 +62,7 @@ class FeedRecord:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one engine; `number` is 0 for what was there before the first."""
+    """A step of one engine. Number 0 is the state before the first step."""
 
     number: int
     loss: float
@@ -69,15 +72,18 @@ class Step:
     samples: tuple[int, ...]
     fed: FeedRecord
     numbers: Mapping[str, float]
-    tensors: Mapping[Key, Whole]
+    tensors: Mapping[Key, WholeTensor]
     skipped: bool = False
-    """Whether nothing was updated, where an engine says so."""
+    """Whether the engine skipped the update; False if nothing reports it."""
 
 
 @dataclass(frozen=True)
 class RecordedTraining:
-    """A run: its steps by engine, the modules in the order of their first forward, and what its
-    ranks noted (`driver`: engine, horovod or plain; `facts` of rank 0)."""
+    """The record of a run, by engine.
+
+    `order` lists modules in the order of their first forward, `parameters` the names and shapes by
+    parameter group, and `facts` the notes of the ranks about the script.
+    """
 
     engines: Mapping[int, list[Step]]
     order: Mapping[int, list[str]] = field(default_factory=dict)
@@ -86,62 +92,63 @@ class RecordedTraining:
 
     @property
     def driver(self) -> str:
-        """What trained: engine, horovod, plain, or "" where nothing did."""
+        """What trained: "engine", "horovod", "plain", or "" if nothing did."""
         return str(self.facts.get("driver", ""))
 
     @property
     def steps(self) -> int:
-        """How many the first engine made."""
+        """The number of steps of the first engine."""
         return len(self.engines[min(self.engines)]) - 1 if self.engines else 0
 
 
-def steps_made(folder: Path) -> int:
-    """How many steps rank 0 has recorded by now."""
-    found = list((folder / "rank-0").glob("engine-0-step-*.pt"))
-    return max(len(found) - 1, 0)
+def count_steps(folder: Path) -> int:
+    """Return how many steps rank 0 has recorded so far."""
+    files = list((folder / "rank-0").glob("engine-0-step-*.pt"))
+    return max(len(files) - 1, 0)
 
 
 def read(folder: Path) -> RecordedTraining:
-    """Everything that was recorded in `folder`."""
+    """Read everything that was recorded in `folder`."""
     ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
     files: dict[tuple[int, int], list[tuple[int, Path]]] = defaultdict(list)
     for number, rank in enumerate(ranks):
         for path in rank.glob("engine-*-step-*.pt"):
-            _, of, _, made = path.stem.split("-")
-            files[int(of), int(made)].append((number, path))
+            _, of, _, step_number = path.stem.split("-")
+            files[int(of), int(step_number)].append((number, path))
     engines: dict[int, list[Step]] = defaultdict(list)
     order: dict[int, list[str]] = {}
     parameters: dict[int, Any] = {}
     ended: set[int] = set()
     for (engine, step), several in sorted(files.items()):
         if len(several) < len(ranks):
-            ended.add(engine)  # the run ended between the ranks' writes
+            ended.add(engine)  # the run ended after some ranks wrote this step, before others did
         if engine in ended:
             continue
         rows = [(rank, torch.load(path, weights_only=True)) for rank, path in several]
         engines[engine].append(_step(step, rows))
         order[engine] = rows[0][1]["order"] or order.get(engine, [])
+        # Equal on all ranks, which all build the same model.
         parameters[engine] = rows[0][1]["parameters"]
-    # An original may have made optimizers that never step: those that do are counted.
+    # Number engines by those that made a step: a script may make optimizers that never step.
     return RecordedTraining(_dense(engines), _dense(order), _dense(parameters), _facts(ranks))
 
 
-def _dense(found: Mapping[int, T]) -> dict[int, T]:
-    """The same, numbered from 0."""
-    return {number: found[engine] for number, engine in enumerate(sorted(found))}
+def _dense(by_engine: Mapping[int, T]) -> dict[int, T]:
+    """Return `by_engine` with its keys replaced by 0, 1, 2, ... in order."""
+    return {number: by_engine[engine] for number, engine in enumerate(sorted(by_engine))}
 
 
 def _facts(ranks: list[Path]) -> dict[str, Any]:
-    """What the ranks noted, lists put together."""
-    found: dict[str, Any] = {}
+    """Return the notes of all ranks. Lists are merged; other values are taken from rank 0."""
+    facts: dict[str, Any] = {}
     for rank in ranks:
         for path in sorted(rank.glob("*.json")):
             for name, value in json.loads(path.read_text()).items():
                 if isinstance(value, list):
-                    found[name] = list(dict.fromkeys([*found.get(name, []), *value]))
+                    facts[name] = list(dict.fromkeys([*facts.get(name, []), *value]))
                 else:
-                    found.setdefault(name, value)
-    return found
+                    facts.setdefault(name, value)
+    return facts
 
 
 def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
@@ -149,11 +156,12 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
     numbers: dict[str, float] = {}
     samples: list[int] = []
     for _, row in rows:
+        # Scalars such as Adam's step, by parameter: ranks own different parameters.
         numbers |= row["numbers"]
         samples += row["samples"]
     fed = [row["fed"] for _, row in rows]
-    # The loss of an engine is the same on all ranks. That of a Horovod script is each rank's own:
-    # their mean is what the script trains on.
+    # The loss of an engine is the same on all ranks. In a Horovod script each rank has its own, and
+    # the script trains on their mean.
     losses = [row.get("loss", math.nan) for _, row in rows]
     return Step(
         number=number,
@@ -164,6 +172,7 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
         samples=tuple(sorted(samples)),
         fed=FeedRecord(
             sum(each["elements"] for each in fed),
+            # Hashes add up modulo 2^64, whatever rows each rank was fed.
             sum(each["hashes"] for each in fed) % fingerprints.WORD,
             (
                 math.fsum(each["sums"][0] for each in fed),
@@ -177,27 +186,32 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
     )
 
 
-def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, Whole]:
+def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, WholeTensor]:
     prints: dict[Key, dict[int, Fingerprint]] = defaultdict(dict)
     values: dict[Key, dict[int, list[tuple[int, Tensor]]]] = defaultdict(lambda: defaultdict(list))
     ranks: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, row in rows:
         for tensor in row["tensors"]:
+            # One record per shard. A fingerprint is a sum over elements, so the shards of a copy
+            # add up to the fingerprint of the whole tensor.
             key, copy = (tensor["kind"], tensor["name"]), tensor["copy"]
-            found = read_fingerprint(tensor)
+            fingerprint = read_fingerprint(tensor)
             before = prints[key].get(copy)
-            prints[key][copy] = found if before is None else before + found
+            prints[key][copy] = fingerprint if before is None else before + fingerprint
             values[key][copy] += tensor["values"]
             ranks[key][copy].append(rank)
     return {
-        key: Whole(copies, _assembled(values[key][min(copies)], copies[min(copies)]), ranks[key])
+        key: WholeTensor(
+            copies, _assemble(values[key][min(copies)], copies[min(copies)]), ranks[key]
+        )
         for key, copies in prints.items()
     }
 
 
-def _assembled(parts: list[tuple[int, Tensor]], known: Fingerprint) -> Tensor | None:
-    """Return the values of a tensor, flat; None if some were not recorded."""
-    if sum(values.numel() for _, values in parts) != known.numel:
+def _assemble(parts: list[tuple[int, Tensor]], fingerprint: Fingerprint) -> Tensor | None:
+    """Return the values of a tensor, shape (numel,), or None if some were not recorded."""
+    # Only small tensors are recorded with values, unless `values` of the run names them.
+    if sum(values.numel() for _, values in parts) != fingerprint.numel:
         return None
     ordered = [values for _, values in sorted(parts, key=lambda part: part[0])]
     return torch.cat(ordered) if ordered else None

@@ -1,4 +1,4 @@
-"""Report is what a verification found; `as_json` makes plain values of it."""
+"""The report of a verification, and its JSON form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.tools.report.output import finite, machine_facts
 from shardwise.tools.verify import verdicts
-from shardwise.tools.verify.comparing import Comparison, TensorDifference, growth
+from shardwise.tools.verify.comparing import Comparison, TensorDifference, largest_by_step
 from shardwise.tools.verify.request import VerifyRequest
 from shardwise.tools.verify.verdicts import TOLERANCE, Result, TrainingVerdict
 
@@ -19,57 +19,57 @@ STYLES = {
     TrainingVerdict.DIFFERS: "red",
 }
 SHOWN = 12
-"""Tensors that the page shows of a placement, the largest differences first."""
+"""How many tensors of a placement the page shows, the largest differences first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """All results of a plan."""
+    """The results of all placements of a plan."""
 
     plan: VerifyRequest
     results: Sequence[Result]
 
     @property
     def command(self) -> str:
-        """The script and its arguments, as they were given."""
+        """The script and its arguments, as given."""
         return " ".join(self.plan.script.words)
 
     @property
     def reference(self) -> str:
-        """What the placements were compared with."""
+        """The placement or script that the results were compared with."""
         if self.plan.against is not None:
             return " ".join(self.plan.against.words)
         return str(self.plan.reference)
 
     @property
     def verdict(self) -> TrainingVerdict:
-        """The worst of all."""
+        """The worst verdict of all placements."""
         return verdicts.worst(self.results)
 
     @property
     def exit_code(self) -> int:
-        """That of the worst verdict; 0 for one that is accepted."""
+        """The exit code of the worst verdict, or 0 if that verdict is accepted."""
         worst = self.verdict
         accepted = worst is TrainingVerdict.ROUNDING and self.plan.accepts_rounding
         return 0 if accepted else worst.value
 
     def machine(self) -> dict[str, str]:
-        """Where it was made."""
+        """Return facts about the machine that made the runs."""
         return machine_facts()
 
 
 def largest(comparison: Comparison, count: int = SHOWN) -> list[tuple[int, TensorDifference]]:
-    """The tensors with the largest differences over all steps, and the step of each; by size."""
-    found: dict[str, tuple[int, TensorDifference]] = {}
+    """Return the tensors with the largest differences over all steps, each with its step."""
+    worst: dict[str, tuple[int, TensorDifference]] = {}
     for step in comparison.steps:
         for each in step.tensors:
-            if each.name not in found or found[each.name][1].relative < each.relative:
-                found[each.name] = step.number, each
-    return sorted(found.values(), key=lambda pair: -pair[1].relative)[:count]
+            if each.name not in worst or worst[each.name][1].relative < each.relative:
+                worst[each.name] = step.number, each
+    return sorted(worst.values(), key=lambda pair: -pair[1].relative)[:count]
 
 
 def as_json(report: VerifyReport) -> dict[str, Any]:
-    """Everything, for programs; what is not known, or is no finite number, is null."""
+    """Return the report as plain values. Unknown and non-finite numbers become null."""
     return {
         "command": report.command,
         "reference": report.reference,
@@ -93,20 +93,19 @@ def _result(result: Result) -> dict[str, Any]:
         "steps": result.steps,
         "largest_difference": finite(result.own.largest),
         "largest_difference_fp64": None if result.wide is None else finite(result.wide.largest),
+        # As users count: the first step is 0, and -1 is the state before it.
         "first_step": None if first is None else first.number - 1,
         "first_tensor": tensors[0].name if tensors else None,
-        "tensors": [_tensor(each) for each in tensors],
+        "tensors": [
+            {k: finite(v) if isinstance(v, float) else v for k, v in asdict(each).items()}
+            for each in tensors
+        ],
         "smallest_placement": None if result.smallest is None else str(result.smallest),
         "causes": [{"name": each.name, "words": each.words} for each in causes],
         "reference_losses": [finite(value) for value in result.losses[0]],
         "losses": [finite(value) for value in result.losses[1]],
-        "difference_by_step": [finite(value) for _, value in growth(result.own)],
+        "difference_by_step": [finite(value) for _, value in largest_by_step(result.own)],
         "difference_by_step_fp64": None
         if result.wide is None
-        else [finite(value) for _, value in growth(result.wide)],
+        else [finite(value) for _, value in largest_by_step(result.wide)],
     }
-
-
-def _tensor(found: TensorDifference) -> dict[str, Any]:
-    plain = asdict(found) | {"strays": list(found.strays)}
-    return {k: finite(v) if isinstance(v, float) else v for k, v in plain.items()}

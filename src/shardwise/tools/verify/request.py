@@ -1,4 +1,4 @@
-"""Defines what `shardwise verify` is asked to do."""
+"""The request that the flags of `shardwise verify` make."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from shardwise.tools.verify.runs import ScriptCommand
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRequest:
-    """`script` under each of `placements`, for `steps` steps, beside the reference: one rank of
-    ZERO_0, or the script `against`. `causes`: whether they are looked for."""
+    """The script to verify, the placements to try, and how to report.
+
+    The reference is one rank of ZERO_0, or the script `against` if there is one. Each run makes
+    `steps` steps. `causes` says whether to search for the cause of a difference.
+    """
 
     script: ScriptCommand
     placements: Sequence[RunPlacement]
@@ -23,14 +26,14 @@ class VerifyRequest:
     causes: bool = True
     precision: str = "fp32"
     accepts_rounding: bool = False
-    """Whether what is equal within rounding ends with exit code 0."""
+    """Whether a result that is equal within rounding ends with exit code 0."""
 
     @property
-    def most(self) -> int:
-        """The largest number of ranks of all placements."""
+    def max_size(self) -> int:
+        """The largest number of ranks of any placement."""
         return max((each.size or 1 for each in self.placements), default=1)
 
     @property
     def reference(self) -> RunPlacement | None:
-        """How the reference is spread; None for a script that is run by itself."""
+        """The placement of the reference; None for `against`, which runs without a launcher."""
         return None if self.against is not None else self.placements[0].reference()

@@ -1,9 +1,10 @@
-"""Runs a user's script inside of a rank for `shardwise verify`:
+"""Runs a user's script inside a rank for `shardwise verify`.
 
     python -m shardwise.tools.verify.script '{"record": ..., "alter": {...}}' train.py [ARGS]
 
-The script runs as `python train.py` would, with what is noted about it, and with what is altered
-about it where a cause is tried. Where no engine records, torch's optimizers are, from outside.
+The script runs as with `python train.py`. Its training is recorded, and to test a possible cause
+some of its behaviour is altered. A script without an engine is recorded by hooks on torch's
+optimizers.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ _LOSSES: set[Any] = {
     *(functional.mse_loss, functional.l1_loss),
     *(functional.smooth_l1_loss, functional.huber_loss),
 }
-"""These take both side by side in forward, and with torch 2.9 fail in backward."""
+"""Losses that accept fp32 next to fp64 in forward, but fail in backward with torch 2.9."""
 
 
-class Promoting(TorchFunctionMode):
-    """Keeps a script in fp64 where it would leave it by itself.
+class PromoteToFp64(TorchFunctionMode):
+    """Keeps a script in fp64 although its own code, or a library, would cast to fp32.
 
-    Of what is fp64, casts by the script, or by a library of models, to fewer bits do nothing. A
-    function that torch refuses for fp32 and fp64 side by side is called again with all of them in
-    fp64; what writes into its first tensor gets the others in the dtype of that one.
+    Casts of fp64 tensors to narrower types do nothing. If torch refuses a call with fp32 next to
+    fp64, the call is repeated with all arguments in fp64, or, for a function that writes into its
+    first tensor, in the dtype of that tensor.
     """
 
     def __torch_function__(
@@ -57,6 +58,7 @@ class Promoting(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
+        # Casts inside torch and the engine stay: those are part of how fp64 itself is computed.
         if wide and (func in _CASTS or func is Tensor.to) and not watching.is_called_by_torch(1):
             if func in _CASTS:
                 return args[0]
@@ -68,6 +70,8 @@ class Promoting(TorchFunctionMode):
         leaves = pytree.tree_leaves((args, kwargs))
         dtypes = {each.dtype for each in leaves if isinstance(each, Tensor)}
         mixed = {torch.float32, torch.float64} <= dtypes
+        # Try first, because most functions promote their arguments. The losses do so only in
+        # forward, and their failure in backward would be too late to repeat the call.
         if not (mixed and func in _LOSSES):
             try:
                 return func(*args, **kwargs)
@@ -77,57 +81,62 @@ class Promoting(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         first = next(each for each in pytree.tree_leaves(args) if isinstance(each, Tensor))
-        wanted = first.dtype if writes else torch.float64
+        dtype = first.dtype if writes else torch.float64
         with torch._C.DisableTorchFunction():
             args, kwargs = pytree.tree_map_only(
                 Tensor,
-                lambda each: each.to(wanted) if each.is_floating_point() else each,
+                lambda each: each.to(dtype) if each.is_floating_point() else each,
                 (args, kwargs),
             )
         return func(*args, **kwargs)
 
 
 def main(arguments: list[str]) -> None:
-    """Run what `arguments` name, until it ends."""
-    given: dict[str, Any] = json.loads(arguments[0])
+    """Run the program that `arguments` name, until it ends."""
+    options: dict[str, Any] = json.loads(arguments[0])
     words = arguments[1:]
-    if not Path(given["record"]).is_dir():
+    if not Path(options["record"]).is_dir():
         sys.exit(
-            f"shardwise: host {platform.node()} does not see {given['record']}, where each rank "
-            "records. On several hosts verify needs a folder that all of them share: --out DIR."
+            f"shardwise: host {platform.node()} does not see {options['record']}, where each rank "
+            "records its training. On several hosts give a folder that all hosts share: --out DIR."
         )
     sys.argv = words
     facts = watching.Facts()
     watching.watch(facts)
-    if not given["module"] and "horovod" in Path(words[0]).read_text(errors="replace"):
+    if not options["module"] and "horovod" in Path(words[0]).read_text(errors="replace"):
+        # Importing shardwise.horovod patches nothing, but costs time: only for scripts that use it.
         watching.watch_horovod(facts)
-    preset = PRESETS[given["precision"]]
+    # Casts only what no engine trains. An engine casts its models itself.
+    preset = PRESETS[options["precision"]]
     recorder = outside.Recorder(
-        Path(given["record"]),
-        rank=0 if given["plain"] else launcher_detection.identify().rank,
-        stop_after=given["steps"],
+        Path(options["record"]),
+        rank=0 if options["plain"] else launcher_detection.identify().rank,
+        stop_after=options["steps"],
         preset=preset,
         facts=facts,
-        plain=given["plain"],
+        plain=options["plain"],
     )
-    alterations.apply(given["alter"])
-    with Promoting() if preset.widens else nullcontext():
+    # After watching: alterations replace functions that already note their callers.
+    alterations.apply(options["alter"])
+    with PromoteToFp64() if preset.widens else nullcontext():
         try:
-            _run(words[0], facts, module=given["module"])
+            _run(words[0], facts, module=options["module"])
         finally:
+            # In `finally`, because the verdict on a failed run needs the facts, too.
             for library in ADOPTED:
                 if f"shardwise.{library}" in sys.modules:
                     facts.note("bridge", library)
-            recorder.leave()
+            recorder.write_facts()
 
 
 def _run(name: str, facts: watching.Facts, *, module: bool) -> None:
     script = next((word for word in sys.argv if program.is_script(word)), "")
+    # The environment can be read in many ways, so look for the names of the variables in the text.
     for number, line in enumerate(program.text_of(script).splitlines(), 1):
         if _RANKS.search(line):
             facts.note("rank", f"{Path(script).name}:{number}")
     if module:
-        # python -m shardwise.adopt NAMES [-m MODULE | SCRIPT] runs another one in its place.
+        # python -m shardwise.adopt NAMES [-m MODULE | SCRIPT] runs the user's program in turn.
         own = name if name != "shardwise.adopt" else sys.argv[3] if sys.argv[2] == "-m" else ""
         watching.USERS.add(own.split(".")[0])
         if not is_own(name):

@@ -1,8 +1,7 @@
-"""Suspects causes of a difference, from what differs first and from what the script was seen to do
-(watching.py).
+"""Lists possible causes of a difference, from the first difference and the notes on the script.
 
-The order is from the particular to the general: a learning rate that is multiplied by the number of
-workers is that, and not just code that depends on their number.
+watching.py makes the notes. The order is from the particular to the general: a learning rate
+multiplied by the number of workers is named as such, not as code that depends on their number.
 """
 
 from __future__ import annotations
@@ -17,58 +16,60 @@ from shardwise.tools.verify.comparing import Comparison, StepDifference
 from shardwise.tools.verify.records import RecordedTraining
 
 MANY = 3
-"""Lines of a script that are shown of one kind."""
+"""How many lines of the script are shown for one suspect."""
 
 
-def worth_a_trial(
+def list_suspects(
     reference: RecordedTraining,
     other: RecordedTraining,
     comparison: Comparison,
     tolerance: float,
     size: int,
 ) -> list[Suspect]:
-    """What may have made the difference, the most particular first."""
+    """Return the suspects that are worth a trial, the most particular first."""
     first = comparison.first(tolerance)
     facts = {**reference.facts, **other.facts}
     if first is None:
         return list(_general(facts))
-    apart = astray(other)
+    apart = list_differing_tensors(other)
+    # A library whose batches grow with the workers also steps the schedule once per worker. Only
+    # both alterations together reproduce the reference.
     ahead = (
-        learning_rates.recorded(reference)
-        if learning_rates.pace(reference, other, size) > 1
+        learning_rates.recorded_rates(reference)
+        if learning_rates.find_pace(reference, other, size) > 1
         else {}
     )
-    # In order of trials. General ones come last: pretending that there is one worker also hides the
-    # effect of every particular mistake about their number.
+    # The general ones are tried last: a world of one worker also hides the effect of every
+    # particular error about the number of workers.
     return [
         *_of_data(facts, comparison, first, size, ahead),
         *_of_weight(facts),
         *_of_loss(reference, other, first, size),
-        *learning_rates.suspects(reference, other, size),
+        *learning_rates.suspect_rates(reference, other, size),
         *_of_model(facts),
         *_of_tensors(apart),
         *_general(facts, by_design=other.driver == "horovod"),
     ]
 
 
-def astray(training: RecordedTraining) -> list[tuple[str, str]]:
-    """Kind and name of buffers, and of plain tensors of modules, that ranks have other values of
-    after a step."""
-    found = {
+def list_differing_tensors(training: RecordedTraining) -> list[tuple[str, str]]:
+    """Return kind and name of buffers and plain tensors that differ between ranks after a step."""
+    # A dict rather than a set keeps each pair once.
+    names = {
         key: None
         for steps in training.engines.values()
         for step in steps
         for key, whole in step.tensors.items()
         if key[0] in ("buffer", "attribute") and whole.strays
     }
-    return sorted(found)
+    return sorted(names)
 
 
-def lines(facts: Mapping[str, Any], name: str) -> str:
-    """The lines of the script that were noted under a name, as " at a.py:3, a.py:9", or ""."""
-    found = list(facts.get(name, ()))
-    more = f" and {len(found) - MANY} more" if len(found) > MANY else ""
-    return f" at {', '.join(found[:MANY])}{more}" if found else ""
+def quote_lines(facts: Mapping[str, Any], name: str) -> str:
+    """Return the noted lines as " at a.py:3, a.py:9", or "" without any."""
+    lines = list(facts.get(name, ()))
+    more = f" and {len(lines) - MANY} more" if len(lines) > MANY else ""
+    return f" at {', '.join(lines[:MANY])}{more}" if lines else ""
 
 
 def _of_data(
@@ -78,45 +79,47 @@ def _of_data(
     size: int,
     rates: Mapping[str, Any],
 ) -> Iterator[Suspect]:
-    """Other samples, or more of them. What was fed before the first difference counts."""
+    """Suspect the data: different samples, or more of them, up to the first difference."""
     seen = [step for step in comparison.steps if 0 < step.number <= max(first.number, 1)]
     odd = next((step for step in seen if not step.fed), None)
+    # A batch size per worker shows as exactly `size` times the rows of the reference.
     if facts.get("bridge") and odd is not None and odd.rows[1] == size * odd.rows[0]:
         yield _growing(facts["bridge"][-1], odd, size, rates)
     if facts.get("sampler"):
         yield Suspect(
             name="sampler",
-            words=f"a DistributedSampler{lines(facts, 'sampler')}, which gives each worker other "
-            f"samples beside the batch that is shared out already{_rows(odd)}. With all samples on "
-            "each worker the runs agree. Let sw.Loader(dataset, batch_size=TOTAL) share out the "
-            "batch, or take rows by world.share; nothing else does.",
+            words=f"a DistributedSampler{quote_lines(facts, 'sampler')} gives each worker "
+            f"different samples, but the batch is divided among workers already{_rows(odd)}. With "
+            "all samples on each worker the runs agree. Remove the sampler: "
+            "sw.Loader(dataset, batch_size=TOTAL) or world.share divides the batch.",
             alter={"sampler": True},
         )
+    # The models were always fed the same numbers, so the data is not the cause.
     if odd is None and all(step.fed for step in comparison.steps):
         return
     if facts.get("split"):
         yield Suspect(
             name="split",
-            words=f"random_split{lines(facts, 'split')} after training has begun, when each worker "
-            "draws for itself: the workers have other parts of the data. Split before the first "
-            "batch, in with world.alike():, or give it generator=torch.Generator().manual_seed(0).",
+            words=f"random_split{quote_lines(facts, 'split')} runs after training has begun, "
+            "when each worker draws its own random numbers, so the workers have different parts of "
+            "the data. Split before the first batch, inside `with world.alike():`, or pass "
+            "generator=torch.Generator().manual_seed(0).",
             alter={"split": True},
-            both=True,
+            in_reference=True,
         )
     yield Suspect(
         name="draws",
-        words="a batch, or a part of it, that each worker draws itself: once training has begun, "
-        f"random numbers are each worker's own{_rows(odd)}. With the same numbers on all workers "
-        "the runs agree. Draw in with world.alike():, or by world.draw(lambda n: ...), then take "
-        "this worker's rows by world.share.",
+        words="a batch, or a part of it, is drawn by each worker separately: after training has "
+        f"begun, each worker has its own random numbers{_rows(odd)}. With the same numbers on all "
+        "workers the runs agree. Draw inside `with world.alike():`, or with "
+        "world.draw(lambda n: ...), then take this worker's rows with world.share.",
         alter={"draws": True},
-        both=True,
+        in_reference=True,
     )
 
 
 def _growing(library: str, odd: StepDifference, size: int, rates: Mapping[str, Any]) -> Suspect:
-    """Batches that grow with the workers, as those of a library do that counts them by worker;
-    schedules that follow them go with it."""
+    """Suspect a library that defines batches per worker, and the schedules that follow from it."""
     return Suspect(
         name="batches",
         words=f"{_GROWING[library]}, so the total batch grows with the workers{_rows(odd)}. With "
@@ -138,13 +141,12 @@ def _rows(odd: StepDifference | None) -> str:
 _GROWING = {
     "accelerate": "Accelerate gives each worker a batch of batch_size rows, and steps schedulers "
     "once for each worker",
-    "deepspeed": "train_micro_batch_size_per_gpu is the rows of each worker",
+    "deepspeed": "train_micro_batch_size_per_gpu is the number of rows of each worker",
     "transformers": "Trainer gives each worker per_device_train_batch_size rows",
     "lightning": "Lightning gives each worker a batch of batch_size rows",
 }
 _TO_DIVIDE = {
-    "accelerate": "write DataLoaderConfiguration(split_batches=True), for which batch_size is the "
-    "total",
+    "accelerate": "write DataLoaderConfiguration(split_batches=True): batch_size is the total then",
     "deepspeed": "write train_batch_size, the total, without train_micro_batch_size_per_gpu",
     "transformers": "divide per_device_train_batch_size by the number of workers",
     "lightning": "divide batch_size by the number of workers",
@@ -152,26 +154,26 @@ _TO_DIVIDE = {
 
 
 def _of_weight(facts: Mapping[str, Any]) -> Iterator[Suspect]:
-    """A given weight that is not what a loss is a mean over, and means that are averaged."""
+    """Suspect a given weight that is not the number of items of a loss, and averaged means."""
     if facts.get("losses") and facts.get("weight"):
         yield Suspect(
             name="weight",
-            words=f"weight={lines(facts, 'weight')} is not what this loss is a mean over "
-            f"({facts['losses'][0]}). Weighed by what its graph shows, the runs agree. Leave "
-            "weight= out.",
+            words=f"weight={quote_lines(facts, 'weight')} is not the number of items that this "
+            f"loss is a mean over ({facts['losses'][0]}). With the weight that its graph shows, "
+            "the runs agree. Leave weight= out.",
             alter={"weight": True},
         )
     by_library = facts.get("reduction ddp by a library") and facts.get("bridge")
     if not by_library and not facts.get("reduction ddp"):
         return
-    how = f'reduction="ddp"{lines(facts, "reduction ddp")}'
+    how = f'reduction="ddp"{quote_lines(facts, "reduction ddp")}'
     fix = "Leave reduction= out."
     if by_library:
         how, fix = by_library[-1], _EXACT_MEAN.get(by_library[-1], "This is how it works.")
     yield Suspect(
         name="reduction",
-        words=f"{how} averages the losses of the workers, and each is a mean over another number "
-        f"of items. Weighed by their items, the runs agree. {fix}",
+        words=f"{how} averages the losses of the workers, but each is a mean over a different "
+        f"number of items. Weighed by these numbers, the runs agree. {fix}",
         alter={"weight": True},
     )
 
@@ -186,25 +188,27 @@ _EXACT_MEAN = {
 def _of_loss(
     reference: RecordedTraining, other: RecordedTraining, first: StepDifference, size: int
 ) -> Iterator[Suspect]:
-    """Losses that are a whole multiple of the reference's, or a whole part."""
+    """Suspect a loss that is multiplied or divided by a whole number."""
     one, two = (each.engines[first.engine] for each in (reference, other))
     if len(one) < 2 or len(two) < 2:
         return
-    # In the first step, from equal parameters: later losses differ for other reasons too.
+    # Only the first step starts from equal parameters: later losses differ for other reasons too.
     theirs, ours = one[1].loss, two[1].loss
+    # A ratio of zero, infinity or NaN says nothing.
     if not (math.isfinite(theirs) and math.isfinite(ours) and theirs and ours):
         return
     factor = theirs / ours
     whole = round(factor) if factor > 1 else 1 / round(1 / factor) if factor > 0 else 0
+    # Errors of this kind are whole factors: the number of workers or of micro-batches.
     if whole in (0, 1) or abs(factor / whole - 1) > 1e-6:
         return
     how = f"divided by {whole}" if whole > 1 else f"multiplied by {round(1 / whole)}"
     of = " (the number of workers)" if size in (whole, 1 / whole) else ""
     yield Suspect(
         name="loss",
-        words=f"the loss is {how}{of} by hand: the engine takes the mean over all workers and "
-        "micro-batches itself. With that taken back the runs agree. Give engine.backward the mean "
-        'of this worker\'s items as it is, or a sum with reduction="sum".',
+        words=f"the loss is {how}{of} by hand, but the engine already takes the mean over all "
+        "workers and micro-batches. Without that factor the runs agree. Give engine.backward the "
+        'mean of this worker\'s items, or a sum with reduction="sum".',
         alter={"loss": factor},
     )
 
@@ -221,37 +225,37 @@ def _of_model(facts: Mapping[str, Any]) -> Iterator[Suspect]:
     if facts.get("dropout"):
         yield Suspect(
             name="dropout",
-            words=f"dropout{lines(facts, 'dropout')}: each worker drops at random for itself. "
-            "Without dropout the runs agree, so nothing else differs. --exact V makes it alike on "
-            "all numbers of workers, to the bit.",
+            words=f"dropout{quote_lines(facts, 'dropout')}: each worker draws its own mask. "
+            "Without dropout the runs agree, so nothing else differs. --exact V makes the masks "
+            "the same on every number of workers, to the bit.",
             alter={"dropout": True},
-            both=True,
+            in_reference=True,
         )
     if facts.get("sum"):
         yield Suspect(
             name="sum",
-            words=f"a sum or gathering over the workers made by hand{lines(facts, 'sum')}, of what "
-            "the engine sums up already. Without it the runs agree: leave it out; "
+            words=f"a sum or gather over the workers, made by hand{quote_lines(facts, 'sum')}, of "
+            "values that the engine sums already. Without it the runs agree. Leave it out: "
             "engine.step() returns loss and norm over all workers.",
             alter={"sum": True},
         )
 
 
 def _of_tensors(apart: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
-    """Tensors of modules that no worker shares with the others."""
+    """Suspect tensors of modules that the ranks do not keep equal."""
     if not apart:
         return
     names = [name for _, name in apart]
     how = (
-        'is no buffer. Write self.register_buffer("NAME", tensor): buffers are kept in step.'
+        'is not a buffer. Write self.register_buffer("NAME", tensor): buffers are kept equal.'
         if any(kind == "attribute" for kind, _ in apart)
-        else "is a buffer that is written through .data, or of another shape on other workers, "
-        "which nobody sees. Write into it by torch's own operations."
+        else "is a buffer that is written through .data, or whose shape differs between workers, "
+        "which cannot be noticed. Write into it with torch's ordinary operations."
     )
     yield Suspect(
         name="buffer",
-        words=f"{', '.join(names[:MANY])}: forward changes it on each worker by its own rows, and "
-        f"it {how} Averaged over the workers at each step the runs agree.",
+        words=f"{', '.join(names[:MANY])}: forward changes it on each worker from that worker's "
+        f"rows, and it {how} Averaged over the workers at each step, the runs agree.",
         alter={"averaged": names},
     )
 
@@ -260,27 +264,27 @@ def _general(facts: Mapping[str, Any], *, by_design: bool = False) -> Iterator[S
     if facts.get("rank"):
         yield Suspect(
             name="rank",
-            words=f"code that depends on the rank{lines(facts, 'rank')}. With rank 0 told to the "
-            "script on every worker the runs agree. What changes the training must be alike on all "
-            "workers; world.share and world.draw give each its part.",
+            words=f"code that depends on the rank{quote_lines(facts, 'rank')}. If the script sees "
+            "rank 0 on every worker, the runs agree. All code that changes the training must do "
+            "the same on all workers. world.share and world.draw give each worker its part.",
             alter={"rank": True},
         )
     if facts.get("size"):
         yield Suspect(
             name="size",
-            words=f"code that depends on the number of workers{lines(facts, 'size')}. With 1 told "
-            f"to the script the runs agree. {_BY_DESIGN if by_design else _TOTAL}",
+            words=f"code that depends on the number of workers{quote_lines(facts, 'size')}. If the "
+            f"script sees one worker, the runs agree. {_BY_DESIGN if by_design else _TOTAL}",
             alter={"size": True},
-            beside="What the script makes of the number of workers"
-            f"{lines(facts, 'size')} belongs to the same mistake: the runs agree without both.",
+            joint_words="The use of the number of workers"
+            f"{quote_lines(facts, 'size')} is part of the same error: the runs agree without both.",
         )
 
 
 _TOTAL = (
-    "A batch size is the total, losses are means, and rates stay: nothing is to be multiplied or "
-    "divided by world.size."
+    "A batch size is the total, losses are means, and the learning rate stays the same: do not "
+    "multiply or divide by world.size."
 )
 _BY_DESIGN = (
-    "Scripts of Horovod's give each worker a batch of its own and scale the rate with their "
-    "number: that is another training than that of one worker, and meant to be."
+    "Horovod scripts give each worker its own batch and scale the rate with the number of workers: "
+    "they train differently from one worker by design."
 )

@@ -1,4 +1,4 @@
-"""What a verification finds, in words, with an exit code each. Pure."""
+"""The verdict on each placement, in words and as an exit code. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardwise.tools.verify.comparing import Comparison, StepDifference, TensorD
 from shardwise.tools.verify.placements import RunPlacement
 
 TOLERANCE = 1e-8
-"""How far fp64 runs may be apart: relative, in every loss, norm and tensor."""
+"""The largest relative difference between fp64 runs, in every loss, norm and tensor."""
 
 SAMPLES = 6
-"""Numbers of samples that are shown."""
+"""How many sample numbers are shown."""
 
 
 class TrainingVerdict(Enum):
-    """How a placement trains beside the reference, and the exit code of the worst one."""
+    """How the training under a placement compares. The value is the exit code of `verify`."""
 
     BITS = 0
     ROUNDING = 3
@@ -27,7 +27,7 @@ class TrainingVerdict(Enum):
 
     @property
     def words(self) -> str:
-        """In a few words."""
+        """The verdict in a few words."""
         return _WORDS[self]
 
 
@@ -41,10 +41,10 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What was found about one placement.
+    """The verdict on one placement, and the evidence.
 
-    `own` compares the runs as they are, `wide` those in fp64 where they were made; `smallest` is
-    the smallest placement that differs, `causes` what takes the difference away.
+    `own` compares the runs as they are, `wide` the runs in fp64 if there are any. `smallest` is the
+    smallest placement that still differs, and `found` the causes of the difference.
     """
 
     placement: RunPlacement
@@ -56,29 +56,29 @@ class Result:
     why: str = ""
     """Why there are no fp64 runs."""
     losses: tuple[Sequence[float], Sequence[float]] = field(default=((), ()))
-    """Of the reference and of the placement, step by step."""
+    """The losses of the reference and of the placement, step by step."""
     steps: int = 0
     note: str = ""
-    """What is to be said beside the verdict."""
+    """A remark to print after the verdict."""
 
     @property
     def judged(self) -> Comparison:
-        """The comparison that the verdict is about."""
+        """The comparison that the verdict is based on."""
         return self.own if self.wide is None else self.wide
 
     @property
     def tolerance(self) -> float:
-        """What counts as a difference in it."""
+        """The relative difference above which the comparison counts as different."""
         return TOLERANCE
 
 
 def worst(results: Sequence[Result]) -> TrainingVerdict:
-    """The verdict of all together."""
+    """Return the worst verdict of all results."""
     return max((result.verdict for result in results), key=lambda each: each.value)
 
 
 def sentences(result: Result) -> list[str]:
-    """What to say about a placement, the verdict first."""
+    """Return the sentences about a placement, the verdict first."""
     return [*_verdict(result), *([result.note] if result.note else [])]
 
 
@@ -90,44 +90,49 @@ def _verdict(result: Result) -> list[str]:
             "optimizer state."
         ]
     if result.verdict is TrainingVerdict.ROUNDING:
-        asked, own = figure(TOLERANCE), figure(result.own.largest)
+        required, own = format_difference(TOLERANCE), format_difference(result.own.largest)
         if result.wide is None:
-            return [f"Equal within rounding over {steps}: it agrees to {own} (asked: {asked})."]
+            return [
+                f"Equal within rounding over {steps}: it agrees to {own} (required: {required})."
+            ]
         return [
             f"Equal within rounding over {steps}: in fp64 the same script agrees to "
-            f"{figure(result.wide.largest)} (asked: {asked}), so what differs as it is, by {own} "
-            "at most, is the rounding of its precision and nothing else."
+            f"{format_difference(result.wide.largest)} (required: {required}). So the largest "
+            f"difference in its own precision, {own}, is rounding and nothing else."
         ]
     if result.verdict is TrainingVerdict.UNPROVED:
         return [
-            f"Not proved: it differs by {figure(result.own.largest)} at most over {steps}. Whether "
-            f"that is rounding cannot be shown, since the script does not run in fp64: {result.why}"
+            f"Not proved: it differs by at most {format_difference(result.own.largest)} over "
+            f"{steps}. This may be rounding, but the script does not run in fp64: {result.why}"
         ]
-    said = _differs(result)
+    sentences = _differs(result)
     if result.smallest is not None and result.smallest != result.placement:
-        said.append(f"The smallest placement that differs: {result.smallest}")
+        sentences.append(f"The smallest placement that differs: {result.smallest}")
     if result.found is not None:
-        said += [f"Cause: {cause.words}" for cause in result.found.causes] or [
-            "No cause was found by trying. " + result.found.clue
+        sentences += [f"Cause: {cause.words}" for cause in result.found.causes] or [
+            "No trial removed the difference. " + result.found.clue
         ]
-    return said
+    return sentences
 
 
 def _differs(result: Result) -> list[str]:
     comparison = result.judged
     in_fp64 = " in fp64" if result.wide is not None else ""
-    said = []
+    sentences = []
     if (first := comparison.first(result.tolerance)) is not None:
-        said = [f"Differs{in_fp64}, first {where(first)}. {what(first, result.tolerance)}"]
+        sentences = [
+            f"Differs{in_fp64}, first {name_step(first)}. {describe_step(first, result.tolerance)}"
+        ]
+    # A script may stop early on some placement, with equal steps until then.
     if not comparison.same_counts:
         one, other = next(pair for pair in comparison.counts.values() if pair[0] != pair[1])
-        begin = "It" if said else "Differs: it"
-        said.append(f"{begin} makes {other} steps, and {one} in the reference.")
-    return said
+        begin = "It" if sentences else "Differs: it"
+        sentences.append(f"{begin} makes {other} steps, and {one} in the reference.")
+    return sentences
 
 
-def where(step: StepDifference) -> str:
-    """Which step, in words; steps are counted as `engine.steps` was before them."""
+def name_step(step: StepDifference) -> str:
+    """Return which step it is, in words. It is numbered as `engine.steps` was before it."""
     engine = f" of engine {step.engine}" if step.engine else ""
     return (
         f"before the first step{engine}"
@@ -136,10 +141,10 @@ def where(step: StepDifference) -> str:
     )
 
 
-def what(step: StepDifference, tolerance: float) -> str:
-    """What differs in a step: its figures, the first tensor, and how many."""
+def describe_step(step: StepDifference, tolerance: float) -> str:
+    """Return what differs in a step: the figures, the first tensor, and the number of tensors."""
     figures = [
-        f"the {name} by {figure(value)}"
+        f"the {name} by {format_difference(value)}"
         for name, value in (
             ("loss", step.loss),
             ("weight", step.weight),
@@ -148,30 +153,31 @@ def what(step: StepDifference, tolerance: float) -> str:
         if not value <= tolerance
     ]
     listed = " and ".join([", ".join(figures[:-1]), figures[-1]] if figures[1:] else figures)
-    said = [f"It differs in {listed}."] if figures else []
+    sentences = [f"It differs in {listed}."] if figures else []
     if step.skipped:
-        said.insert(0, "One of the two skipped this step, and the other did not.")
+        sentences.insert(0, "One of the two skipped this step and the other did not.")
     if any(step.samples):
-        said.append(samples(*step.samples))
+        sentences.append(describe_samples(*step.samples))
     if tensors := step.beyond(tolerance):
         first, worst = tensors[0], max(tensors, key=lambda each: each.relative)
         several = f"{len(tensors)} tensors differ; the" if len(tensors) > 1 else "The"
-        said.append(f"{several} first in order of the forward is {tensor(first)}.")
+        # The first in order of the forward is closest to the cause; the worst may be a late effect.
+        sentences.append(f"{several} first in order of the forward is {describe_tensor(first)}.")
         if worst is not first:
-            said.append(f"The largest difference is that of {tensor(worst)}.")
-    return " ".join(said)
+            sentences.append(f"The largest difference is in {describe_tensor(worst)}.")
+    return " ".join(sentences)
 
 
-def samples(missing: Sequence[int], more: Sequence[int]) -> str:
-    """Which samples of the dataset only one of the two trains on."""
-    said = [
+def describe_samples(missing: Sequence[int], more: Sequence[int]) -> str:
+    """Return which samples of the dataset only one of the two runs trains on."""
+    parts = [
         f"{words} {_some(numbers)}"
         for words, numbers in (("not on", missing), ("but also on", more))
         if numbers
     ]
     if not missing:
-        said = [f"also on {_some(more)}"]
-    return f"It trains on other samples of the dataset: {', '.join(said)}."
+        parts = [f"also on {_some(more)}"]
+    return f"It trains on different samples of the dataset: {', '.join(parts)}."
 
 
 def _some(numbers: Sequence[int]) -> str:
@@ -179,21 +185,20 @@ def _some(numbers: Sequence[int]) -> str:
     return shown + (f" and {len(numbers) - SAMPLES} more" if len(numbers) > SAMPLES else "")
 
 
-def tensor(found: TensorDifference) -> str:
-    """A tensor that differs, by how much, and on which ranks."""
-    if found.missing:
-        return f"{found.name}, which only one of the two has"
-    said = f"{found.name}, by {figure(found.relative)}"
-    if found.exact and found.worst >= 0 and not found.strays:
-        said += f" (element {found.worst}: {found.ours:.9g}, not {found.theirs:.9g})"
-    if found.strays:
-        ranks = ", ".join(map(str, found.strays))
-        said += (
-            f", with another value on rank{'s' * (len(found.strays) > 1)} {ranks} than on rank 0"
-        )
-    return said
+def describe_tensor(difference: TensorDifference) -> str:
+    """Return the name of a tensor that differs, its difference, and the ranks that stray."""
+    if difference.missing:
+        return f"{difference.name}, which only one of the two runs has"
+    text = f"{difference.name}, by {format_difference(difference.relative)}"
+    if difference.exact and difference.worst >= 0 and not difference.strays:
+        text += f" (element {difference.worst}: {difference.ours:.9g}, not {difference.theirs:.9g})"
+    if difference.strays:
+        ranks = ", ".join(map(str, difference.strays))
+        several = "s" * (len(difference.strays) > 1)
+        text += f", whose value on rank{several} {ranks} is not that on rank 0"
+    return text
 
 
-def figure(value: float) -> str:
-    """A relative difference with as many digits as are of use."""
+def format_difference(value: float) -> str:
+    """Format a relative difference with two digits."""
     return "0" if value == 0 else f"{value:.2g}"

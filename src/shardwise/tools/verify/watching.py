@@ -1,6 +1,6 @@
-"""Notes what a script does that may make its result depend on the placement, with its lines.
+"""Notes which lines of a script may make its result depend on the placement.
 
-What is noted names no cause: it says which causes are worth a trial (suspects.py).
+The notes name no cause. They decide which causes are worth a trial (suspects.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shardwise.engine import usage_checks
 from shardwise.world.world import World
 
 OURS = tuple(f"{Path(str(each.__file__)).parent}{os.sep}" for each in (shardwise, torch))
-"""Where code lies that is not the user's."""
+"""Folders whose code is not the user's."""
 _LIBRARY = ("runpy", "contextlib", "functools")
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
-"""Libraries such as Accelerate, which ask for ranks, draw and drop on behalf of a script."""
+"""Matches the folder of installed libraries, such as Accelerate, that act for a script."""
 USERS: set[str] = set()
-"""Installed packages that are the user's own: what was started by -m."""
+"""Installed packages that count as the user's code: the one started with -m."""
 
 RANKS = ("rank", "local_rank", "data_rank", "is_main")
 SIZES = ("size", "local_size", "data_size")
@@ -39,7 +39,7 @@ DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "
 
 
 class Facts:
-    """By name the lines of the script at which it did something, or words about the model."""
+    """Notes on a script by topic: lines of code, or names of layers."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[str, None]] = defaultdict(dict)
@@ -47,34 +47,35 @@ class Facts:
         self.models: list[nn.Module] = []
 
     def note(self, name: str, word: str | None) -> None:
-        """Note a word once."""
+        """Add a word under `name`. A word is kept once; None is ignored."""
         if word is not None:
             self._found[name].setdefault(word)
 
     def plain(self) -> dict[str, list[str]]:
-        """All of it, for a file."""
+        """Return all notes as plain lists, for JSON."""
         return {name: list(words) for name, words in self._found.items()}
 
 
 def caller(depth: int) -> str | None:
-    """FILE:LINE of the code that called, `depth` frames up; None where that is not the user's."""
+    """Return FILE:LINE of the caller `depth` frames up, or None if that is not user code."""
+    # +1 for this function itself.
     frame: FrameType | None = sys._getframe(depth + 1)
     return _line(frame) if frame is not None and _is_users(frame) else None
 
 
 def is_called_by_torch(depth: int) -> bool:
-    """Whether the code that called, `depth` frames up, is torch's or this library's."""
+    """Return whether the caller `depth` frames up is code of torch or of this library."""
     return sys._getframe(depth + 1).f_code.co_filename.startswith(OURS)
 
 
 def module_of(depth: int) -> str:
-    """The name of the module that the code is of that called, `depth` frames up."""
+    """Return the name of the module of the caller `depth` frames up."""
     return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
 
 
 def user_line() -> str | None:
-    """FILE:LINE of the innermost code of the user's that is under way."""
-    # Innermost, and not the direct caller: a library may be between (a Trainer, a wrapper).
+    """Return FILE:LINE of the innermost frame of user code."""
+    # Innermost rather than the direct caller: a library (a Trainer) may be in between.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
@@ -84,7 +85,9 @@ def user_line() -> str | None:
 def _is_users(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
     if path.startswith(("<", *OURS)):
+        # "<string>", "<frozen ...>": generated code has no line that the user could change.
         return False
+    # A user's script may itself be an installed package, if it was started with -m.
     installed = _INSTALLED.search(path)
     if installed is not None and path[installed.end() :].split(os.sep)[0] not in USERS:
         return False
@@ -95,14 +98,16 @@ def _line(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-class Noticed:
-    """An attribute of World whose reads by user code are noted, and answered with `pretended` where
-    that is given; the library itself always reads the true value."""
+class WatchedAttribute:
+    """Replaces an attribute of World, and notes where user code reads it.
+
+    User code reads `pretended` if that is set. The library always reads the true value.
+    """
 
     def __init__(self, name: str, facts: Facts, plain: Any = None) -> None:
         self._name = name
         self._facts = facts
-        self._plain = plain  # the property that it was
+        self._plain = plain  # the property that it replaces, or None for a plain attribute
         self.pretended: Any = None
 
     def __get__(self, world: World | None, kind: Any = None) -> Any:
@@ -110,6 +115,7 @@ class Noticed:
             return self
         line = caller(1)
         if line is not None:
+            # is_main counts as a question for the rank.
             self._facts.note("rank" if self._name in RANKS else "size", line)
             if self.pretended is not None:
                 return self.pretended
@@ -122,48 +128,49 @@ class Noticed:
 
 
 def watch(facts: Facts) -> None:
-    """Note from now on, for the time of this process."""
+    """Start to note what the script does, for the life of this process."""
     for name in (*RANKS, *SIZES):
-        setattr(World, name, Noticed(name, facts, vars(World).get(name)))
-    for name, room in (("get_rank", "rank"), ("get_world_size", "size")):
-        _noted(torch.distributed, name, facts, room)
-    _noted(torch.distributed, "all_reduce", facts, "sum")
-    _noted(World, "sum", facts, "sum")
-    _noted(World, "gather", facts, "sum")
-    _noted(torch.utils.data, "random_split", facts, "split")
-    _noted(torch.utils.data.DistributedSampler, "__init__", facts, "sampler")
-    _noted(torch.utils.data.DataLoader, "__iter__", facts, "loader")
+        setattr(World, name, WatchedAttribute(name, facts, vars(World).get(name)))
+    for name, topic in (("get_rank", "rank"), ("get_world_size", "size")):
+        _watch_calls(torch.distributed, name, facts, topic)
+    _watch_calls(torch.distributed, "all_reduce", facts, "sum")
+    _watch_calls(World, "sum", facts, "sum")
+    _watch_calls(World, "gather", facts, "sum")
+    _watch_calls(torch.utils.data, "random_split", facts, "split")
+    _watch_calls(torch.utils.data.DistributedSampler, "__init__", facts, "sampler")
+    _watch_calls(torch.utils.data.DataLoader, "__iter__", facts, "loader")
     for name in DROPOUTS:
-        _noted_dropout(name, facts)
-    _noted_attention(facts)
+        _watch_dropout(name, facts)
+    _watch_attention(facts)
     _note_weights(facts)
     _follow_engines(facts)
 
 
 def watch_horovod(facts: Facts) -> None:
-    """The same for a script of Horovod's."""
+    """Start to note what a Horovod script does."""
     horovod = import_module("shardwise.horovod")
-    for name, room in HOROVOD.items():
-        _noted(horovod, name, facts, room)
+    for name, topic in HOROVOD.items():
+        _watch_calls(horovod, name, facts, topic)
 
 
-def _noted(owner: Any, name: str, facts: Facts, room: str) -> None:
-    """Note each call by user code of a function."""
+def _watch_calls(owner: Any, name: str, facts: Facts, topic: str) -> None:
+    """Note each call of `owner.name` by user code."""
     plain = getattr(owner, name)
 
     @wraps(plain)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        facts.note(room, caller(1))
+        facts.note(topic, caller(1))
         return plain(*args, **kwargs)
 
     setattr(owner, name, noting)
 
 
-def _noted_dropout(name: str, facts: Facts) -> None:
+def _watch_dropout(name: str, facts: Facts) -> None:
     plain = getattr(F, name)
 
     @wraps(plain)
     def noting(*args: Any, **kwargs: Any) -> Any:
+        # Positions and defaults of torch.nn.functional.dropout(input, p=0.5, training=True).
         chance = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         training = kwargs.get("training", args[2] if len(args) > 2 else True)
         if training and (chance or name == "rrelu"):
@@ -173,11 +180,12 @@ def _noted_dropout(name: str, facts: Facts) -> None:
     setattr(F, name, noting)
 
 
-def _noted_attention(facts: Facts) -> None:
+def _watch_attention(facts: Facts) -> None:
     plain = F.scaled_dot_product_attention
 
     @wraps(plain)
     def noting(*args: Any, **kwargs: Any) -> Any:
+        # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p).
         if kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
             facts.note("dropout", user_line())
         return plain(*args, **kwargs)
@@ -186,23 +194,24 @@ def _noted_attention(facts: Facts) -> None:
 
 
 def _note_weights(facts: Facts) -> None:
-    """Note where losses are given a weight or a reduction, and weights that contradict graphs."""
+    """Note `weight=` and `reduction=` of losses, and weights that contradict the graphs."""
     engine: Any = shardwise.Engine
     for name in ("backward", "forward_backward"):
-        setattr(engine, name, _noting_weight(getattr(engine, name), facts))
+        setattr(engine, name, _watch_weight(getattr(engine, name), facts))
     plain = usage_checks.other_weights
 
     @wraps(plain)
     def noting(losses: Sequence[Sequence[str]]) -> str:
-        facts.note("losses", usage_checks.told(losses))
+        facts.note("losses", usage_checks.describe_losses(losses))
         return plain(losses)
 
     usage_checks.other_weights = noting
 
 
-def _noting_weight(plain: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
+def _watch_weight(plain: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
     @wraps(plain)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A library's choice of a reduction is described differently from the user's own line.
         by = "" if caller(1) is not None else " by a library"
         if kwargs.get("weight") is not None:
             facts.note(f"weight{by}", user_line())
@@ -214,13 +223,14 @@ def _noting_weight(plain: Callable[..., Any], facts: Facts) -> Callable[..., Any
 
 
 def _follow_engines(facts: Facts) -> None:
-    """Know every engine as it is made, and what is in its models."""
+    """Note every engine when it is made, and the layers in its models."""
     engine: Any = shardwise.Engine
     plain: Callable[..., None] = engine.__init__
 
     @wraps(plain)
     def made(self: Any, models: Any, optimizers: Any, **kwargs: Any) -> None:
         plain(self, models, optimizers, **kwargs)
+        # Alterations need models and optimizers later, at each step.
         self.verified = _several(models), _several(optimizers)
         facts.engines.append(self)
         for model in self.verified[0]:
@@ -228,12 +238,13 @@ def _follow_engines(facts: Facts) -> None:
             for name, module in model.named_modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     facts.note("batch_norm", name or type(module).__name__)
+                # RNN kernels apply dropout inside, without a call of F.dropout.
                 if isinstance(module, nn.RNNBase) and module.dropout:
                     facts.note("dropout", name or type(module).__name__)
 
     engine.__init__ = made
 
 
-def _several(given: Any) -> tuple[Any, ...]:
-    one = isinstance(given, nn.Module | torch.optim.Optimizer)
-    return (given,) if one else tuple(given)
+def _several(value: Any) -> tuple[Any, ...]:
+    one = isinstance(value, nn.Module | torch.optim.Optimizer)
+    return (value,) if one else tuple(value)

@@ -1,4 +1,4 @@
-"""Gradients that are summed over the workers by hand, after the engine has done so."""
+"""Sums gradients over the workers by hand, after the engine has done so."""
 
 import torch
 from torch.utils.data import TensorDataset

@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics are those of one worker's rows."""
+"""Has a BatchNorm that takes its statistics from one worker's rows."""
 
 import torch
 from torch.utils.data import TensorDataset

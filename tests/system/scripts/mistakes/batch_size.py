@@ -1,4 +1,4 @@
-"""A batch size that is divided by the number of workers, where it is the total."""
+"""Divides the batch size by the number of workers, although it is the total."""
 
 import torch
 from torch.utils.data import TensorDataset

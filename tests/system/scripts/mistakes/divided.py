@@ -1,4 +1,4 @@
-"""A loss that is divided by the number of workers by hand."""
+"""Divides the loss by the number of workers by hand."""
 
 import torch
 from torch.utils.data import TensorDataset

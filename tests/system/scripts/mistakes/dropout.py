@@ -1,4 +1,4 @@
-"""Dropout, which each worker draws for itself."""
+"""Has a dropout, whose mask each worker draws separately."""
 
 import torch
 from torch.utils.data import TensorDataset

@@ -1,4 +1,4 @@
-"""A running mean that is a plain tensor, so that nobody keeps it in step."""
+"""Keeps a running mean in a plain tensor, which no worker shares with the others."""
 
 import torch
 from torch.utils.data import TensorDataset

@@ -1,4 +1,4 @@
-"""An operation whose result is another one each time that the script runs."""
+"""Uses an operation whose result differs in each run of the script."""
 
 import torch
 from torch.utils.data import TensorDataset

@@ -1,4 +1,4 @@
-"""Rows of a batch that each worker draws for itself."""
+"""Draws the rows of a batch on each worker separately."""
 
 import torch
 

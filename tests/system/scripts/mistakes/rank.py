@@ -1,4 +1,4 @@
-"""A penalty that only the first worker adds."""
+"""Adds a penalty on the first worker only."""
 
 import torch
 from torch.utils.data import TensorDataset

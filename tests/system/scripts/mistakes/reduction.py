@@ -1,4 +1,4 @@
-"""A mean over the labels that are not ignored, which reduction="ddp" averages."""
+"""Averages means over the labels that are not ignored with reduction="ddp"."""
 
 import torch
 from torch.utils.data import TensorDataset

@@ -1,4 +1,4 @@
-"""A DistributedSampler that was left in beside the engine."""
+"""Keeps a DistributedSampler in addition to the engine's division of the batch."""
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset

@@ -1,4 +1,4 @@
-"""A learning rate that is multiplied by the number of workers, though the batch is the total."""
+"""Multiplies the learning rate by the number of workers, although the batch is the total."""
 
 import torch
 from torch.utils.data import TensorDataset

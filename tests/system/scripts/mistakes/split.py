@@ -1,4 +1,4 @@
-"""Folds of cross-validation that are drawn anew while training is under way."""
+"""Draws folds of cross-validation again after training has begun."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset, random_split

@@ -1,4 +1,4 @@
-"""A mean over the labels that are not ignored, weighed by the rows of the batch."""
+"""Weighs a mean over the labels that are not ignored by the rows of the batch."""
 
 import torch
 from torch.utils.data import TensorDataset

@@ -49,7 +49,7 @@ class LoaderKeys:
                 self._made[line] += 1
             init(loader, *args, **kwargs)
 
-        DataLoader.__init__ = keyed  # type: ignore[method-assign]
+        DataLoader.__init__ = keyed  # type: ignore[method-assign, assignment]
 
 
 class BatchRecorder:
@@ -63,6 +63,13 @@ class BatchRecorder:
         self._folder = folder
         self.seen: list[dict[str, Any]] = []
         self.loaders: dict[str, dict[str, Any]] = {}
+        self._counted = 0
+
+    def count_since_step(self) -> int:
+        """Return the number of batches with gradients since the last call."""
+        count = len([each for each in self.seen if each["trains"]]) - self._counted
+        self._counted += count
+        return count
 
     def follow(self) -> None:
         """Record from now on."""
@@ -83,7 +90,7 @@ class BatchRecorder:
             return batch
 
         DataLoader.__iter__ = begun  # type: ignore[method-assign]
-        dataloader._BaseDataLoaderIter.__next__ = recorded  # type: ignore[method-assign]
+        dataloader._BaseDataLoaderIter.__next__ = recorded  # type: ignore[method-assign, assignment]
 
     def _begin(self, iterator: Any, loader: DataLoader[Any]) -> None:
         key = loader.stock_key  # type: ignore[attr-defined]

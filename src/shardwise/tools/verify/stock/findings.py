@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.tools.verify.comparing import Comparison, StepDifference
-from shardwise.tools.verify.records import Step, Whole
+from shardwise.tools.verify.records import Step, WholeTensor
 from shardwise.tools.verify.stock.stock_runs import StockRecords
 
 CLOSE = 1e-3
@@ -108,7 +108,7 @@ def _without_set_epoch(made: StockRecords) -> Iterator[Finding]:
     for key, epochs in orders.items():
         if facts["loaders"][key]["sampler"] != "DistributedSampler" or len(epochs) < 2:
             continue
-        first, second = epochs[0], epochs[1]
+        first, second = (rows for _, rows in sorted(epochs.items())[:2])
         least = min(len(first), len(second))
         if least and first[:least] == second[:least]:
             yield Finding(
@@ -151,47 +151,62 @@ def _buffers_apart(made: StockRecords) -> Iterator[Finding]:
 
 
 def _normalisation(made: StockRecords) -> Iterator[Finding]:
-    """Check that the losses of a step add up to one mean over all its items."""
+    """Check that the losses of each step add up to one mean over all its items.
+
+    Each loss is `factor` times a mean over `items`. A factor that all losses have in common may be
+    the script's own, such as the weight of a term.
+    """
     size = len(made.ranks)
+    first: float | None = None
     for number, rows in enumerate(zip(*made.steps, strict=False)):
         terms = [term for row in rows for term in row["terms"]]
-        if not terms or any(term["items"] is None or not term["items"] for term in terms):
-            return
-        factors = math.fsum(term["factor"] for term in terms) / size
-        each = [term["factor"] / size / term["items"] for term in terms]
+        if not terms or any(not term["items"] for term in terms):
+            return  # what a loss is a mean over is not known
         backwards = max(len(row["terms"]) for row in rows)
-        if backwards > 1 and abs(factors - backwards) < CLOSE * backwards:
-            yield Finding(
-                "accumulation not divided",
-                f"Step {number} adds up {backwards} losses, each a mean, without dividing by "
-                f"{backwards}: its gradient is {backwards} times too large.",
-            )
-            return
-        if backwards > 1 and abs(factors - 1 / backwards) < CLOSE:
-            yield Finding(
-                "accumulation divided twice",
-                f"Step {number} divides the losses of {backwards} micro-batches twice: its "
-                f"gradient is {backwards} times too small.",
-            )
-            return
-        if backwards and abs(factors - 1) > CLOSE:
+        if backwards > 1 and any(row["batches"] != len(row["terms"]) for row in rows):
+            return  # several losses of one batch, or a loss of several batches
+        factors = math.fsum(term["factor"] for term in terms) / size
+        if first is None:
+            first = factors
+            wrong = max(factors, 1 / factors)
+            if backwards > 1 and abs(wrong - backwards) < CLOSE * backwards:
+                yield _wrong_sum(number, backwards, is_large=factors > 1)
+                return
+        if abs(factors - first) > CLOSE * first:
             yield Finding(
                 "last short window",
-                f"The losses of step {number} have factors that add up to {factors:.4g}, not to 1: "
-                f"it has {backwards} micro-batches, and the script divides by another number.",
+                f"The losses of step {number} have factors that add up to {factors:.4g}, and those "
+                f"of the first step to {first:.4g}: it has {backwards} micro-batches, and the "
+                "script divides by another number.",
             )
             return
+        each = [term["factor"] / term["items"] for term in terms]
         if max(each) > (1 + CLOSE) * min(each):
             items = sorted({term["items"] for term in terms})
             times = max(each) / min(each)
             yield Finding(
                 "mean of means",
                 f"Step {number} averages means over different numbers of items ({items[0]:g} to "
-                f"{items[-1]:g}), so items of small batches count up to {times:.3g} "
-                "times as much as others. Sum the losses, and divide by the number of items of all "
-                "ranks and micro-batches.",
+                f"{items[-1]:g}), so items of small batches count up to {times:.3g} times as much "
+                "as others. Sum the losses, and divide by the number of items of all ranks and "
+                "micro-batches.",
             )
             return
+
+
+def _wrong_sum(number: int, backwards: int, *, is_large: bool) -> Finding:
+    """Return the finding for micro-batches whose factors do not add up to 1."""
+    if is_large:
+        return Finding(
+            "accumulation not divided",
+            f"Step {number} adds up {backwards} losses, each a mean, without dividing by "
+            f"{backwards}: its gradient is {backwards} times too large.",
+        )
+    return Finding(
+        "accumulation divided twice",
+        f"Step {number} divides the losses of {backwards} micro-batches twice: its gradient is "
+        f"{backwards} times too small.",
+    )
 
 
 def _clipping(made: StockRecords) -> Iterator[Finding]:
@@ -351,7 +366,7 @@ def loss_factors(made: StockRecords) -> list[list[list[float]]] | None:
     return factors
 
 
-def _gradients(made: StockRecords, first: StepDifference) -> dict[str, Whole]:
+def _gradients(made: StockRecords, first: StepDifference) -> dict[str, WholeTensor]:
     steps: Sequence[Step] = made.training.engines[first.engine]
     number = max(first.number, 1)
     return {
@@ -359,12 +374,14 @@ def _gradients(made: StockRecords, first: StepDifference) -> dict[str, Whole]:
     }
 
 
-def common_ratio(theirs: Mapping[str, Whole], ours: Mapping[str, Whole]) -> float | None:
+def common_ratio(
+    theirs: Mapping[str, WholeTensor], ours: Mapping[str, WholeTensor]
+) -> float | None:
     """Return the factor that all gradients have in common; None if there is none."""
     ratios = []
     for name, whole in theirs.items():
         other = ours.get(name)
-        if other is None or not whole.print.norm:
+        if other is None or not whole.fingerprint.norm:
             continue
         if whole.values is not None and other.values is not None:
             one, two = whole.values.double(), other.values.double()
@@ -372,7 +389,7 @@ def common_ratio(theirs: Mapping[str, Whole], ours: Mapping[str, Whole]) -> floa
             if float((two - ratio * one).norm()) > CLOSE * abs(ratio) * float(one.norm()):
                 return None
         else:
-            ratio = other.print.norm / whole.print.norm
+            ratio = other.fingerprint.norm / whole.fingerprint.norm
         ratios.append(ratio)
     if not ratios or max(ratios) - min(ratios) > CLOSE * max(map(abs, ratios)):
         return None

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from shardwise.engine import loss_terms
-from shardwise.model.module_records import ForwardInputs, joined, tensors_beside
+from shardwise.model.module_records import ForwardInputs, joined, other_tensors
 from shardwise.tools.verify import watching
 from shardwise.tools.verify.outside import _named_models
 from shardwise.tools.verify.stock import alterations, readers
@@ -166,10 +166,13 @@ class StockRecorder:
         followed.steps += 1
         self._rates.append([float(group["lr"]) for group in optimizer.param_groups])
         losses, self._losses = self._losses, []
+        batches = self._batches.count_since_step()
         self._events.append([])
         value = math.fsum(each["value"] for each in losses)
         with torch.no_grad():
-            self._write(followed, followed.gradients, {"loss": value, "terms": losses})
+            self._write(
+                followed, followed.gradients, {"loss": value, "terms": losses, "batches": batches}
+            )
         first = next(iter(self._optimizers.values()))
         if followed is first and followed.steps >= self._request["steps"]:
             self._is_done = True
@@ -223,7 +226,8 @@ def _described(loss: Tensor) -> dict[str, Any]:
     return {
         "value": float(loss.detach()),
         "source": None if main is None else main.source,
-        "items": None if main is None else readers.number(main.items),
+        # A sum divided by a number may be divided by that of all ranks, or by a constant.
+        "items": None if main is None or terms.guessed else readers.number(main.items),
         "factor": _root_factor(loss),
         "words": terms.describe(),
     }
@@ -290,5 +294,5 @@ class FollowedOptimizer:
             for key, state in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(state, Tensor) and state.ndim:
                     yield readers.part("optimizer", f"{name}.{key}", state, rank)
-        for each in tensors_beside(self.models, rank):
+        for each in other_tensors(self.models, rank):
             yield Part(each.kind, readers.plain_name(each.name), each.values, copy=rank)

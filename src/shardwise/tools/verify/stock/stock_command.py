@@ -80,31 +80,25 @@ def sentences(result: StockResult) -> list[str]:
     """Return what to say about a result, the verdict first."""
     rows = sorted(set(result.rows))
     batch = f"{rows[0]}" if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
-    said = []
     steps = f"{result.steps} step{'s' * (result.steps != 1)}"
+    own = verdicts.format_difference(result.own.largest)
+    judged = verdicts.format_difference(result.judged.largest)
+    said = []
     if result.findings:
         said.append(f"Differs from one process: {result.findings[0].words}")
         said += [f"Also: {each.words}" for each in result.findings[1:]]
     elif result.verdict is TrainingVerdict.BITS:
         said.append(f"Equal to the last bit over {steps}.")
     elif result.verdict is TrainingVerdict.ROUNDING:
-        said.append(
-            f"Equal within rounding over {steps}: differs by {verdicts.figure(result.own.largest)} "
-            f"as it is, and by {verdicts.figure(result.judged.largest)} "
-            f"{'in fp64' if result.judged is not result.own else ''}".rstrip()
-            + "."
-        )
+        in_fp64 = f", and by {judged} in fp64" if result.judged is not result.own else ""
+        said.append(f"Equal within rounding over {steps}: differs by {own} as it is{in_fp64}.")
     elif result.verdict is TrainingVerdict.UNPROVED:
-        said.append(
-            f"Not proved: differs by {verdicts.figure(result.own.largest)}, and whether that is "
-            f"rounding cannot be shown: {result.why}"
-        )
+        said.append(f"Not proved: {result.why}")
     else:
         first = result.judged.first(TOLERANCE)
-        assert first is not None
-        said.append(
-            f"Differs in fp64, first {verdicts.where(first)}. {verdicts.what(first, TOLERANCE)}"
-        )
+        where = "" if first is None else f", first {verdicts.name_step(first)}"
+        what = "" if first is None else f" {verdicts.describe_step(first, TOLERANCE)}"
+        said.append(f"Differs in fp64{where}.{what}")
         said.append(
             f"Cause: {result.cause.words}"
             if result.cause is not None

@@ -78,7 +78,8 @@ def verify(runs: StockRuns) -> StockResult:
         wide_made = runs.ranks("the ranks in fp64", wide=True)
         wide_reference = runs.reference("one process in fp64", wide=True)
     except RunFailed as error:
-        return replace(result, verdict=TrainingVerdict.UNPROVED, why=str(error))
+        why = f"it differs as it is, and the script does not run in fp64: {error}"
+        return replace(result, verdict=TrainingVerdict.UNPROVED, why=why)
     judged = _compared(wide_reference, wide_made)
     result = replace(result, judged=judged)
     if judged.within(TOLERANCE):

@@ -1,4 +1,4 @@
-"""Starts an example once at each number of workers, and reads what each run found."""
+"""Runs of an example at several numbers of workers, and their results."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from pathlib import Path
 from typing import Any
 
 RESULT_FLAG = "--result"
-"""Where a run is to write what it found, as JSON."""
+"""The flag with the file to which a run writes its result, as JSON."""
 
 
 def sizes(text: str) -> list[int]:
-    """The numbers of workers in "1,2,4,8"."""
+    """Parse numbers of workers such as "1,2,4,8"."""
     try:
-        found = sorted({int(part) for part in text.split(",")})
+        numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        found = []
-    if not found or found[0] < 1:
-        raise argparse.ArgumentTypeError(f"takes numbers of workers such as 1,2,4, not {text!r}")
-    return found
+        numbers = []
+    if not numbers or numbers[0] < 1:
+        raise argparse.ArgumentTypeError(f"needs numbers of workers such as 1,2,4, not {text!r}")
+    return numbers
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that an example needs for `run_each`."""
+    """Add the flags that an example needs for `run_each`."""
     parser.add_argument(
         "--workers",
         type=sizes,
         metavar="1,2,4",
         help="run once at each of these numbers of workers, and compare",
     )
-    parser.add_argument(RESULT_FLAG, type=Path, metavar="FILE", help="write what was found as JSON")
+    parser.add_argument(RESULT_FLAG, type=Path, metavar="FILE", help="write the result as JSON")
 
 
 def run_each(script: str, workers: Sequence[int], arguments: Sequence[str]) -> dict[int, Any]:
-    """What `script` writes to its --result on each number of workers; exits where one fails.
+    """Run `script` at each number of workers, and return the results. Exits if one fails.
 
-    `arguments` are this process's own; --workers and --result in them are left out.
+    `arguments` are passed on, except --workers and --result.
     """
     if "SHARDWISE_LAUNCH_RANK" in os.environ:
-        sys.exit("--workers starts the ranks itself: run it with python, not `shardwise run`.")
+        sys.exit("--workers starts the ranks itself: start it with python, not `shardwise run`.")
     passed = _without(arguments, ("--workers", RESULT_FLAG))
-    # Threads are shared out alike at every size, else one worker would have what many share.
+    # Every worker has the same number of threads at every size. Otherwise a single worker would use
+    # the cores that several workers share, and the sizes could not be compared.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = str(max(1, (cores or 1) // max(workers)))
     environ = {"OMP_NUM_THREADS": threads} | os.environ
@@ -64,7 +65,7 @@ def run_each(script: str, workers: Sequence[int], arguments: Sequence[str]) -> d
 
 
 def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """`arguments` without `flags` and their values."""
+    """Return `arguments` without `flags` and their values."""
     kept: list[str] = []
     skip = False
     for word in arguments:

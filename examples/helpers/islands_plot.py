@@ -1,4 +1,4 @@
-"""Draws how the loss of several ways to make islands equal falls: against bytes, and seconds."""
+"""A plot of the loss against bytes and seconds, for several ways to synchronise islands."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardwise.tools.report.look import GREY, GRID, STYLE, TITLES
 COLORS = ("#6b7480", "#2563a8", "#2a8a57", "#d9622b", "#8a4fae", "#b08d1e")
 
 Curves = dict[str, list[dict[str, Any]]]
-"""By way: points with `loss`, `bytes` and `at_rate`, the seconds over the link."""
+"""For each way, points with `loss`, `bytes` and `at_rate` (seconds over the link)."""
 
 
 def draw(curves: Curves, path: Path, megabits: float) -> None:
-    """A PNG at `path`: held-out loss against bytes on the left, against seconds on the right."""
+    """Draw a PNG: held-out loss against bytes on the left, against seconds on the right."""
     with plt.rc_context(STYLE | GRID | TITLES | {"font.size": 10}):
         figure, (left, right) = plt.subplots(
             1, 2, figsize=(9.5, 4.2), sharey=True, layout="constrained"
@@ -31,7 +31,7 @@ def draw(curves: Curves, path: Path, megabits: float) -> None:
         left.set_title("by bytes")
         right.set_title(f"by seconds at {megabits:g} Mbit/s")
         left.set_xlabel("MB that an island has sent")
-        right.set_xlabel("seconds: steps here, and what bytes take on the link")
+        right.set_xlabel("seconds: steps on this machine, plus transfers over the link")
         left.set_ylabel("held-out loss (nats per token)")
         handles, labels = left.get_legend_handles_labels()
         figure.legend(
@@ -48,7 +48,7 @@ def draw(curves: Curves, path: Path, megabits: float) -> None:
 
 
 def draw_side(axes: Axes, curves: Curves, key: str, unit: float) -> None:
-    """One curve for each way."""
+    """Draw one curve per way."""
     for color, (way, points) in zip(COLORS, curves.items(), strict=False):
         shown = [point for point in points if point[key] > 0]
         axes.plot(

@@ -1,7 +1,7 @@
-"""The text that the language model learns: files, which of them are held out, and windows.
+"""The text that the language model learns: files, held-out files, and windows of tokens.
 
-Everything here is a pure function of the files' names and contents, so that every rank, every
-number of workers and every machine with the same Python reads the same text.
+All functions depend only on the names and contents of the files. So every rank, every number of
+workers and every machine with the same Python gets the same text.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-import bpe
+from helpers import bpe
 
-# Tests repeat themselves; encodings and pydoc_data are tables and manuals, hardly code.
+# Tests are repetitive, and encodings and pydoc_data contain tables and manuals instead of code.
 LEFT_OUT = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 LEFT_OUT |= {"site-packages", "dist-packages", "__pycache__"}
 
@@ -28,16 +28,16 @@ HELD_OUT_SHARE = 20
 """One file in this many is held out."""
 
 LESSON = 16_000_000
-"""Bytes that the tokenizer learns from, at most; of more text, evenly spread files."""
+"""Maximum number of bytes for the tokenizer. Of more text, it learns from evenly spread files."""
 
 
 class CorpusError(Exception):
-    """A --data that cannot be learned from; the message says why and what to do."""
+    """An error about --data that cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Tokens to learn and tokens held out, with the tokenizer that made them."""
+    """Training tokens and held-out tokens, with their tokenizer."""
 
     tokenizer: bpe.Tokenizer
     training: array[int]
@@ -48,13 +48,13 @@ class Corpus:
 
     @property
     def token_bytes(self) -> Tensor:
-        """The number of bytes in each token, (vocabulary,) float."""
+        """The number of bytes in each token, a float tensor (vocabulary,)."""
         return torch.tensor([float(len(token)) for token in self.tokenizer.tokens])
 
     def windows(self, context: int, held_out: int) -> tuple[Windows, Dataset[Sample]]:
-        """Windows to learn, and `held_out` windows to evaluate on (fewer if there are fewer).
+        """Return the training windows, and at most `held_out` windows for evaluation.
 
-        Raises CorpusError for text that is too short.
+        Raises CorpusError if the text is too short.
         """
         return Windows(self.training, context), spread(Windows(self.held_out, context), held_out)
 
@@ -67,7 +67,7 @@ class Corpus:
 
 
 def read(data: Path | None, *, vocabulary: int) -> Corpus:
-    """The corpus of a file or a folder, of Python's standard library by default."""
+    """Read the corpus from a file or a folder (default: Python's standard library)."""
     texts = read_files(data)
     tokenizer = bpe.learn(lesson(list(texts.values())), vocabulary)
     training, held_out = split(texts)
@@ -82,7 +82,7 @@ def read(data: Path | None, *, vocabulary: int) -> Corpus:
 
 
 def read_files(data: Path | None) -> dict[str, bytes]:
-    """The bytes of each file of text, by its name inside the folder, in the order of names."""
+    """Return the bytes of each text file by its path in the folder, sorted by path."""
     if data is None:
         folder = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in folder.rglob("*.py") if is_library(path.relative_to(folder))]
@@ -95,7 +95,7 @@ def read_files(data: Path | None) -> dict[str, bytes]:
         texts = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     except OSError as error:
         raise CorpusError(f"--data: {error.filename} cannot be read: {error.strerror}.") from None
-    # A zero byte marks a binary file, as it does for grep and git.
+    # As for grep and git, a file with a zero byte is binary.
     texts = {name: texts[name] for name in sorted(texts) if b"\0" not in texts[name]}
     if not any(texts.values()):
         raise CorpusError(f"--data: there is no text in {data or folder}.")
@@ -103,21 +103,24 @@ def read_files(data: Path | None) -> dict[str, bytes]:
 
 
 def is_library(path: Path) -> bool:
-    """Whether a path below the standard library's folder is code that comes with every Python."""
-    # _sysconfigdata and config-* hold the paths and flags of this one machine.
+    """Return whether a path in the standard library's folder is code that every Python has."""
+    # _sysconfigdata and config-* have paths and flags of this machine.
     own = path.name.startswith("_sysconfigdata") or path.parts[0].startswith("config-")
     return not own and LEFT_OUT.isdisjoint(path.parts)
 
 
 def lesson(texts: list[bytes]) -> list[bytes]:
-    """The texts that the tokenizer learns from."""
+    """Return the texts for the tokenizer to learn from."""
     every = -(-sum(map(len, texts)) // LESSON)
     return [text[:LESSON] for text in texts[::every]]
 
 
 def split(texts: dict[str, bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Texts to learn and texts held out: files by a hash of their name, which stays when others
-    come and go; of files too few for that, the end of each."""
+    """Return the training texts and the held-out texts.
+
+    A hash of its name decides whether a file is held out, so added files do not change the others.
+    If there are too few files for that, the end of each file is held out.
+    """
     held_out = [text for name, text in texts.items() if is_held_out(name)]
     training = [text for name, text in texts.items() if not is_held_out(name)]
     if any(training) and any(held_out):
@@ -131,12 +134,12 @@ def split(texts: dict[str, bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file of this name is kept from training."""
+    """Return whether the file of this name is held out."""
     return zlib.crc32(name.encode()) % HELD_OUT_SHARE == 0
 
 
 def join(tokenizer: bpe.Tokenizer, texts: list[bytes]) -> array[int]:
-    """The tokens of all texts, one after the other."""
+    """Return the concatenated tokens of all texts."""
     tokens = array("H")
     for text in texts:
         tokens.extend(tokenizer.encode(text))
@@ -144,14 +147,16 @@ def join(tokenizer: bpe.Tokenizer, texts: list[bytes]) -> array[int]:
 
 
 class Windows(Dataset[Sample]):
-    """Tokens cut into windows: a sample is (tokens, targets), both (context,) int64, where
-    each target is the token after."""
+    """Tokens cut into windows.
+
+    A sample is (tokens, targets), both (context,) int64. Each target is the next token.
+    """
 
     def __init__(self, tokens: array[int], context: int) -> None:
         if len(tokens) <= context:
             raise CorpusError(
-                f"The text has {len(tokens)} tokens where one window takes {context + 1}: "
-                "give more with --data, or a smaller --context."
+                f"The text has {len(tokens)} tokens, but one window needs {context + 1}: "
+                "pass more text with --data, or a smaller --context."
             )
         self.tokens = tokens
         self.context = context
@@ -166,6 +171,6 @@ class Windows(Dataset[Sample]):
 
 
 def spread(windows: Windows, count: int) -> Dataset[Sample]:
-    """`count` of the windows, evenly spread, so that many files are among them."""
+    """Select `count` of the windows, evenly spread over the files."""
     count = min(count, len(windows))
     return Subset(windows, [index * len(windows) // count for index in range(count)])

@@ -1,4 +1,4 @@
-"""Curves of accuracy by epoch: of one run, and with and without warm-up of several."""
+"""Plots of accuracy by epoch, of one run and of several runs with and without warm-up."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from report import BLUE, GREY, ORANGE, STYLE
+from helpers.report import BLUE, GREY, ORANGE, STYLE
 
 COLUMNS = 2
 
 
 def draw(curves: Mapping[str, list[float]], path: Path, *, workers: int, data: str) -> None:
-    """Training and validation accuracy of one run, at `path`."""
+    """Plot the training and validation accuracy of one run to `path`."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
         for name, color in (("training", BLUE), ("validation", ORANGE)):
@@ -35,7 +35,7 @@ def draw(curves: Mapping[str, list[float]], path: Path, *, workers: int, data: s
 
 
 def draw_warmup(found: Mapping[int, Any], path: Path) -> None:
-    """Validation accuracy with and without warm-up, a panel for each number of workers."""
+    """Plot validation accuracy with and without warm-up, one panel per number of workers."""
     rows = -(-len(found) // COLUMNS)
     columns = min(COLUMNS, len(found))
     with plt.rc_context(STYLE):
@@ -83,7 +83,7 @@ def _workers(count: int) -> str:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """As a PDF, and beside it as a PNG."""
+    """Save a figure as a PDF, and as a PNG next to it."""
     figure.savefig(path)
     figure.savefig(path.with_suffix(".png"), dpi=110)
     plt.close(figure)

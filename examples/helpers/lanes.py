@@ -1,12 +1,12 @@
-"""Text as lanes: contiguous parts side by side, read window by window.
+"""Text cut into lanes, contiguous parts that are read in parallel, window by window.
 
     text      0 1 2 3 4 5 6 7 8 9 10 11 12 13 14     3 lanes, windows of 2
     lane 0    0 1 | 2 3                              item 0, item 3
     lane 1    5 6 | 7 8                              item 1, item 4
     lane 2    10 11 | 12 13                          item 2, item 5
 
-In order, `lanes` items are the same window of every lane: that is a total batch. A rank's share of
-it is the same lanes at every step, so what a recurrent model remembers of them stays with the rank.
+Consecutive `lanes` items are the same window of every lane, and form a total batch. A rank's share
+of it has the same lanes at every step, so the rank can keep the state of a recurrent model.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PARTS = {"training": "train", "validation": "valid", "test": "test"}
 
 
 class TextError(Exception):
-    """Text that is not there, or too short."""
+    """An error about missing or too short text."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens of each part, (tokens,) int64, as numbers of the words in `vocabulary`."""
+    """Tokens of each part, (tokens,) int64. A token is an index into `vocabulary`."""
 
     vocabulary: list[str]
     training: Tensor
@@ -38,16 +38,18 @@ class Text:
 
 
 class Lanes(Dataset[tuple[Tensor, Tensor]]):
-    """`tokens` as `lanes` parts of equal length; item i is window i // lanes of lane i % lanes.
+    """`tokens` in `lanes` parts of equal length. Item i is window i // lanes of lane i % lanes.
 
-    An item is the window's tokens and those that follow each, both (steps,); the last window may
-    be shorter. What is left over at the end of the text, less than `lanes` tokens, is not read.
+    An item is the tokens of a window and the next token of each, both (steps,). The last window may
+    be shorter. The last tokens of the text, fewer than `lanes`, are not read.
     """
 
     def __init__(self, tokens: Tensor, lanes: int, steps: int) -> None:
         length = len(tokens) // lanes
         if length < 2:
-            raise TextError(f"{len(tokens)} tokens are too few for {lanes} lanes.")
+            raise TextError(
+                f"{len(tokens)} tokens are too few for {lanes} lanes: pass a smaller --batch-size."
+            )
         self._lanes = tokens[: lanes * length].view(lanes, length)
         self._steps = steps
         self.windows = -(-(length - 1) // steps)
@@ -63,10 +65,10 @@ class Lanes(Dataset[tuple[Tensor, Tensor]]):
 
 
 def read(folder: Path, most: int) -> Text:
-    """The text in `folder`: ptb.train.txt, ptb.valid.txt and ptb.test.txt, or without "ptb.".
+    """Read ptb.train.txt, ptb.valid.txt and ptb.test.txt in `folder`, or the names without "ptb.".
 
-    A line ends with <eos>. The vocabulary are the `most` most frequent words of the training part;
-    other words are <unk>. Raises TextError.
+    Each line ends with <eos>. The vocabulary has the `most` most frequent words of the training
+    part. Other words become <unk>. Raises TextError.
     """
     words = {part: _words(folder, name) for part, name in PARTS.items()}
     counts = Counter(words["training"])
@@ -83,6 +85,6 @@ def _words(folder: Path, name: str) -> list[str]:
             lines = path.read_text(encoding="utf-8").splitlines()
             return [word for line in lines if line.strip() for word in [*line.split(), END]]
     raise TextError(
-        f"{folder} has no ptb.{name}.txt or {name}.txt. --data takes a folder with the Penn "
+        f"{folder} has no ptb.{name}.txt or {name}.txt. Pass --data a folder with the Penn "
         "Treebank, or any text, in three such files."
     )

@@ -1,4 +1,4 @@
-"""Labelled images: MNIST's files, or the small digits that come with scikit-learn."""
+"""Labelled images: the files of MNIST, or the small digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 UNSIGNED_BYTES = 8
-"""The code of the only element type that MNIST and Fashion-MNIST have."""
+"""The IDX code of unsigned bytes, the only element type in MNIST and Fashion-MNIST."""
 
 NAMES = {
     "training": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -23,12 +23,12 @@ NAMES = {
 
 
 class ImagesError(Exception):
-    """Files that are not there, or not what they are called."""
+    """An error about missing or invalid image files."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images (rows, 1, height, width), fp32 in 0 to 1, and labels (rows,), int64, of `name`."""
+    """Images (rows, 1, height, width) in fp32 from 0 to 1, and labels (rows,) in int64."""
 
     name: str
     training: TensorDataset
@@ -36,13 +36,13 @@ class Images:
 
     @property
     def height(self) -> int:
-        """The rows of pixels in an image, as many as its columns."""
+        """The height of an image in pixels, which equals its width."""
         return int(self.training.tensors[0].shape[-1])
 
 
 def digits() -> Images:
-    """The 1,797 digits of 8 x 8 pixels in scikit-learn; every fifth is for validation."""
-    from sklearn.datasets import load_digits  # a second; not needed with files
+    """Return scikit-learn's 1,797 digits of 8 x 8 pixels. Every fifth is for validation."""
+    from sklearn.datasets import load_digits  # takes a second, and is not needed for --data
 
     found = load_digits()
     images = torch.from_numpy(found.images).float().unsqueeze(1) / 16
@@ -56,7 +56,7 @@ def digits() -> Images:
 
 
 def read(folder: Path) -> Images:
-    """The images in `folder`, in the four IDX files of MNIST, gzipped or not.
+    """Read the images of the four IDX files of MNIST in `folder`, gzipped or not.
 
     Raises ImagesError.
     """
@@ -74,10 +74,8 @@ def read(folder: Path) -> Images:
 
 
 def idx(path: Path, dims: int) -> Tensor:
-    """The array in an IDX file: two zeros, type, number of dims, their sizes, then the bytes.
-
-    uint8, of `dims` dims. Raises ImagesError.
-    """
+    """Return the uint8 array of `dims` dims in an IDX file. Raises ImagesError."""
+    # The format: two zeros, the type, the number of dims, the size of each dim, the elements.
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if path.suffix == ".gz" else data
@@ -85,13 +83,13 @@ def idx(path: Path, dims: int) -> Tensor:
         raise ImagesError(f"{path} cannot be read: {error}") from error
     if data[:4] != bytes((0, 0, UNSIGNED_BYTES, dims)):
         raise ImagesError(
-            f"{path} is no IDX file of bytes in {dims} dim(s): it begins with {data[:4]!r}"
+            f"{path} is not an IDX file of bytes in {dims} dim(s): it begins with {data[:4]!r}"
         )
     shape = [int.from_bytes(data[4 + 4 * dim : 8 + 4 * dim], "big") for dim in range(dims)]
     start = 4 + 4 * dims
     if len(data) - start != math.prod(shape):
         raise ImagesError(
-            f"{path} is cut short, or too long: {len(data) - start} bytes for the shape {shape}"
+            f"{path} has the wrong length: {len(data) - start} bytes for the shape {shape}"
         )
     return torch.from_numpy(np.frombuffer(data, np.uint8, offset=start).reshape(shape).copy())
 
@@ -101,5 +99,5 @@ def _file(folder: Path, name: str) -> Path:
         if path.exists():
             return path
     raise ImagesError(
-        f"{folder} has no {name}, gzipped or not. MNIST and Fashion-MNIST come as four such files."
+        f"{folder} has no {name}, gzipped or not. MNIST and Fashion-MNIST have four such files."
     )

@@ -1,4 +1,4 @@
-"""Draws how the loss falls with gradients of some steps before, and what workers wait for them."""
+"""A plot of the loss and of the waiting time for several values of --behind."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from matplotlib.axes import Axes
 from shardwise.tools.report.look import GREY, GRID, STYLE, TITLES
 
 COLORS = ("#6b7480", "#2563a8", "#d9622b", "#2a8a57")
-"""Of the curves."""
+"""Colors of the curves."""
 
 COMPUTING, WAITING = "#b9c0ca", "#7d4e9e"
-"""Of the bars, other ones than those of curves."""
+"""Colors of the bars, which differ from those of the curves."""
 
 Found = dict[int, dict[str, Any]]
-"""By steps behind: the `curve`, points with `step` and `loss`; `steps`, and the seconds
-`computing` and `waiting` of all."""
+"""For each value of --behind: the `curve` (points with `step` and `loss`), the number of `steps`,
+and the total seconds `computing` and `waiting`."""
 
 
 def draw(found: Found, path: Path, batch_size: int) -> None:
-    """A PNG at `path`: held-out loss by samples on the left, the time of a step on the right."""
+    """Draw a PNG: held-out loss by samples on the left, the time of a step on the right."""
     with plt.rc_context(STYLE | GRID | TITLES | {"font.size": 10}):
         figure, (left, right) = plt.subplots(
             1, 2, figsize=(9.5, 3.8), width_ratios=(3, 2), layout="constrained"
@@ -38,7 +38,7 @@ def draw(found: Found, path: Path, batch_size: int) -> None:
 
 
 def _losses(axes: Axes, found: Found, batch_size: int) -> None:
-    """One curve for each number of steps behind."""
+    """Draw one curve per value of --behind."""
     for color, (behind, result) in zip(COLORS, found.items(), strict=False):
         points = result["curve"]
         axes.plot(
@@ -57,7 +57,7 @@ def _losses(axes: Axes, found: Found, batch_size: int) -> None:
 
 
 def _times(axes: Axes, found: Found) -> None:
-    """The milliseconds of a step, as a bar for each."""
+    """Draw the milliseconds of a step as one bar per value of --behind."""
     names = [f"{behind} behind" for behind in found]
     computing, waiting = (
         [1e3 * result[key] / result["steps"] for result in found.values()]

@@ -1,8 +1,8 @@
-"""A small GPT in plain PyTorch: nothing in this file knows of workers.
+"""A small GPT in plain PyTorch, without any code for several workers.
 
-The blocks are those of today's open models: RMSNorm before each sub-layer (Zhang & Sennrich,
-2019), rotary positions (Su et al., 2021), squared ReLU (So et al., 2021), and one matrix for
-the tokens that come in and the tokens that go out (Press & Wolf, 2017).
+Its blocks are those of current open models: RMSNorm before each sub-layer (Zhang & Sennrich,
+2019), rotary positions (Su et al., 2021), squared ReLU (So et al., 2021), and one matrix for input
+and output tokens (Press & Wolf, 2017).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, each added to the stream that passes through."""
+    """Attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids (batch, time) in, scores of the next token (batch, time, vocabulary) out."""
+    """Maps token ids (batch, time) to scores of the next token (batch, time, vocabulary)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class GPT(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Draw the starting weights; what writes into the stream starts small (GPT-2)."""
+        """Draw the initial weights. Those of residual outputs are smaller, as in GPT-2."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 writes = name.endswith(("outward.weight", "narrow.weight"))
@@ -94,26 +94,26 @@ class GPT(nn.Module):
 
     @property
     def number_of_parameters(self) -> int:
-        """The number of trainable numbers."""
+        """The number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 def rotary_tables(context: int, head_width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of (context, head_width / 2) angles."""
+    """Return the cosines and sines of (context, head_width / 2) angles."""
     frequencies = 10_000.0 ** -(torch.arange(0, head_width, 2) / head_width)
     angles = torch.outer(torch.arange(context), frequencies)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the pairs (i, i + half) of the last dim by their position's angles."""
+    """Rotate the pairs (i, i + half) of the last dim by the angles of their position."""
     first, second = x.chunk(2, dim=-1)
     cosine, sine = cosine.to(x.dtype), sine.to(x.dtype)
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
 
 
 def token_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy per token, in nats."""
+    """Return the mean cross-entropy per token, in nats."""
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
 
@@ -121,7 +121,7 @@ def token_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
 def continue_text(
     model: GPT, prompt: list[int], count: int, *, seed: int, temperature: float = 0.7
 ) -> Iterator[int]:
-    """Yield `count` tokens that follow `prompt`; the same ones for the same weights and seed."""
+    """Yield `count` tokens after `prompt`. The same weights and seed give the same tokens."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)

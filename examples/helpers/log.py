@@ -1,8 +1,8 @@
-"""What a person sees and keeps while training runs.
+"""The log of a training run: progress, metrics.jsonl and TensorBoard events.
 
-In a terminal a bar, elsewhere a line now and then; beside it metrics.jsonl and TensorBoard
-events, written as training goes, so that a run can be followed and what was measured stays
-when it is stopped. All of it on the main rank only.
+A terminal shows a progress bar, other outputs a line every few seconds. The files are written
+during training, so a run can be followed, and its figures remain if it is stopped. Only the main
+rank writes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """How well the model predicts held-out text.
+    """The result of an evaluation on held-out text.
 
-    `loss` in nats per token. Bits per byte do not depend on the tokenizer.
+    `loss` is in nats per token. Bits per byte do not depend on the tokenizer.
     """
 
     loss: float
@@ -40,7 +40,7 @@ class HeldOut:
 
     @property
     def bits_per_byte(self) -> float:
-        """The mean number of bits that a byte of the text costs."""
+        """The mean number of bits per byte of the text."""
         return self.loss / math.log(2) / self.bytes_per_token
 
     def __str__(self) -> str:
@@ -56,9 +56,9 @@ class Curves:
 
 
 class Log:
-    """Follows a run of `steps` steps, and writes into `folder`, replacing an earlier run's files.
+    """Shows a run of `steps` steps, and writes its files into `folder`, replacing earlier ones.
 
-    A context manager. `step`, `seconds` and `tokens` count training alone, not evaluation.
+    It is a context manager. `step`, `seconds` and `tokens` count training without evaluations.
     """
 
     def __init__(self, folder: Path, steps: int, *, visible: bool) -> None:
@@ -98,7 +98,7 @@ class Log:
             self._bar.stop()
 
     def trained(self, *, loss: float, tokens: float, **figures: float) -> None:
-        """Note a step of training on `tokens` tokens; `figures` is whatever else was measured."""
+        """Record a step on `tokens` tokens. `figures` are other measured values."""
         now = time.monotonic()
         taken, self._lap = now - self._lap, now
         rate = tokens / taken
@@ -111,7 +111,7 @@ class Log:
         self._show(f"loss {loss:.3f} · {self._pace:,.0f} tok/s · {resident_bytes() / 1e6:,.0f} MB")
 
     def evaluated(self, result: HeldOut) -> None:
-        """Note an evaluation; the time since the last step was spent on it."""
+        """Record an evaluation. The time since the last step does not count as training."""
         self._lap = time.monotonic()
         self.curves.held_out.append((self.step, result))
         figures = {"loss": result.loss, "perplexity": result.perplexity}
@@ -119,7 +119,7 @@ class Log:
         self.say(f"step {self.step:>4}/{self.steps} · held out: {result}")
 
     def say(self, what: RenderableType) -> None:
-        """Print something, above the bar where there is one."""
+        """Print something, above the bar if there is one."""
         self._console.print(what, soft_wrap=isinstance(what, str))
 
     def _show(self, figures: str) -> None:
@@ -140,10 +140,10 @@ class Log:
 
     def _open_tensorboard(self, folder: Path) -> Any:
         try:
-            # Imported here: it takes a second, and only the main rank writes.
+            # Imported here, because the import takes a second and only the main rank needs it.
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            self.say("no TensorBoard events: pip install tensorboard to have them")
+            self.say("no TensorBoard events are written: pip install tensorboard to get them")
             return None
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
@@ -151,7 +151,7 @@ class Log:
 
 
 def bar(console: Console) -> Progress:
-    """A single line that fits 80 columns: the bar gives way to the figures."""
+    """Return a progress bar on a single line of 80 columns. The figures shorten the bar."""
     return Progress(
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
@@ -164,7 +164,7 @@ def bar(console: Console) -> Progress:
 
 
 def resident_bytes() -> int:
-    """The memory that this process holds now; where only the peak is known, the peak."""
+    """Return the resident set of this process, or its peak if only that is known."""
     status = Path("/proc/self/statm")
     if status.exists():
         return int(status.read_text().split()[1]) * resource.getpagesize()

@@ -1,7 +1,7 @@
-"""A small byte-pair tokenizer, learned on the spot (Sennrich et al., 2016).
+"""A small byte-pair tokenizer that learns from the text (Sennrich et al., 2016).
 
-A token is a string of bytes: the 256 single bytes, then what merging the most frequent pair,
-again and again, has made. So any file can be read, and any tokens can be turned back into it.
+A token is a string of bytes: one of the 256 single bytes, or a merge of two tokens. Learning merges
+the most frequent pair again and again. Any file can be encoded, and decoding returns it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cached_property
 
-# No merge crosses a border between pieces: a line's indentation, a word with the space before
-# it, underscores, one digit, a run of punctuation. Every byte falls into one of them.
+# Merges stay within a piece: the indentation of a line, a word with the space before it,
+# underscores, one digit, or consecutive punctuation. Every byte belongs to a piece.
 PIECES = re.compile(
     rb"\n[ \t]*| ?[A-Za-z\x80-\xff]+| ?_+|[0-9]| ?[!-/:-@\[-^`{-~]+|[ \t]+|[\x00-\x1f\x7f]"
 )
@@ -23,7 +23,7 @@ Pair = tuple[int, int]
 
 
 class Tokenizer:
-    """Bytes to token ids and back. `merges` in the order learned: pair i makes token 256 + i."""
+    """Converts bytes to token ids and back. Pair i of `merges` becomes token 256 + i."""
 
     def __init__(self, merges: list[Pair]) -> None:
         self.merges = merges
@@ -39,7 +39,7 @@ class Tokenizer:
         return tokens
 
     def encode(self, text: bytes) -> array[int]:
-        """The token ids of `text`."""
+        """Return the token ids of `text`."""
         ids = array("H")
         for piece in PIECES.findall(text):
             if (known := self._known.get(piece)) is None:
@@ -48,11 +48,11 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are no UTF-8 come out as the replacement sign."""
+        """Return the text of `ids`. Bytes that are not UTF-8 become the replacement character."""
         return b"".join(self.tokens[token] for token in ids).decode(errors="replace")
 
     def _encode_piece(self, piece: bytes) -> list[int]:
-        """Apply the merges to one piece, the earliest learned first."""
+        """Apply the merges to one piece, in the order in which they were learned."""
         ids = list(piece)
         while len(ids) > 1:
             pair = min(itertools.pairwise(ids), key=self._rank)
@@ -66,11 +66,11 @@ class Tokenizer:
 
 
 def learn(texts: Iterable[bytes], vocabulary: int) -> Tokenizer:
-    """A tokenizer of at most `vocabulary` tokens for `texts`; the same for the same texts."""
+    """Learn a tokenizer of at most `vocabulary` tokens. The same texts give the same one."""
     counts: Counter[bytes] = Counter()
     for text in texts:
         counts.update(PIECES.findall(text))
-    # A piece seen once tells nothing about what is frequent, and half of all pieces are such.
+    # Pieces that occur once do not show which pairs are frequent, and are half of all pieces.
     learner = Learner({piece: count for piece, count in counts.items() if count > 1})
     merges = []
     while len(merges) < vocabulary - 256 and (pair := learner.most_frequent()):
@@ -80,9 +80,9 @@ def learn(texts: Iterable[bytes], vocabulary: int) -> Tokenizer:
 
 
 class Learner:
-    """Pieces under merging, and how often each pair stands in them.
+    """Pieces during the merging, with the number of occurrences of each pair.
 
-    Only the pieces that hold the merged pair are looked at, so that a merge costs little.
+    A merge only visits the pieces that contain the pair, so it is fast.
     """
 
     def __init__(self, counts: dict[bytes, int]) -> None:
@@ -94,14 +94,15 @@ class Learner:
             self._count(index, sign=1)
 
     def most_frequent(self) -> Pair | None:
-        """The pair to merge next: of equally frequent ones the smallest, so order is no matter."""
+        """Return the pair to merge next, None if no pair occurs twice."""
+        # The smallest of equally frequent pairs, so that the result does not depend on their order.
         highest = max(self.pairs.values(), default=0)
         if highest < 2:
             return None
         return min(pair for pair, count in self.pairs.items() if count == highest)
 
     def merge(self, pair: Pair, token: int) -> None:
-        """Replace `pair` by `token` in every piece."""
+        """Replace `pair` with `token` in every piece."""
         for index in self.holders.pop(pair):
             self._count(index, sign=-1)
             self.pieces[index] = merge(self.pieces[index], pair, token)
@@ -117,7 +118,7 @@ class Learner:
 
 
 def merge(ids: list[int], pair: Pair, token: int) -> list[int]:
-    """`ids` with each `pair`, from the left, replaced by `token`."""
+    """Return `ids` with each `pair` replaced by `token`, from the left."""
     merged: list[int] = []
     position = 0
     while position < len(ids):

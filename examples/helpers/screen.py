@@ -1,4 +1,4 @@
-"""What the main rank shows while an example runs: a bar in a terminal, elsewhere its lines."""
+"""The output of the main rank while an example runs: lines, and a progress bar in a terminal."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from types import TracebackType
 from rich.console import Console, RenderableType
 
 import shardwise as sw
-from log import bar
+from helpers.log import bar
 
 
 class Screen:
-    """A bar of `total` steps under lines of text; silent on all ranks but the main one.
+    """A progress bar of `total` steps below lines of text. Other ranks than the main one are
+    silent.
 
-    A context manager.
+    It is a context manager.
     """
 
     def __init__(self, world: sw.World, total: int) -> None:
@@ -37,10 +38,10 @@ class Screen:
             self._bar.stop()
 
     def stepped(self, figures: str = "") -> None:
-        """Move the bar on by one, with `figures` beside it."""
+        """Advance the bar by one step, with `figures` next to it."""
         if self._bar:
             self._bar.update(self._task, advance=1, figures=figures)
 
     def say(self, what: RenderableType) -> None:
-        """Print something, above the bar where there is one."""
+        """Print something, above the bar if there is one."""
         self._console.print(what, soft_wrap=isinstance(what, str))

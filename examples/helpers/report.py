@@ -1,4 +1,4 @@
-"""The end of a run: a picture of its curves and a table of its figures."""
+"""The report at the end of a run: a plot of its curves and a table of its figures."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.table import Table
 
-from log import Curves
+from helpers.log import Curves
 
 INK, GREY, FAINT, BLUE, ORANGE = "#22272e", "#6b7480", "#d5dae1", "#2563a8", "#d9622b"
 
 MOST_FIGURES = 8
-"""Points of one curve that carry their figure, at most."""
+"""Maximum number of points of a curve that are labelled with their value."""
 
 STYLE = {
     "font.size": 10.5,
@@ -36,7 +36,7 @@ STYLE = {
 
 
 def draw(curves: Curves, path: Path, *, subtitle: str) -> None:
-    """A PNG at `path`: training loss above, held-out perplexity below."""
+    """Draw a PNG: training loss above, held-out perplexity below."""
     with plt.rc_context(STYLE):
         figure, (above, below) = plt.subplots(
             2, 1, figsize=(8, 6.4), sharex=True, height_ratios=(3, 2), layout="constrained"
@@ -53,7 +53,7 @@ def draw(curves: Curves, path: Path, *, subtitle: str) -> None:
 
 
 def draw_losses(axes: Axes, curves: Curves) -> None:
-    """The loss of each step, faint, and its running mean."""
+    """Draw the loss of each step in a faint color, and its running mean."""
     steps = [step for step, _ in curves.losses]
     losses = [loss for _, loss in curves.losses]
     axes.plot(steps, losses, color=BLUE, alpha=0.3, linewidth=1.0, label="each step")
@@ -63,7 +63,7 @@ def draw_losses(axes: Axes, curves: Curves) -> None:
 
 
 def draw_perplexity(axes: Axes, curves: Curves) -> None:
-    """The perplexity of each evaluation, with its figure beside the point."""
+    """Draw the perplexity of each evaluation, with its value next to the point."""
     steps = [step for step, _ in curves.held_out]
     values = [result.perplexity for _, result in curves.held_out]
     axes.plot(steps, values, color=ORANGE, linewidth=2.2, marker="o", markersize=6)
@@ -88,9 +88,10 @@ def draw_perplexity(axes: Axes, curves: Curves) -> None:
 
 
 def smoothed(values: list[float], share: float = 0.03) -> list[float]:
-    """The mean of each value with its neighbours, `share` of all on each side.
+    """Return the mean of each value and its neighbours, a fraction `share` of all on each side.
 
-    Fewer at the beginning, alike on both sides: there the curve falls fast and must not lag.
+    At the beginning fewer neighbours are used, the same number on each side: the curve falls fast
+    there, and the mean must not lag.
     """
     reach = max(1, round(share * len(values)))
     means = []
@@ -102,7 +103,7 @@ def smoothed(values: list[float], share: float = 0.03) -> list[float]:
 
 
 def table(rows: dict[str, str]) -> Table:
-    """The closing table: what was measured, by name."""
+    """Return the closing table of names and values."""
     closing = Table(show_header=False)
     closing.add_column(style="bold", no_wrap=True)
     closing.add_column(overflow="fold")
@@ -112,7 +113,7 @@ def table(rows: dict[str, str]) -> Table:
 
 
 def resident_line(resident: list[int]) -> str:
-    """The resident set of each rank; of the smallest and the largest where ranks are many."""
+    """Return the resident set of each rank, or with many ranks the smallest and the largest."""
     if len(resident) > 4:
         low, high = min(resident) / 1e6, max(resident) / 1e6
         return f"{low:,.0f} to {high:,.0f} MB on {len(resident)} ranks"
@@ -120,7 +121,7 @@ def resident_line(resident: list[int]) -> str:
 
 
 def files_lines(folder: Path) -> str:
-    """`folder`, and what lies in it, a line each, with sizes; a folder in it counts as one."""
+    """Return a line for `folder` and for each file or folder in it, with sizes."""
     lines = [f"{folder}/"]
     for path in sorted(folder.iterdir()):
         inside = path.rglob("*") if path.is_dir() else [path]
@@ -130,5 +131,5 @@ def files_lines(folder: Path) -> str:
 
 
 def size_text(size: int) -> str:
-    """A number of bytes for people."""
+    """Return a number of bytes with its unit."""
     return f"{size / 1e6:.1f} MB" if size > 1e6 else f"{size / 1e3:.1f} kB"
