@@ -41,6 +41,11 @@ def verify(runs: StockRuns) -> StockResult:
         RunFailed: If a run ends with an error.
     """
     made = runs.ranks("the ranks")
+    if not made.ranks:
+        raise LaunchError(
+            "The command started no process that has a rank (RANK, OMPI_COMM_WORLD_RANK, PMI_RANK "
+            "or SLURM_PROCID) and imports torch. Give a command that starts several ranks."
+        )
     if not made.training.steps:
         raise LaunchError(
             "The ranks made no step of a torch optimizer, so there is nothing to compare."
