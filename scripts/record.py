@@ -3,8 +3,9 @@
     python scripts/record.py docs/tour.md examples/quickstart.ipynb ...
 
 A `sh` block that is followed by the comment <!-- output --> and a `text` block is run in an empty
-folder in which `examples` is a link; the blocks of one page share the folder. A comment
-<!-- output: last 12 lines --> keeps only the end. The host's name is replaced.
+folder in which `examples` is a link; the blocks of one page share the folder. The comment
+<!-- output: last 12 lines --> keeps only the end, and <!-- output: exit code 5 --> expects a
+failure. The host's name is replaced.
 """
 
 import os
@@ -20,15 +21,20 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
-    r"```sh\n(?P<command>.*?)```\n\n<!-- output(?:: last (?P<lines>\d+) lines)? -->\n"
+    r"```sh\n(?P<command>.*?)```\n\n"
+    r"<!-- output(?:: last (?P<lines>\d+) lines)?(?:: exit code (?P<code>\d+))? -->\n"
     r"```text\n(?P<output>.*?)```",
     re.S,
 )
 ENVIRONMENT = {"COLUMNS": "96", "OMP_NUM_THREADS": "1", "TERM": "dumb"}
 
 
-def run(command: str, folder: Path) -> str:
-    """Run a block of shell in `folder` and return its output. Raises SystemExit if it fails."""
+def run(command: str, folder: Path, code: int) -> str:
+    """Run a block of shell in `folder` and return its output.
+
+    Raises:
+        SystemExit: If its exit code is not `code`.
+    """
     path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     ran = subprocess.run(
         ["bash", "-ec", command],
@@ -39,7 +45,7 @@ def run(command: str, folder: Path) -> str:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    if ran.returncode:
+    if ran.returncode != code:
         raise SystemExit(f"exit code {ran.returncode} of:\n{command}\n{ran.stdout}")
     return ran.stdout
 
@@ -60,7 +66,8 @@ def record(page: Path) -> None:
 
         def replace(block: re.Match[str]) -> str:
             print(block["command"].strip(), file=sys.stderr)
-            output = portable(run(block["command"], folder), folder).splitlines()
+            code = int(block["code"] or 0)
+            output = portable(run(block["command"], folder, code), folder).splitlines()
             if block["lines"]:
                 output = output[-int(block["lines"]) :]
             text = "\n".join(output).strip("\n")

@@ -14,6 +14,7 @@ from typing import Any
 
 import griffe
 import site_flags
+import site_messages
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
@@ -87,6 +88,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Insert generated text, and turn links of the repository into links of the site."""
     markdown = re.sub(r"<!-- help of the command -->", lambda _: _flags(), markdown)
+    markdown = re.sub(r"<!-- messages -->", lambda _: site_messages.page(), markdown)
     markdown = re.sub(r"<!-- the files -->", lambda _: "\n".join(_files(SOURCES)), markdown)
     markdown = INCLUDE.sub(_program, markdown)
     source = Path(page.file.abs_src_path).resolve().relative_to(ROOT)

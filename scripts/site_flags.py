@@ -117,6 +117,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--also": ("", '--also "-n 2 --tensor 2"'),
     "--against": ("", '--against "plain.py --epochs 1"'),
     "--causes": ("", "--no-causes"),
+    "--stock": ("", "--stock"),
+    "--junit": ("", "--junit verify.xml"),
     "--accept": ("", "--accept rounding"),
     "--json": ("", "--json result.json"),
     "--by": ("", "--by parameters"),

@@ -12,6 +12,7 @@ import shardwise as sw
 from shardwise.engine import start_lines
 from shardwise.messages.printable import in_bytes
 from tests.disk import on_a_disk
+from tests.distributed.group import RankFailed
 from tests.distributed.test_engine import ROWS
 
 WIDTH = 128
@@ -90,9 +91,9 @@ def kinds_case(world, weight):
     return said.getvalue(), stats.weight
 
 
-def test_means_over_items_of_several_kinds_are_named_once(group):
-    said, _ = group(2)(kinds_case, None)[0]
-    assert said.count("means over items of several kinds (mean, cross_entropy)") == 1
+def test_refuses_means_over_items_of_several_kinds_without_weights(group):
+    with pytest.raises(RankFailed, match=r"items of several kinds \(mean, cross_entropy\)"):
+        group(2)(kinds_case, None)
     said, weight = group(2)(kinds_case, True)[0]
     assert "several kinds" not in said
     assert weight == 8

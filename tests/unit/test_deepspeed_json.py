@@ -90,7 +90,7 @@ def test_tuning_key_is_ignored_and_reported(name):
         ),
         (
             {"zero_optimization": {"reduce_bucket_size": 5e6, "overlap_comm": False}},
-            {"bucket_mb": 20.0, "overlap": False},
+            {"bucket_mb": 5_000_000 * 4 / 2**20, "overlap": False},
         ),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, {"shard_within": "host"}),
         ({"tensor_parallel": {"autotp_size": 2}}, {"tensor": 2}),

@@ -219,7 +219,7 @@ class Settings:
     )
     bucket_mb: float = _setting(
         "spread",
-        "size of a gradient bucket in MB",
+        "size of a gradient bucket in MiB",
         values.number(0, 1e6, above=True),
         "MB",
         default=25.0,

@@ -18,7 +18,7 @@ from shardwise.engine.loss_accumulation import LossTerm
 from shardwise.engine.loss_terms import UNKNOWN, LossTerms
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.user_objects import living
-from shardwise.errors import CollectiveError
+from shardwise.errors import CollectiveError, UsageError
 from shardwise.parallel.pipeline import LayerTimes, StageTensor, runner
 from shardwise.parallel.pipeline.runner import LookAtLoss, Part, PipelineRunner
 from shardwise.states.parameters import parameters_at_rest
@@ -255,7 +255,13 @@ class BackwardRunner:
         self._world.current_batch.train()
         self._accumulation.add(loss, term, divisor, share, compares=compares)
         if self._accumulation.backwards > 1 and len(kinds := self._accumulation.kinds) > 1:
-            start_lines.announce_kinds(self._world, self._spec, kinds)
+            # A mean over elements and a mean over rows have no common item to be averaged by.
+            raise UsageError(
+                "Losses of several batches in one step are means over items of several kinds "
+                f"({', '.join(kinds)}), so it is unclear how much each of them counts. Give each "
+                "its weight: engine.backward(loss, weight=rows) to weight all of them by rows, or "
+                "weight=items."
+            )
         self._randoms.reseed()  # by micro-shard in the exact mode; else only a step reseeds
         # Last: from here until the step, any use of `param.grad` raises, because its value is a
         # pending sum.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -133,16 +132,6 @@ def announce_loss(world: World, spec: EngineSpec, terms: LossTerms, *, is_said: 
         world.print(
             f"  this loss is a sum divided by {number:g}, which is assumed to be the number of its "
             'items: if it is a constant, write reduction="sum"'
-        )
-
-
-def announce_kinds(world: World, spec: EngineSpec, kinds: Sequence[str]) -> None:
-    """Print once that losses of one step are means over items of several `kinds`."""
-    if not spec.settings.quiet:
-        world.say_once(
-            f"losses of one step are means over items of several kinds ({', '.join(kinds)}). Each "
-            "is weighted by the number of its items. To weight them by rows, write "
-            "engine.backward(loss, weight=rows) for each of them."
         )
 
 

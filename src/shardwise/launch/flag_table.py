@@ -272,6 +272,12 @@ VERIFY = (
         "compare with this script without Shardwise, not with -n 1 --zero 0",
     ),
     row(
+        "--stock",
+        "verify a script of another library, started by torchrun or by its own command",
+        is_flag=True,
+    ),
+    row("--junit FILE", "with --stock: also write the result as a JUnit XML file", values.file),
+    row(
         "--[no-]causes",
         "find out by further runs why a placement differs (default on)",
         names="--causes/--no-causes",

@@ -6,6 +6,7 @@ Any other refusal is a finding: a program that plain PyTorch runs should run.
 import re
 
 RIGHT: dict[str, str] = {
+    r"are means over items of several kinds": "their weights are unclear without weight=",
     r"needs whole tensors, but (with --off|--tensor)": "each worker, or span of a file, has a part",
     r"found nothing to split": "without a layer to split, --tensor would train copies",
     r"zero-bubble runs backward in two": "the other half would gather, or recompute, all anew",

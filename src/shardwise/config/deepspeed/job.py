@@ -230,9 +230,9 @@ def _precision_rows(document: Document) -> Iterator[Row]:
 
 
 def _transport_rows(document: Document) -> Iterator[Row]:
-    # DeepSpeed counts elements of the parameters' dtype, --bucket-mb counts megabytes.
+    # DeepSpeed counts elements of the parameters' dtype, --bucket-mb counts MiB.
     if elements := document.get(key := "zero_optimization.reduce_bucket_size"):
-        yield "bucket_mb", elements * (2 if document.get("bf16.enabled") else 4) / 1e6, key
+        yield "bucket_mb", elements * (2 if document.get("bf16.enabled") else 4) / 2**20, key
     if document.get(key := "zero_optimization.overlap_comm") is False:
         yield "overlap", False, key
 

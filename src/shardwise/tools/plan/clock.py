@@ -94,7 +94,7 @@ def bytes_of(record: StepRecord, bucket_mb: float) -> Bytes:
         gradient=master,
         update=3 * master + 2 * states + written,
         on_disk=2 * states,
-        bucket=bucket_mb * 1e6,
+        bucket=bucket_mb * 2**20,
     )
 
 

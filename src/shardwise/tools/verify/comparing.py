@@ -16,7 +16,7 @@ FLOOR = 1e-3
 A gradient that is zero except for rounding has no meaningful relative difference. The same holds
 for a loss or norm near zero, which is compared with the largest of all steps."""
 
-COUNTED = ("model", "optimizer", "buffer", "average")
+COUNTED = ("model", "optimizer", "buffer", "average", "gradient")
 """The kinds of tensors that are compared. A plain attribute of a module may hold anything."""
 
 

@@ -57,6 +57,8 @@ def _verify(
     against: str | None,
     causes: bool,
     accept: str,
+    stock: bool,
+    junit: str | None,
     json_file: Path | None,
     out: str | None,
     module: bool,
@@ -66,6 +68,12 @@ def _verify(
     """Run the command `verify`. `run_flags` holds the flags of the first placement."""
     if not words:
         raise LaunchError("No script given. Example: shardwise verify -n 2 train.py")
+    if stock:
+        return _verify_stock(
+            words, steps, accept, json_file, junit, out, module=module, **run_flags
+        )
+    if junit is not None:
+        raise LaunchError("--junit needs --stock.")
     program.command(words[0], words[1:], module=module)  # raises if the program does not exist
     if not module and not program.is_script(words[0]):
         raise LaunchError(f"shardwise verify runs Python: a script or -m MODULE, not {words[0]}.")
@@ -98,6 +106,46 @@ def _verify(
         precision=shared.get("precision", "fp32"),
     )
     return import_module("shardwise.tools.verify.command").verify(verify_request, json_file)  # type: ignore[no-any-return]
+
+
+def _verify_stock(
+    words: tuple[str, ...],
+    steps: int,
+    accept: str,
+    json_file: Path | None,
+    junit: str | None,
+    out: str | None,
+    *,
+    module: bool,
+    **given: Any,
+) -> int:
+    """Verify a script of another library; `given` are flags of a placement, of which -n counts."""
+    if settings := sorted(n for n in ("config", *config.FIELDS) if given.get(n) is not None):
+        raise LaunchError(
+            f"--stock runs a script of another library as it is, so --{settings[0]} has no "
+            "meaning: leave it out."
+        )
+    runs = import_module("shardwise.tools.verify.stock.stock_runs")
+    if len(words) == 1 and " " in words[0]:
+        if given["size"] is not None:
+            raise LaunchError("Give -n for a script, or a whole command that starts the ranks.")
+        command = runs.StockCommand(words=_words_of(words[0], "--stock"))
+        name = next((Path(w).stem for w in command.words if program.is_script(w)), "command")
+    else:
+        program.command(words[0], words[1:], module=module)  # raises if there is none
+        size = given["size"] or resources.gpu_count(os.environ) or 2
+        script = ("-m", *words) if module else words
+        command = runs.StockCommand(words=script, size=size)
+        name = Path(words[0]).stem
+    stock = import_module("shardwise.tools.verify.stock.stock_command")
+    return stock.verify(  # type: ignore[no-any-return]
+        command,
+        steps,
+        Path(out or f"runs/verify-{name}"),
+        accepts_rounding=accept == "rounding",
+        json_file=json_file,
+        junit=None if junit is None else Path(junit),
+    )
 
 
 def placement_of(text: str) -> Any:

@@ -255,7 +255,7 @@ def _named_models(trained: list[Tensor]) -> Iterator[tuple[str, nn.Module]]:
     # Optimizers do not know their models, so search all live modules. Their order is that of the
     # parameters in the optimizer, as sw.Engine([model, ...], optimizer) would have it.
     position = {id(parameter): number for number, parameter in enumerate(trained)}
-    modules = [each for each in gc.get_objects() if isinstance(each, nn.Module)]
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     models = []
     for module in modules:
