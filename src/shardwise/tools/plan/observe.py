@@ -168,7 +168,7 @@ def _why(script: Script, error: Path, output: bytes, code: int) -> str:
 def _advice(why: str) -> str:
     """Return advice for a script that could not be observed because of `why`."""
     missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", why)
-    # --adopt provides this library's classes, so the library need not be installed.
+    # With --adopt, Shardwise provides the classes that a script imports from this library.
     if missing and missing[1] in ADOPTED:
         return f"Observe a script of {missing[1]} with --adopt {missing[1]}."
     if missing:
