@@ -56,7 +56,11 @@ def calibrate(console: Console, file: Path | None = None) -> Path:
 
 
 def rank_counts(accelerators: int, cores: int) -> list[int]:
-    """Return the numbers of ranks to measure: powers of two up to the number of devices."""
+    """Return the numbers of ranks to measure: powers of two.
+
+    They go up to the number of accelerators, or of cores without accelerators, but at most
+    MOST_RANKS.
+    """
     most = min(accelerators or cores, MOST_RANKS)
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
@@ -136,9 +140,9 @@ def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
 def _link(name: str, ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
     """Return the TOML lines for the link between ranks.
 
-    The bandwidth is the slope between the smallest and the largest message, the latency per hop is
-    the rest of the smallest message's time. With one rank the link is a placeholder that is never
-    used.
+    The bandwidth is the slope between the smallest and the largest message, and the latency per hop
+    follows from the remaining time of the smallest message. With one rank, the link is a
+    placeholder that is never used.
     """
     reduced = sorted((x["size"], x["seconds"]) for x in lines if x["kind"] == "all_reduce")
     bandwidth, latency = 1.0, 1.0

@@ -136,7 +136,7 @@ def _all_reduce(world: World, count: int) -> float:
         handle.reusable()
 
     times = []
-    for _ in range(8):  # the same number on all ranks, since each one is a collective
+    for _ in range(8):  # the same number on all ranks, because each iteration is a collective
         world.barrier()
         start = time.perf_counter()
         once()

@@ -122,7 +122,7 @@ class Device:
 
     @property
     def is_assumed(self) -> bool:
-        """Whether the source of the matmul efficiency says that it is assumed, not measured."""
+        """Whether the matmul efficiency is an assumption rather than a measurement."""
         source = self.sources.get("matmul")
         return source is not None and source.text.startswith("assumed")
 

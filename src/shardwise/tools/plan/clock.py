@@ -142,10 +142,10 @@ def _placed(record: StepRecord) -> dict[tuple[int, str], list[Operation]]:
     placed: dict[tuple[int, str], list[Operation]] = defaultdict(list)
     for number, each in enumerate(record.operations):
         unit = each.unit
+        # Operations after the last unit belong to BEFORE, because they are the backward pass of
+        # the operations before the first unit. Operations between two units count as AFTER.
         if unit < 0:
             unit = BEFORE if number < first or number > last else AFTER
-        # Operations after the last unit belong to BEFORE: they are the backward pass of the
-        # operations before the first unit. Operations between two units count as AFTER.
         placed[unit, each.phase].append(each)
     return placed
 

@@ -63,7 +63,7 @@ class StateLayout:
     apart: bool
 
     def bytes_by_state(self, rank: int) -> dict[str, int]:
-        """Return the bytes of each of STATES on `rank`, on any tier, as in `engine.describe()`.
+        """Return the bytes of each state on `rank`, on any tier, as in `engine.describe()`.
 
         Optimizer state is included even before the first step, when optimizers have not created it.
         """
@@ -77,7 +77,7 @@ class StateLayout:
         share = bucket.share(rank)
         updated = share if self.row.is_sharded("optimizer") else bucket.layout.numel
         held = share if self.row.is_sharded("parameters") else bucket.layout.numel
-        # Sharded gradients are kept only for the shard that this rank updates.
+        # If gradients are sharded, a rank stores only those of the shard that it updates.
         kept = updated if self.row.is_sharded("gradients") else bucket.layout.numel
         # Gradients on a disk are accumulated there, so they are stored in fp32.
         on_disk = self.row.tier("gradients").kind == "nvme" and self.row.is_sharded("gradients")
@@ -92,7 +92,8 @@ class StateLayout:
     def _has_master(self, bucket: LaidBucket) -> bool:
         """Return whether the update needs a master copy of the parameters.
 
-        It does if the parameters are 16-bit, or are on a different tier from the optimizer state.
+        It does if the parameters are 16-bit, or if only one of parameters and optimizer state is
+        offloaded.
         """
         optimizer, parameters = self.row.tier("optimizer"), self.row.tier("parameters")
         away = [self.apart and tier.kind != "device" for tier in (optimizer, parameters)]

@@ -84,7 +84,7 @@ class MemoryPlan:
     included.
 
     Attributes:
-        states: Bytes of each of STATES, on any tier.
+        states: Bytes of each state (see STATES), on any tier.
         tiers: Bytes of states on each tier.
         curve: Bytes on the device at each operation, shape (operations + 1,). The last entry is
             the update.

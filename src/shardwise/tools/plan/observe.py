@@ -40,7 +40,7 @@ class Script:
 
     @property
     def run_words(self) -> tuple[str, ...]:
-        """The command line that runs the script, including --adopt."""
+        """The program to run and its arguments, with `adopt` applied."""
         return ("-m", "shardwise.adopt", self.adopt, *self.words) if self.adopt else self.words
 
     @property
@@ -84,7 +84,7 @@ class ObservedStep:
         return _fitted(self.small, self.large, samples)
 
     def difference(self) -> str:
-        """Return why other batch sizes cannot be computed, or "" if they can."""
+        """Return the reason why other batch sizes cannot be computed, or "" if they can."""
         large, small = self.large, self.small
         if small is None:
             return "it was observed with one batch size only"

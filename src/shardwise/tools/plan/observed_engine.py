@@ -153,7 +153,8 @@ class ObservedEngine(Engine):
     def _entering(self, number: int, layer: int) -> Callable[..., None]:
         """Return the forward pre-hook of a module.
 
-        `number` is its unit and `layer` its layer, or -1 if it is not a unit or not a layer.
+        `number` is the index of the module's unit and `layer` the index of its layer. Both are -1
+        for a module that is not a unit or a layer itself.
         """
         recorder = self._observation.recorder
 
@@ -270,7 +271,7 @@ class ObservedEngine(Engine):
         self._note_batch(weighted=is_weighted or divisor > 0, anew=is_weighted and not same_items)
         self._observation.accumulates = self._observation.pipelined = True
         parts = batch[0]
-        if cut:  # into micro-batches: only the first one is recorded
+        if cut:  # split the batch into micro-batches, and record only the first one
             count = runner.microbatch_count(self.settings, batch, self._spec.data_group)
             parts = runner.split_batch(batch, count)[0][1]
         loss = loss_of(*parts)

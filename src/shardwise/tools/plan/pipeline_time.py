@@ -80,8 +80,8 @@ def _walked(
                 if ready is None:
                     break
                 end = max(clocks[rank], ready) + times[action.kind][action.stage]
-                # The previous stage can continue after the input part (I) of a split backward pass,
-                # because it sends the same gradient as an unsplit one.
+                # The input part (I) of a split backward pass already produces the gradient that the
+                # previous stage waits for.
                 sent = "B" if action.kind == "I" else action.kind
                 ends[action.stage, sent, action.micro] = clocks[rank] = end
                 positions[rank] += 1

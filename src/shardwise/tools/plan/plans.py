@@ -92,7 +92,7 @@ class Plan:
         return next((line for line in self.lines if line.fits), None)
 
     def command(self, line: Line) -> str:
-        """Return the command that trains with candidate `line`, quoted for a shell."""
+        """Return the shell command that trains with candidate `line`."""
         return shlex.join(self.command_words(line))
 
     def command_words(self, line: Line) -> list[str]:
@@ -248,7 +248,10 @@ def _observe_parts(
 
 
 def tokens_per_sample(record: StepRecord) -> int:
-    """Return the number of tokens per sample: the row length of an int64 batch tensor, or 1."""
+    """Return the number of tokens per sample: the row length of an int64 batch tensor, or 1.
+
+    If the batch has several such tensors, use the longest rows.
+    """
     rows = [
         each.shape[1]
         for each in record.tensors

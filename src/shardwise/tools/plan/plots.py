@@ -103,7 +103,7 @@ TIME_COLORS = (
 """The color of each kind in TIME_KINDS."""
 
 MOST_RANKS = 16
-"""Maximum number of pipeline stages in the time plot. A longer pipeline is thinned out evenly."""
+"""Maximum number of stages to plot. For a longer pipeline, evenly spaced stages are shown."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class ParameterRecord:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements of the parameter."""
         count = 1
         for size in self.shape:
             count *= size
@@ -225,7 +225,7 @@ class StepRecord:
         return sum(each.flops for each in self.operations)
 
     def write(self, path: Path) -> None:
-        """Write the record as JSON."""
+        """Write the record to `path` as JSON."""
         path.write_text(json.dumps({"version": VERSION, **asdict(self)}))
 
     @classmethod

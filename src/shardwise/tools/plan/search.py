@@ -191,8 +191,8 @@ def _largest_that_fits(
 ) -> Line | None:
     """Return the candidate with the fewest micro-batches that fits.
 
-    If none fits, return the candidate with the most micro-batches. Returns None if the record can
-    be computed for none of the sizes.
+    If none fits, return the candidate with the most micro-batches. Returns None if no micro-batch
+    size is possible.
     """
     line = None
     for samples, count in question.sizes(mesh):
@@ -280,7 +280,10 @@ def flags_of(line: Line) -> list[str]:
 def command_of(
     line: Line, cluster: Cluster, flags: Sequence[str], words: Sequence[str]
 ) -> list[str]:
-    """Return the command line that runs candidate `line`. `words` are the script's arguments."""
+    """Return the command line that runs candidate `line`.
+
+    `flags` are further flags of `shardwise run`, `words` the script and its arguments.
+    """
     # `plan` does not know the host names, so the user must write the hostfile.
     several = ["--hostfile", "hosts"] if cluster.hosts > 1 else []
     run = ["shardwise", "run", "-n", str(line.choice.devices), *several, *flags_of(line), *flags]

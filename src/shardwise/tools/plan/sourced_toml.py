@@ -55,7 +55,7 @@ class SourcedFile:
         # limit.
         except RecursionError:
             raise ConfigError(f"{self.file} is not TOML: it is nested too deeply.") from None
-        except (OSError, ValueError) as error:  # ValueError also for integers of too many digits
+        except (OSError, ValueError) as error:  # ValueError includes integers with too many digits
             raise ConfigError(f"{self.file} cannot be read as TOML: {error}.") from error
         self.only(tree, ("sources", *tables), "the file")
         for name, entry in self.tables(tree, "sources"):
@@ -63,7 +63,7 @@ class SourcedFile:
         return tree
 
     def wrong(self, text: str) -> ConfigError:
-        """Return the error `text` about this file."""
+        """Return a ConfigError with the path of this file and the message `text`."""
         return ConfigError(f"{self.file}: {text}")
 
     def only(self, entry: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:

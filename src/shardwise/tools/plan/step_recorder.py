@@ -90,7 +90,7 @@ class _Call:
 
 
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs the operators of a step on fake tensors, and records them while `active`.
+    """Executes operators on fake tensors, and records them while `active` is true.
 
     The engine sets `active`, `unit`, `layer` and `backward` as the step proceeds.
     """
@@ -215,7 +215,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.assumed[assumption] = self.assumed.get(assumption, 0) + 1
 
     def _place(self) -> _Place:
-        """Return the place of the running operator. A backward operator has its forward's place."""
+        """Return the place of the running operator. Backward operators inherit their forward's."""
         if not self.backward:
             # Autograd numbers its nodes as the forward pass creates them. Store the place under
             # that number, because the backward pass reports it again.

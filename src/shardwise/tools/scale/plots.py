@@ -123,7 +123,7 @@ def _curves(
     # Lines may coincide. Make the first line the widest, and draw each next line thinner and on
     # top, so that all of them are visible.
     sizes = sorted(report.plan.sizes)
-    # With many sizes, use a smaller difference, so that the first line does not get too wide.
+    # With many sizes, use a smaller difference, so that the first line is not too wide.
     wider = min(1.6, 6 / len(sizes))
     for style, kind in zip(STYLES, report.plan.kinds, strict=False):
         for row in report.rows(kind):

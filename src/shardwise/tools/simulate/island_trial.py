@@ -48,7 +48,7 @@ class _Absence:
 
 
 class IslandTrial:
-    """Simulates `model` with the random numbers of `seed`."""
+    """Simulates `model` with random numbers from `seed`."""
 
     def __init__(self, model: RunModel, seed: int) -> None:
         self._model = model

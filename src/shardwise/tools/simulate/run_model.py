@@ -90,9 +90,9 @@ class RunModel:
 
     @property
     def units_per_host(self) -> int:
-        """The number of units per host, where islands consist of whole units.
+        """The number of units per host. A unit is the smallest part of which islands consist.
 
-        It is 1 if islands consist of hosts, or the number of devices per host if they are smaller.
+        It is a host, or a device if islands are smaller than a host.
         """
         return self.topology.devices_per_host if self.islands > self.topology.hosts else 1
 

@@ -100,7 +100,7 @@ class Verification:
         return self._explain(result, wide_reference, wide) if self.plan.causes else result
 
     def _only_losses(self, compared: Comparison) -> bool:
-        """Return whether everything except the loss agrees with an original script."""
+        """Return whether everything except the loss agrees with the original script."""
         # Hooks on the original script see the tensor on which backward is called, which may differ
         # from the loss that the user means.
         if self.plan.against is None or compared.within(TOLERANCE):
@@ -124,7 +124,7 @@ class Verification:
         )
 
     def _with_values(self, result: Result) -> Result:
-        """Return `result` with the values of the first tensors that differ."""
+        """Add the values of the first tensors that differ to `result`, and return it."""
         # Runs of large models record only fingerprints, which cannot locate an element. So repeat
         # both runs up to that step, and record the values of the tensors that differ. Use fp64,
         # because the verdict is based on the fp64 runs.
@@ -157,7 +157,7 @@ class Verification:
     def _explain(
         self, result: Result, reference: RecordedTraining, wide: RecordedTraining
     ) -> Result:
-        """Return `result` with the smallest placement that still differs, and the cause."""
+        """Add the smallest placement that still differs and the cause to `result`."""
         if (found_causes := self._find_noise(reference)) is not None:
             return replace(result, found=found_causes)
         assert result.wide is not None

@@ -182,7 +182,7 @@ def rest(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def workers(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement with fewer workers, the fewest first."""
+    """Yield the placement with fewer workers, fewest first."""
     if placement.size is None:
         return
     for size in range(1, placement.size):

@@ -27,7 +27,7 @@ class TrainingVerdict(Enum):
 
     @property
     def words(self) -> str:
-        """The verdict in a few words."""
+        """A short description of the verdict."""
         return _WORDS[self]
 
 
