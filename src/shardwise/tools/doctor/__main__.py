@@ -74,7 +74,7 @@ def _measured(world: World) -> dict[str, Speed]:
     }
     names = world.gather(world.host)
     members = [[rank for rank, name in enumerate(names) if name == host] for host in set(names)]
-    # `split` is a collective, so all hosts must take part. Skip it if one has a single rank.
+    # `split` is a collective, so all hosts must take part. Skip it if any host has only one rank.
     if len(members) > 1 and min(map(len, members)) > 1:
         inside = group.split(sorted(members))
         speeds[f"inside {world.host}"] = network.measure_speed(inside, world.device)

@@ -23,7 +23,7 @@ LEAST_MEMORY = GIB
 LEAST_SHARED = GIB // 4
 
 OLDEST_TORCH, NEWEST_TORCH = "2.9.1", "2.15.0"
-"""The range of supported torch versions. Unit and pipeline tests pass with both ends
+"""The oldest and newest supported versions of torch. Unit and pipeline tests pass with both
 (`make test-torch`)."""
 
 

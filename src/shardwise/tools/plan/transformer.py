@@ -62,7 +62,7 @@ class Transformer:
     @property
     def layer_parameters(self) -> int:
         """The number of parameter elements per layer."""
-        # Gated models (Llama) have no biases, neither in their layers nor in their norms.
+        # Gated models (Llama) have no biases in their layers or norms.
         h, matrices = self.hidden, 3 if self.gated else 2
         attention = 2 * h * h + 2 * h * self.key_values
         biases = 0 if self.gated else 3 * h + 2 * self.key_values + self.feed_forward

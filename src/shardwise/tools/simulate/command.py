@@ -64,9 +64,9 @@ def run(request: SimulationRequest, out: Path, json_file: Path | None) -> int:
 def _found(
     request: SimulationRequest, model: RunModel, tick: Callable[[], None]
 ) -> tuple[Goodput, list[tuple[float, Band]]]:
-    """Return the result of the trials, and each interval that was tried with its goodput.
+    """Return the result of the trials, and (interval, goodput) for each interval of the search.
 
-    If the request has no interval between checkpoints, search for the best one first.
+    If the request specifies no interval between checkpoints, search for the best one first.
     """
     tried: list[tuple[float, Band]] = []
     if request.save_every is None:
@@ -135,7 +135,8 @@ def _refuse_ignored(request: SimulationRequest, islands: int) -> None:
 
 
 def _check_islands(request: SimulationRequest, cluster: Cluster, islands: int) -> None:
-    """Raise ConfigError if the islands cannot have equal sizes or exclude another option."""
+    """Raise ConfigError if islands cannot have equal sizes, or if other options are incompatible
+    with them."""
     several = cluster.hosts > 1
     count = cluster.hosts if several else cluster.per_host
     # All islands must have the same size, because each island has the same share of the work.

@@ -90,9 +90,10 @@ class RunModel:
 
     @property
     def units_per_host(self) -> int:
-        """The number of units per host. A unit is the smallest part of which islands consist.
+        """The number of units per host.
 
-        It is a host, or a device if islands are smaller than a host.
+        Islands consist of whole units. A unit is a host, or a device if islands are smaller than
+        a host.
         """
         return self.topology.devices_per_host if self.islands > self.topology.hosts else 1
 

@@ -88,7 +88,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
     # Communication is hidden if a collective is in flight while the rank is not blocked by
     # communication.
     under_way = minus(union(map(_ends, launched)), kinds[EXPOSED])
-    # Running totals by end time, so that the bytes of a step are the difference of two lookups.
+    # Compute running totals by end time, so that a step's bytes are the difference of two lookups.
     ended = sorted((_ends(event)[1], event["args"]["bytes"]) for event in launched)
     ends = [end for end, _ in ended]
     sent = [0, *accumulate(nbytes for _, nbytes in ended)]

@@ -124,7 +124,7 @@ class Verification:
         )
 
     def _with_values(self, result: Result) -> Result:
-        """Add the values of the first tensors that differ to `result`, and return it."""
+        """Add the values of the first tensors that differ to a copy of `result`."""
         # Runs of large models record only fingerprints, which cannot locate an element. So repeat
         # both runs up to that step, and record the values of the tensors that differ. Use fp64,
         # because the verdict is based on the fp64 runs.
@@ -157,7 +157,7 @@ class Verification:
     def _explain(
         self, result: Result, reference: RecordedTraining, wide: RecordedTraining
     ) -> Result:
-        """Add the smallest placement that still differs and the cause to `result`."""
+        """Add the smallest placement that still differs, and the cause, to a copy of `result`."""
         if (found_causes := self._find_noise(reference)) is not None:
             return replace(result, found=found_causes)
         assert result.wide is not None

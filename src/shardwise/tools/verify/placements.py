@@ -110,10 +110,11 @@ Differs = Callable[[RunPlacement], bool]
 
 
 def find_smallest(placement: RunPlacement, differs: Differs) -> RunPlacement:
-    """Simplify `placement`, which differs, as far as possible so that it still differs.
+    """Return a simpler variant of `placement` that still differs from the reference.
 
-    Simplifies in this order: ZeRO level, tiers, micro-batches, layer splits, other settings, number
-    of workers. In each group, it chooses the simplest candidate that still differs.
+    The search simplifies the ZeRO level, tiers, micro-batches, layer splits, other settings and the
+    number of workers, in this order. In each group, it chooses the simplest candidate that still
+    differs.
     """
     # A single run decides most cases, because errors in the data or in the use of the number of
     # workers also appear on two ranks with --zero 0.
