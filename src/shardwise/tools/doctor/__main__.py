@@ -59,7 +59,7 @@ def _hosts(world: World) -> dict[str, list[Check]]:
     mine.append(findings.clock(None if ahead is None else ahead.ns / 1e9))
     hosts: dict[str, list[Check]] = {}
     for host, host_checks in world.gather((world.host, mine)):
-        # Results are in rank order, so keep those of the first rank on each host.
+        # Results are in rank order, so this keeps the results of each host's first rank.
         hosts.setdefault(host, host_checks)
     return hosts
 

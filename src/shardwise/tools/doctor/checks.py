@@ -34,8 +34,8 @@ class Check:
     Attributes:
         name: Name of the row.
         shown: Value of the row for this host.
-        fault: Reason why a run would fail, and a remedy. Empty if there is none.
-        advice: Reason why a run might be slow or misleading, and a remedy. Empty if there is none.
+        fault: Reason why a run would fail, and a remedy ("" if it would not).
+        advice: Reason why a run might be slow or misleading, and a remedy ("" otherwise).
     """
 
     name: str
@@ -156,7 +156,7 @@ def _temporary() -> Check:
 
 
 def _offload_folders(settings: Settings) -> Iterator[Check]:
-    """Check each distinct folder to which the settings offload states."""
+    """Check each distinct offload folder in the settings."""
     tiers = [
         settings.offload_optimizer,
         settings.offload_params,

@@ -37,7 +37,7 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True)
 class ListeningHost:
-    """The address on which a host's first rank listens."""
+    """The address of a host's first rank, which listens for connections."""
 
     host: str
     address: str
@@ -86,7 +86,7 @@ def _exchange(identity: Identity, store: Store, what: str, value: Any) -> list[A
 
 
 def _unreachable_from(mine: ListeningHost, hosts: list[ListeningHost]) -> list[str]:
-    """Return one line per host to which this host cannot connect."""
+    """Return one line per host that this host cannot connect to."""
     # Every host tries all others, because a firewall may block only one direction.
     others = [host for host in hosts if host != mine]
     ports = "-".join(_RANGE.read_text().split()) if _RANGE.exists() else "that the kernel chooses"

@@ -10,7 +10,7 @@ How a plan is made:
 - observer.py, observed_engine.py, observation.py, engine_parts.py, step_recorder.py
                  in that process: an engine without states, which records the step
 - fake_operators.py  output shapes for operators that fake tensors do not support
-- record.py      the recorded step, from which memory and time are predicted
+- record.py      the recorded step, the basis for predicting memory and time
 - choice.py      a candidate: a placement and mesh, and the estimated time of its step
 - layout.py      the exact size of the states on each rank
 - stage_records.py  the part of a record that a pipeline stage runs

@@ -1,4 +1,4 @@
-"""Reads the catalogue of devices and links from TOML files, in which every value has a source.
+"""Reads the catalogue of devices and links from TOML files. Every value has a source.
 
 A file contains any number of sources, devices and links. The package's own files are in hardware/.
 Users can add files in `$XDG_CONFIG_HOME/shardwise/hardware` or with `--hardware`. Their devices and
@@ -134,7 +134,7 @@ class Device:
     def flops(self, dtype: str) -> float:
         """Return the peak rate of dense matrix products in FLOP/s.
 
-        Raises ConfigError if the catalogue has none for `dtype`.
+        Raises ConfigError if the catalogue has no peak rate for `dtype`.
         """
         peak = self.numbers.get(f"{dtype}_tflops")
         if peak is None:
@@ -146,7 +146,7 @@ class Device:
         return peak
 
     def number(self, name: str) -> float | None:
-        """Return the value `name` (see SCALES), or None if the catalogue has none."""
+        """Return the value `name` (see SCALES), or None if the catalogue lacks it."""
         return self.numbers.get(name)
 
 
@@ -175,7 +175,7 @@ class Catalogue:
     def device(self, name: str) -> Device:
         """Return the device with this name or alias (case-insensitive).
 
-        Raises ConfigError if there is none.
+        Raises ConfigError if there is no such device.
         """
         devices = self.devices.values()
         names = {word.lower(): each for each in devices for word in (each.name, *each.aliases)}

@@ -151,7 +151,7 @@ def _placed(record: StepRecord) -> dict[tuple[int, str], list[Operation]]:
 
 
 def _outputs(record: StepRecord) -> dict[int, int]:
-    """Return each unit's output size in bytes: that of the last tensor its forward pass created."""
+    """Return each unit's output size in bytes: the size of the forward pass's last new tensor."""
     outputs: dict[int, int] = {}
     for each in record.tensors:
         if each.unit >= 0 and 0 <= each.born < record.backward:
@@ -197,5 +197,5 @@ ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def peak_of(dtype: str) -> str:
-    """Return the catalogue's name for a torch dtype's peak rate, or "fp32" if it has none."""
+    """Return the catalogue's name for a torch dtype's peak rate (default: "fp32")."""
     return "fp8" if dtype.startswith("float8") else PEAKS.get(dtype, "fp32")

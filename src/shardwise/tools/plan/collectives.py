@@ -58,8 +58,8 @@ def reduce_scatter_seconds(count: float, group: Group) -> float:
 
 
 all_gather_seconds = reduce_scatter_seconds
-"""Return the time in seconds to all-gather a buffer of `count` bytes. The transfers are those of a
-reduce-scatter in reverse."""
+"""Return the time in seconds to all-gather a buffer of `count` bytes. An all-gather makes the same
+transfers as a reduce-scatter, in reverse."""
 
 
 def all_reduce_seconds(count: float, group: Group) -> float:

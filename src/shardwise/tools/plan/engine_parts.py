@@ -163,7 +163,7 @@ def replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter])
 
 
 class AbsentRanks(Solo):
-    """A stand-in for a group of `size` ranks, of which only the first exists."""
+    """A stand-in for a group of `size` ranks. Only the first rank exists."""
 
     def __init__(self, size: int) -> None:
         # Collectives of Solo, a group of one rank, return their input. So shapes are correct, and

@@ -77,7 +77,7 @@ class StateLayout:
         share = bucket.share(rank)
         updated = share if self.row.is_sharded("optimizer") else bucket.layout.numel
         held = share if self.row.is_sharded("parameters") else bucket.layout.numel
-        # If gradients are sharded, a rank stores only those of the shard that it updates.
+        # If gradients are sharded, a rank stores only the gradients of the shard that it updates.
         kept = updated if self.row.is_sharded("gradients") else bucket.layout.numel
         # Gradients on a disk are accumulated there, so they are stored in fp32.
         on_disk = self.row.tier("gradients").kind == "nvme" and self.row.is_sharded("gradients")
@@ -131,7 +131,7 @@ class StateLayout:
 
     @property
     def unlaid_bytes(self) -> int:
-        """Bytes of frozen parameters outside buckets, of which every rank has a full copy."""
+        """Bytes of frozen parameters outside buckets. Every rank has a full copy of them."""
         # Frozen parameters are in buckets only if parameters are sharded.
         laid = self.row.is_sharded("parameters")
         return sum(

@@ -1,6 +1,6 @@
 """Predicts a rank's memory use over a step.
 
-For each operation of the record, it adds up what the device holds:
+For each operation of the record, it adds up the memory in use on the device:
 
     states      parameters, gradients, optimizer state, frozen parameters, module buffers
     gathered    sharded parameters of the running unit, the next unit, and the rest of the model
@@ -251,9 +251,8 @@ def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
 def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> NDArray[np.int64]:
     """Return the bytes of gathered parameters at each operation.
 
-    The gathered parameters are those of the running unit, of the next unit (which is being
-    gathered), and of the rest of the model. The rest stays gathered until the end of the backward
-    pass.
+    The parameters of the running unit, of the next unit (which is being gathered) and of the rest
+    of the model are gathered. The rest stays gathered until the end of the backward pass.
     """
     gathered = np.zeros(len(record.operations) + 1, dtype=np.int64)
     # With shared memory, a rank reads the other ranks' shards in place, without a gathered copy.
@@ -359,7 +358,7 @@ def _rank(
     # Stage s runs on rank s % pipeline, as in the engine.
     own = list(range(rank, len(rows), choice.pipeline))
     parts = [part_of(record, rows[stage]) for stage in own]
-    # The rank always holds the states of all its stages, regardless of which one is running.
+    # The rank always holds the states of all its stages, even though only one stage is running.
     held = tuple(p for part in parts for p in part.parameters)
     saved = [saved_bytes(part) for part in parts]
     plans = []

@@ -48,7 +48,7 @@ class ObservedEngine(Engine):
         tensor_plan: TensorPlan | None = None,
         **settings: Any,
     ) -> None:
-        # A GradScaler only changes values, and an observed step has none.
+        # A GradScaler only changes values, and an observed step has no values.
         del scaler
         observation = Observation.current
         assert observation is not None
@@ -345,7 +345,7 @@ class ObservedEngine(Engine):
 
     @property
     def state_bytes(self) -> int:
-        """The size of the states in bytes, which is always 0 because there are none."""
+        """The size of the states in bytes, which is always 0."""
         return 0
 
     @contextmanager

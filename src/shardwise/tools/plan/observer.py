@@ -32,7 +32,7 @@ from shardwise.tools.plan.step_recorder import user_place
 
 
 def main(arguments: list[str]) -> None:
-    """Observe a script. `arguments` are those of the command line in the module docstring."""
+    """Observe a script. The module docstring describes `arguments`, the command line."""
     path, samples, tensor, *words = arguments
     observation = Observation.begin(Path(path), int(tensor))
     # Replace Engine before the script runs, so that the script imports the replacement. The

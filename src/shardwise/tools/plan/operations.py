@@ -1,10 +1,10 @@
 """Predicts how long operations take, with a roofline model.
 
-An operation takes as long as its arithmetic or its memory traffic, whichever is longer (Williams et
-al., 2009). Both run at the fraction of the peak that the device reaches at that size: arithmetic as
-a function of FLOPs, memory traffic as a function of bytes. The host also needs time to launch each
-operation. It launches operations ahead while the device works, so a sequence takes as long as the
-device's total or the host's total, whichever is longer.
+The time of an operation is the maximum of its arithmetic and its memory traffic (Williams et al.,
+2009). Both run at the fraction of the peak that the device reaches at that size: arithmetic as a
+function of FLOPs, memory traffic as a function of bytes. The host also needs time to launch each
+operation. It launches operations ahead while the device works, so the time of a sequence is the
+maximum of the device's total and the host's total.
 """
 
 from __future__ import annotations
@@ -85,6 +85,6 @@ def busy(works: Iterable[Work], device: Device) -> Busy:
         else:
             memory += work.count * traffic
         launches += work.count
-    # The host launches ahead while the device works, so launches add only the time by which they
-    # exceed the device's work.
+    # The host launches ahead while the device works, so only launch time in excess of the device's
+    # work counts.
     return Busy(matmul, memory, max(0.0, launches * device.launch - matmul - memory))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 AHEAD = 1
-"""Number of units by which gathers run ahead of the computation."""
+"""Number of units that are gathered ahead of the computation."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class Passed:
-    """Times, in seconds, at which a pass finishes its computation and its last collective."""
+    """Times in seconds when a pass finishes its computation and its last collective."""
 
     computed: float
     reduced: float

@@ -93,7 +93,7 @@ def _walked(
 def _ready(
     action: Action, stages: int, ends: dict[tuple[int, str, int], float], send: float
 ) -> float | None:
-    """Return the time at which an action's inputs are ready, or None if it is not known yet."""
+    """Return the time when an action's inputs are ready, or None if it is not known yet."""
     stage, micro = action.stage, action.micro
     # The weight part (W) of a split backward pass depends only on its input part (I).
     if action.kind == "W":
@@ -103,7 +103,7 @@ def _ready(
             return 0.0
         before = ends.get((stage - 1, "F", micro))
         return None if before is None else before + send
-    # A backward pass needs the forward pass of its own stage, and the next stage's gradient.
+    # A backward pass needs the same stage's forward pass, and the gradient from the next stage.
     own = ends.get((stage, "F", micro))
     if stage == stages - 1 or own is None:
         return own

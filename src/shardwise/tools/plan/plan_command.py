@@ -50,7 +50,7 @@ def plan(
         settings: Flags of `shardwise run`, such as precision="bf16-mixed".
 
     Returns:
-        The plan. Its `lines` are the candidate placements. Those that fit come first.
+        The plan. Its `lines` are the candidate placements, starting with those that fit.
 
     Raises:
         LaunchError: If the script cannot be observed. The message names the line of the script.

@@ -118,7 +118,7 @@ class Plan:
         return cost is None or is_within(cost, self.request.within, self.request.budget)
 
     def notes(self) -> list[str]:
-        """Return notes on what the figures exclude, what was not tried, and what was assumed."""
+        """Return notes on the limits of the figures, untried settings, and assumptions."""
         return list(self._notes())
 
     def _notes(self) -> Iterator[str]:
@@ -204,7 +204,7 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
         ("kept", 1): observe_sizes(request.script, activations="kept", on_run=on_run)
     }
     excluded = list(_observe_parts(request.script, cluster, steps, on_run))
-    # `question` refers to `steps`, to which recomputation is added below if it is needed.
+    # `question` refers to `steps`. Recomputation is added to it below if it is needed.
     question = Question(steps, cluster, step_estimate, request.disk, tuple(excluded))
     lines = search.search(question)
     if not any(line.fits and line.choice.micro_batches == 1 for line in lines):
@@ -280,7 +280,7 @@ def saved_bytes(line: Line, record: StepRecord) -> int:
 
 
 def rounding_bytes(record: StepRecord) -> int:
-    """Return an upper bound on the bytes by which a shard exceeds an even share.
+    """Return an upper bound on a shard's excess over an even share, in bytes.
 
     For each bucket, this is one element of the parameters, of the masters and of each moment. There
     are at most as many buckets as parameters.

@@ -36,8 +36,8 @@ PER_STAGE = 4
 class Line:
     """A candidate with its predicted memory and time (None if it could not be predicted).
 
-    `over` is the number of bytes by which it exceeds a device's memory, `over_host` the number by
-    which it exceeds a host's memory. Both are 0 if it fits.
+    `over` is the excess over a device's memory in bytes, `over_host` the excess over a host's
+    memory. Both are 0 if the candidate fits.
     """
 
     choice: Choice
@@ -295,7 +295,7 @@ def command_of(
 def remedy(line: Line, lines: Sequence[Line]) -> str:
     """Return a hint for a candidate that does not fit: the most useful change, and its peak."""
     others = [each for each in lines if _changes(each, line) == 1]
-    # Prefer candidates that fit, even if their peak is larger than that of one that does not fit.
+    # Prefer candidates that fit, even if others have a lower peak.
     others.sort(key=lambda each: (not each.fits, each.memory.peak))
     if not others or others[0].memory.peak >= line.memory.peak:
         largest = max(line.memory.at_peak().items(), key=lambda pair: pair[1])

@@ -1,4 +1,4 @@
-"""Reads TOML files in which every value names its source: devices, links and failure rates.
+"""Reads TOML files with a source for every value: devices, links and failure rates.
 
 [sources.sheet]
 text = "data sheet"
@@ -23,7 +23,7 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a value, and the date on which it was published or retrieved."""
+    """The source of a value, and its date of publication or retrieval."""
 
     text: str
     date: str
@@ -34,7 +34,7 @@ class Source:
 
 
 class SourcedFile:
-    """A TOML file in which values name their sources. Error messages name the file and the key.
+    """A TOML file with a source for every value. Error messages name the file and the key.
 
     `tree` reads the file and fills `sources` with the [sources.NAME] tables.
     """

@@ -54,7 +54,7 @@ def _part(record: StepRecord, layers: range) -> StepRecord:
 
 
 class _Cut:
-    """Maps operation numbers of the full record to those of one stage.
+    """Maps operation numbers of the full record to operation numbers of one stage.
 
     `here` lists the stage's operations by their number in the full record.
     """

@@ -67,7 +67,7 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Place:
-    """The unit, line of user code and layer to which an operator belongs."""
+    """The unit, line of user code and layer of an operator."""
 
     unit: int
     line: str

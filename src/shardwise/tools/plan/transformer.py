@@ -1,7 +1,7 @@
 """A closed-form model of a transformer: the operations of its layers, and the time of a step.
 
-It is used to compare predictions with published results, for which there is no script. FLOPs follow
-Narayanan et al. (2021), activation sizes Korthikanti et al. (2022).
+It is used to compare predictions with published results, which have no script to observe. FLOPs
+follow Narayanan et al. (2021), activation sizes Korthikanti et al. (2022).
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Transformer:
         """Return the operations of a layer's backward pass on one of `tensor` devices.
 
         Each matrix product of the forward pass has two in the backward pass. Memory traffic is 1.5
-        times that of the forward pass, because most operations read two tensors instead of one.
+        times as high as in the forward pass, because most operations read two tensors instead of
+        one.
         Fused attention recomputes its scores, so it has five products instead of the forward
         pass's two.
         """
@@ -220,8 +221,7 @@ def transformer_times(
     units[0].insert(0, _embedding(model, run, cluster))
     units[-1].append(_head(model, run, cluster))
     sbh = 2.0 * run.micro_batch * model.sequence / model.context * model.hidden
-    # Each tensor rank sends its part to the next stage, where the parts are gathered within the
-    # host.
+    # Each tensor rank sends its part to the next stage, which gathers the parts within its host.
     boundary = sbh / run.tensor
     return step_times(units, boundary, run, cluster, software.size)
 

@@ -74,6 +74,6 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def last_words(output: str) -> str:
-    """Return the last non-empty line of a run's output, where the launcher prints the error."""
+    """Return the last non-empty line of a run's output, which contains the launcher's error."""
     lines = [line.strip() for line in output.splitlines()]
     return next((line for line in reversed(lines) if line), "it printed nothing")

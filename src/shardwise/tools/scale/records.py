@@ -105,7 +105,7 @@ def steps_made(folder: Path) -> int:
 
 
 def _seconds(step: Sequence[Mapping[str, Any]]) -> float:
-    """Return the duration of a step, from the time at which the last rank requested its batch.
+    """Return the duration of a step, from the time when the last rank requested its batch.
 
     All ranks finish a step at the same time, so the time between the ends of two steps is the same
     on all ranks, apart from jitter that the mean removes. A rank that requests its batch early

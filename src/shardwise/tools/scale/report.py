@@ -74,7 +74,7 @@ class ScalingReport:
         return " or ".join(sorted({name for each in results if (name := accuracy_name(each))}))
 
     def machine(self) -> dict[str, str]:
-        """Return facts about the machine on which this process runs."""
+        """Return facts about this machine."""
         threads = os.environ.get("OMP_NUM_THREADS", str(self.plan.threads))
         facts = machine_facts()
         return {
@@ -187,7 +187,7 @@ def figure(value: float) -> str:
 
 
 def accuracy_name(measured: Measured) -> str:
-    """Return the name of the mean to show as accuracy, or "" if there is none.
+    """Return the name of the mean to show as accuracy, or "" without such a mean.
 
     Evaluation means take precedence over training means.
     """
@@ -196,7 +196,7 @@ def accuracy_name(measured: Measured) -> str:
 
 
 def accuracy(measured: Measured) -> Curve:
-    """Return the curve of the mean to show as accuracy (empty if there is none)."""
+    """Return the curve of the mean to show as accuracy, or an empty curve without such a mean."""
     name = accuracy_name(measured)
     return dict(measured.means[name]) if name else {}
 
@@ -285,4 +285,4 @@ def _processor() -> str:
 
 
 BATCH_GROWS = {WEAK: "the same batch per worker", "strong": "the same total batch"}
-"""For each kind of scaling, a description of what is the same for all numbers of workers."""
+"""For each kind of scaling, the quantity that is the same for all numbers of workers."""

@@ -3,7 +3,7 @@
 - failure_classes.py: reads failure classes: their rates, and the hardware that they take down
 - run_model.py: the parameters of a run, the causes of lost time, and the slowest of many devices
 - trial.py: one simulated run, event by event
-- island_trial.py: one simulated run with islands, where a failure stops only the islands it hits
+- island_trial.py: one simulated run with islands; a failure stops only the islands it hits
 - outcome.py: the result of a trial, and how it spent its time
 - slow_links.py: the time that a synchronisation takes on the links between islands
 - goodput.py: many trials, their spread, and the best interval between checkpoints

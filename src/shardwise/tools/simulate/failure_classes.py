@@ -12,8 +12,8 @@ an observed run, or a number per component and 1,000 days:
 
 A failure that takes down no hardware (`scope = "job"`) is by default counted per job, regardless of
 the job's size. With `per = { value = "device", from = "assumed" }` it is counted per device (or
-host, rack, pod). Its rate then grows with the run, like that of a software bug that any rank may
-trigger.
+host, rack, pod). Its rate then grows with the size of the run. This suits a software bug that any
+rank may trigger.
 
 With `planned = true`, the run saves before it stops. With `slowdown`, the run does not stop, but
 runs at the pace of the slow component for `lasts_hours`.
@@ -93,12 +93,12 @@ class FailureClass:
         scope: Hardware that the failure takes down: "device", "host", "rack", "pod", or "job" for
             none.
         rate: Failures per second and component of `per`.
-        per: Kind of component with which the rate grows. It differs from `scope` only for failures
-            of the job that are more frequent on more hardware.
+        per: Kind of component whose number the rate is proportional to. It differs from `scope`
+            only for failures of the job that are more frequent on more hardware.
         detect: Seconds until the failure is noticed.
         repair: Mean seconds until the hosts return, or 0 if they are not taken out of the run.
         planned: True if the run saves before it stops.
-        slowdown: Factor above 1 by which the run slows down. If it is 1, the run stops instead.
+        slowdown: Slowdown factor of the run. If it is 1, the run stops instead.
         lasts: Mean duration of the slowdown in seconds.
     """
 
@@ -236,7 +236,7 @@ class _Reading(SourcedFile):
         return values["count"] / (observed["days"] * DAY * seen.components(per))
 
     def _per(self, entry: Mapping[str, Any], name: str, scope: str) -> str:
-        """Return the kind of component with which the rate grows (`scope` by default)."""
+        """Return the kind of component for `FailureClass.per` (`scope` by default)."""
         if "per" not in entry:
             return scope
         value, self._found[f"{name}.per"] = self.sourced(entry["per"], f"{name}.per")

@@ -1,4 +1,4 @@
-"""IslandTrial: simulates one run with islands, where a failure stops only the islands it hits.
+"""IslandTrial: simulates one run with islands. A failure stops only the islands it hits.
 
 The present islands run in lockstep. A round consists of steps, a boundary that synchronises their
 parameters, and in some rounds a save. An island that fails loses its work of the current round. It
@@ -34,8 +34,8 @@ class _Absence:
     """The state of an absent island.
 
     Attributes:
-        cause: Current cause of the absence, under which its time is counted.
-        until: Time at which this cause ends.
+        cause: Current cause of the absence, one of CAUSES.
+        until: Time when this cause ends.
         missing: Number of units that the island lacks (see RunModel.units_per_host).
         awaited: True if the other islands have not noticed the failure yet, and so wait for this
             island at the boundary.

@@ -146,8 +146,8 @@ def _on_checkpoints(report: SimulationReport) -> Iterator[str]:
     """Yield a sentence on how often the run stops, and on the checkpoint interval."""
     goodput, model = report.goodput, report.model
     apart = f"checkpoints are {model.interval:,.6g} s of steps apart"
-    # Young's formula needs the rate at which the entire run stops. With islands, use the rate that
-    # the trials measured.
+    # Young's formula needs the stop rate of the entire run. With islands, use the rate that the
+    # trials measured.
     rate = goodput.stop_rate if model.islands > 1 else model.failure_rate
     if rate:
         formulas = [each(rate, model.save) / model.pace for each in (young, daly)]

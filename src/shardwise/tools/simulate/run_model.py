@@ -34,7 +34,7 @@ class RunModel:
         work: Total duration of the steps without any losses.
         step: Mean duration of a step over all devices.
         interval: Work between two checkpoints.
-        save: Duration for which a save blocks all devices.
+        save: Time that a save blocks all devices.
         restart: Duration of a restart until its first step.
         background: Further time until a checkpoint is complete.
         detect: Maximum time until a failure is noticed.
@@ -45,7 +45,7 @@ class RunModel:
         islands: Number of islands. They are groups of adjacent hosts, or of adjacent devices if
             there are more islands than hosts. A failure stops only the islands that it hits.
         every: Number of steps between two synchronisations of the islands.
-        boundary: Duration for which a synchronisation blocks the islands.
+        boundary: Time that a synchronisation blocks the islands.
     """
 
     topology: Topology
@@ -106,15 +106,15 @@ class RunModel:
 
     @property
     def slowest(self) -> float:
-        """The factor by which jitter slows down steps.
+        """The slowdown of steps that jitter causes, as a factor.
 
         Each step waits for the slowest device of an island, and each boundary for the slowest
         island.
         """
         # Only devices of the same island wait for each other in every step.
         mean, deviation = largest_of(self.topology.devices // self.islands)
-        # Variations partly average out over a round: the standard deviation of the mean step is
-        # that of a single step, divided by the square root of the number of steps.
+        # Variations partly average out over a round: the standard deviation of the mean is the
+        # standard deviation of a step, divided by the square root of the number of steps.
         islands = largest_of(self.islands)[0] * deviation / math.sqrt(self.every)
         return 1.0 + self.jitter * (mean + islands)
 

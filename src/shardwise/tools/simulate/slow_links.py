@@ -40,7 +40,7 @@ class SlowLinks:
         return (self.islands - 1) * packed
 
     def boundary_seconds(self, rule: IslandRule, step: float) -> float:
-        """Return the time in seconds for which a boundary blocks the islands.
+        """Return the time in seconds that a boundary blocks the islands.
 
         `step` is the duration of a step in seconds. If `rule.late` is set, the transfer overlaps
         with that many steps, and only the remaining time blocks.

@@ -32,7 +32,7 @@ class Trial:
         self._random = np.random.default_rng(seed)
         rates = [each.rate_over(model.topology) for each in model.failures]
         self._rate = sum(rates)
-        # The cumulative rates, from which the class of a failure is drawn.
+        # The cumulative rates, for drawing the class of a failure.
         self._sums = np.cumsum(rates)
         self._slowest = model.slowest
         self._time = TimeSpent(model.work / BINS)
@@ -48,9 +48,9 @@ class Trial:
         self._least = model.least or model.topology.hosts
         self._free = model.spares
         self._returns: list[float] = []
-        """Heap of the times at which hosts return from repair."""
+        """Heap of the return times of hosts in repair."""
         self._slow: list[tuple[float, float]] = []
-        """Heap of slow periods, as (time at which it ends, slowdown)."""
+        """Heap of slow periods, as (end time, slowdown)."""
         self._stops = 0
         self._failures: dict[str, int] = {}
         self._moments: list[tuple[float, str]] = []

@@ -1,4 +1,4 @@
-"""The command `shardwise timeline`: shows where a run's steps spent their time.
+"""The command `shardwise timeline`: shows how a run's steps spent their time.
 
 reading.py     reads the files that `shardwise.timeline` writes
 steps.py       divides each rank's steps into kinds of work (no I/O)

@@ -1,4 +1,4 @@
-"""Implements `shardwise timeline FILE`, which shows where a run's steps spent their time."""
+"""Implements `shardwise timeline FILE`, which shows how a run's steps spent their time."""
 
 from __future__ import annotations
 

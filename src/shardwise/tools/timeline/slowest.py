@@ -1,4 +1,4 @@
-"""Finds the slowest rank and what it spends more time on. Does no I/O."""
+"""Finds the slowest rank and the kind of work that slows it down. Does no I/O."""
 
 from __future__ import annotations
 

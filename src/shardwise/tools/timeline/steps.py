@@ -25,7 +25,7 @@ _SYNCHRONIZE = "synchronize"
 """Name of a span in a Horovod script during which the rank waits for its communication thread."""
 
 _BLOCKING = {"reduce", "exchange", "publish", "gather", _SYNCHRONIZE}
-"""Names of spans in which a rank does nothing but communicate."""
+"""Names of spans that consist of communication only."""
 
 _FIRST = (EXPOSED, "checkpoint", "data", "update", "backward", "forward")
 """The order of precedence. If two kinds cover the same moment, it counts for the earlier one."""
@@ -42,8 +42,8 @@ class StepTimes:
         number: The step number.
         seconds: Total duration in seconds.
         spent: Seconds by kind.
-        hidden: Seconds in which a collective was in flight while the rank did other work.
-        waited: Seconds in which the rank slept until other ranks arrived.
+        hidden: Seconds that a collective was in flight while the rank did other work.
+        waited: Seconds that the rank slept until other ranks arrived.
         nbytes: Bytes that the rank passed to collectives.
     """
 
@@ -57,12 +57,12 @@ class StepTimes:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the rank communicated and did nothing else."""
+        """Seconds that the rank communicated and did nothing else."""
         return self.spent[EXPOSED]
 
     @property
     def busy(self) -> float:
-        """Seconds in which the rank did not wait for other ranks."""
+        """Seconds that the rank did not wait for other ranks."""
         return self.seconds - self.waited
 
 
@@ -131,7 +131,7 @@ def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, f
 
 
 def _waits(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Return the intervals in which a rank waited for other ranks.
+    """Return the intervals when a rank waited for other ranks.
 
     Waits of its communication thread count only while the rank is waiting for that thread.
     """

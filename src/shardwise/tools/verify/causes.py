@@ -46,8 +46,8 @@ Agrees = Callable[[Sequence[Suspect]], bool]
 def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> FoundCauses:
     """Return the first suspect whose removal alone eliminates the difference.
 
-    If there is none, return a minimal set of suspects that eliminates it together. If there is no
-    such set either, return `clue`.
+    Otherwise return a minimal set of suspects whose removal together eliminates it, or `clue` if no
+    such set exists.
     """
     for suspect in suspects:
         if agrees([suspect]):

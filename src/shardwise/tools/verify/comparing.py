@@ -30,7 +30,7 @@ class TensorDifference:
         kind: Kind of tensor, such as "model" or "optimizer".
         name: Name of the tensor.
         relative: Difference relative to the size of the tensor (see FLOOR for the scale).
-        strays: Ranks whose copy differs from that of the first rank.
+        strays: Ranks whose copy differs from the first rank's copy.
         exact: True if the values themselves were compared, not only their fingerprints.
         worst: Index of the element with the largest difference, if `exact`.
         theirs: Value of that element in the reference.
@@ -86,7 +86,7 @@ class StepDifference:
 
     @property
     def in_training(self) -> float:
-        """The largest difference without that of the weight, which is only a number of items."""
+        """The largest difference, ignoring the weight, which is only a number of items."""
         apart = (each.relative for each in self.tensors)
         return max((self.loss, self.grad_norm, self.skipped, *apart), default=0.0)
 
@@ -314,8 +314,8 @@ def _difference(
 ) -> TensorDifference:
     strays = tuple(two.strays)
     norm = max(one.fingerprint.norm, floor[1], 1e-300)
-    # A fingerprint contains a random sketch of the values, from which the norm of the difference is
-    # estimated.
+    # A fingerprint contains a random sketch of the values, which allows estimating the norm of the
+    # difference.
     apart = _ratio(max(one.fingerprint.distance(copy) for copy in two.copies.values()), norm)
     if one.values is None or two.values is None or one.values.shape != two.values.shape:
         return TensorDifference(kind, name, apart, strays)
@@ -359,7 +359,7 @@ def _floors(tensors: Mapping[Key, WholeTensor]) -> dict[Key, tuple[float, float]
 
 
 def _forward_key(name: str, order: Mapping[str, int]) -> tuple[int, list[str]]:
-    """Return a sort key by the order in which modules first ran, with unused modules last."""
+    """Return a sort key by the module's first run, with unused modules last."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if (place := order.get(".".join(parts[:end]))) is not None:

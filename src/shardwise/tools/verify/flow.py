@@ -101,8 +101,8 @@ class Verification:
 
     def _only_losses(self, compared: Comparison) -> bool:
         """Return whether everything except the loss agrees with the original script."""
-        # Hooks on the original script see the tensor on which backward is called, which may differ
-        # from the loss that the user means.
+        # Hooks on the original script see the argument of the backward call, which may differ from
+        # the loss that the user means.
         if self.plan.against is None or compared.within(TOLERANCE):
             return False
         return compared.without_losses.within(TOLERANCE)

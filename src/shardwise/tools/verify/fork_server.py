@@ -39,7 +39,7 @@ PACKAGES = (
 it."""
 
 PATIENCE = 2.0
-"""Seconds for which processes started by a rank may outlive it."""
+"""Seconds that processes started by a rank may outlive it."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class ForkServer:
         self._reserved = reserved
         self._children: dict[int, Child] = {}
         self._orphans: dict[int, float] = {}
-        """Process groups whose leader has exited, with the time at which to kill the rest."""
+        """Process groups whose leader has exited, and when to kill their remaining processes."""
         self._woken, self._wakes = socket.socketpair()
         self._selector = selectors.DefaultSelector()
 

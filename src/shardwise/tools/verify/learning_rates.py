@@ -56,8 +56,8 @@ def recorded_rates(reference: RecordedTraining) -> dict[str, list[list[float]]]:
 def find_pace(reference: RecordedTraining, other: RecordedTraining, size: int) -> int:
     """Return how many times as fast the schedule of `other` runs as the reference's.
 
-    The factor is k if the rates of `other` are those of every k-th step of the reference. Tries k =
-    `size` workers, then numbers of micro-batches. Returns 1 if no k fits.
+    The factor is k if the rates of `other` equal the rates of every k-th step of the reference.
+    Tries `size`, the number of workers, then numbers of micro-batches. Returns 1 if no k fits.
     """
     engines = [
         ([step.lr for step in reference.engines.get(engine, [])[1:]], [step.lr for step in steps])

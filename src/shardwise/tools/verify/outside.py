@@ -127,8 +127,8 @@ class Recorder:
 
     def _track(self, optimizer: optim.Optimizer) -> None:
         tracked = _TrackedOptimizer(optimizer)
-        # A library may create an optimizer for parameters that belong to no module. They have no
-        # names by which they could be compared.
+        # A library may create an optimizer for parameters that belong to no module. They cannot be
+        # compared, because they have no names.
         if not tracked.models:
             return
         self._optimizers.append(tracked)
@@ -238,7 +238,7 @@ class _TrackedOptimizer:
         }
 
     def parts(self, rank: int) -> Iterator[Part]:
-        """Yield parameters, optimizer state and buffers, of which each rank has a full copy."""
+        """Yield parameters, optimizer state and buffers. Each rank has a full copy of them."""
         for parameter, name in self.names.items():
             yield Part("model", name, parameter, copy=rank)
             for key, value in self._state(parameter):

@@ -32,7 +32,7 @@ VERDICTS = {
 }
 STYLE = GRID | TITLES | {"axes.axisbelow": True}
 LEAST = 1e-17
-"""Position at which identical values are drawn, because a log scale has no zero."""
+"""Position of identical values on the log scale, which has no zero."""
 TENSORS = 10
 REQUIRED = f"required in fp64: {format_difference(TOLERANCE)}"
 SMALL = {"color": GREY, "fontsize": 8.5, "ha": "center", "va": "bottom"}

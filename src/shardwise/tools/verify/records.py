@@ -176,7 +176,7 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
         samples=tuple(sorted(samples)),
         fed=FeedRecord(
             sum(each["elements"] for each in fed),
-            # Hashes are added modulo 2^64, so the sum does not depend on which rank got which rows.
+            # Hashes are added modulo 2^64, so the sum does not depend on the division among ranks.
             sum(each["hashes"] for each in fed) % fingerprints.WORD,
             (
                 math.fsum(each["sums"][0] for each in fed),
@@ -196,8 +196,8 @@ def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, WholeTensor]:
     ranks: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, row in rows:
         for tensor in row["tensors"]:
-            # There is one record per shard. A fingerprint is a sum over elements, so the
-            # fingerprints of a copy's shards add up to that of the full tensor.
+            # There is one record per shard. A fingerprint is a sum over elements, so adding the
+            # fingerprints of a copy's shards gives the fingerprint of the full tensor.
             key, copy = (tensor["kind"], tensor["name"]), tensor["copy"]
             fingerprint = read_fingerprint(tensor)
             before = prints[key].get(copy)

@@ -36,7 +36,7 @@ class VerifyReport:
 
     @property
     def reference(self) -> str:
-        """The placement or script with which the placements were compared."""
+        """The placement or script of the reference, as text."""
         if self.plan.against is not None:
             return " ".join(self.plan.against.words)
         return str(self.plan.reference)
@@ -54,7 +54,7 @@ class VerifyReport:
         return 0 if accepted else worst.value
 
     def machine(self) -> dict[str, str]:
-        """Return facts about the machine on which this process runs."""
+        """Return facts about this machine."""
         return machine_facts()
 
 

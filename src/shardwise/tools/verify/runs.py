@@ -38,7 +38,7 @@ LARGE_PACKAGES = {
 _SETS_VARIABLES = re.compile(r"environ|putenv|dotenv")
 
 RECORDS = "record-"
-"""Prefix of the folders to which runs write their records."""
+"""Prefix of the folders for the records of runs."""
 
 OnStep = Callable[[int], None]
 
@@ -169,7 +169,7 @@ def environment(max_size: int) -> dict[str, str]:
 
 
 class WarmRanks:
-    """Context manager for the warm processes from which ranks are forked (see fork_server.py).
+    """Context manager for the warm processes that fork ranks (see fork_server.py).
 
     The processes import the LARGE_PACKAGES that `script` imports.
     """

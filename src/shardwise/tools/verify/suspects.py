@@ -67,7 +67,7 @@ def list_differing_tensors(training: RecordedTraining) -> list[tuple[str, str]]:
 
 
 def quote_lines(facts: Mapping[str, Any], name: str) -> str:
-    """Return the lines recorded under `name`, as " at a.py:3, a.py:9", or "" if there are none."""
+    """Return the lines recorded under `name`, as " at a.py:3, a.py:9", or "" without any lines."""
     lines = list(facts.get(name, ()))
     more = f" and {len(lines) - MANY} more" if len(lines) > MANY else ""
     return f" at {', '.join(lines[:MANY])}{more}" if lines else ""

@@ -47,7 +47,7 @@ class Result:
         placement: The placement.
         verdict: The verdict.
         own: Comparison of the runs in the script's own precision.
-        wide: Comparison of the runs in fp64, or None if there are none.
+        wide: Comparison of the runs in fp64, or None without fp64 runs.
         smallest: The smallest placement that still differs.
         found: The causes of the difference.
     """
@@ -69,7 +69,7 @@ class Result:
 
     @property
     def judged(self) -> Comparison:
-        """The comparison on which the verdict is based."""
+        """The comparison that determines the verdict."""
         return self.own if self.wide is None else self.wide
 
     @property
@@ -129,7 +129,7 @@ def _differs(result: Result) -> list[str]:
         sentences = [
             f"Differs{in_fp64}, first {name_step(first)}. {describe_step(first, result.tolerance)}"
         ]
-    # A script may stop early under a placement, even if all steps until then are the same.
+    # A script may stop early under a placement, even if all of its steps agree.
     if not comparison.same_counts:
         one, other = next(pair for pair in comparison.counts.values() if pair[0] != pair[1])
         begin = "It" if sentences else "Differs: it"
@@ -176,7 +176,7 @@ def describe_step(step: StepDifference, tolerance: float) -> str:
 
 
 def describe_samples(missing: Sequence[int], more: Sequence[int]) -> str:
-    """Describe the samples of the dataset on which only one of the runs trains."""
+    """Describe the samples of the dataset that only one of the runs trains on."""
     parts = [
         f"{words} {_some(numbers)}"
         for words, numbers in (("not on", missing), ("but also on", more))

@@ -74,7 +74,7 @@ def module_of(depth: int) -> str:
 
 
 def user_line() -> str | None:
-    """Return FILE:LINE of the innermost frame of user code, or None if there is none."""
+    """Return FILE:LINE of the innermost frame of user code, or None without such a frame."""
     # Search all frames, because a library (a Trainer, for example) may be in between.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame):
