@@ -1,1 +1,1 @@
-"""The commands that measure, predict and prove: verify, plan, simulate, scale, doctor, timeline."""
+"""Commands that measure, predict or verify runs, such as `shardwise plan` and `verify`."""

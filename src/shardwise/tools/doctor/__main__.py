@@ -18,17 +18,17 @@ from shardwise.world.world import World
 
 
 def main() -> int:
-    """Check this host, join the other ranks, and measure. Rank 0 prints the results.
+    """Check this host and the network together with the other ranks. Rank 0 prints the results.
 
-    Returns 1 on rank 0 if a run would fail.
+    Returns the exit code, which is 1 on rank 0 if a run would fail.
     """
     try:
         world = enter(0, {}, network.connect_all)
     except network.Unreachable as error:
         return _say_what_is_wrong(error.lines)
-    except ConfigError as error:  # settings are equal, so every rank has this error: print it once
+    except ConfigError as error:  # all ranks have the same settings, so print the error once
         return _say_what_is_wrong([str(error)])
-    except LaunchError as error:  # may concern this rank only, so it prints the error itself
+    except LaunchError as error:  # may affect this rank only, so this rank prints it
         print(printable(f"wrong: {error}"), flush=True)
         return 1
     hosts = _hosts(world)
@@ -36,12 +36,12 @@ def main() -> int:
     faults = findings.faults(hosts)
     if world.is_main:
         _print(world, hosts, measured, faults)
-    # Only rank 0: one failed rank is enough for the launcher, and every further one adds a message.
+    # Only rank 0 fails, because the launcher prints a message for each failed rank.
     return 1 if faults and world.is_main else 0
 
 
 def _say_what_is_wrong(lines: list[str]) -> int:
-    """Print on rank 0 why the ranks cannot join. Returns the exit code."""
+    """On rank 0, print the reasons why the ranks cannot join. Returns the exit code."""
     is_main = launcher_detection.identify().rank == 0
     for line in lines if is_main else ():
         print(printable(f"wrong: {line}"), flush=True)
@@ -49,23 +49,23 @@ def _say_what_is_wrong(lines: list[str]) -> int:
 
 
 def _hosts(world: World) -> dict[str, list[Check]]:
-    """Return the checks of each host, made by its first rank."""
+    """Return the results of each host's checks, from the first rank on that host. Collective."""
     mine = checks.of_host(world.settings)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
     mine.append(Check("network interface", interface))
     mine += network.check(launcher_detection.identify())
-    # Measured against rank 0 over the connection that hang reports use.
+    # Compare the clock with rank 0's, over the connection that hang reports use.
     ahead = world.collectives.status_server.clock_offset(0, "wall")
     mine.append(findings.clock(None if ahead is None else ahead.ns / 1e9))
     hosts: dict[str, list[Check]] = {}
     for host, host_checks in world.gather((world.host, mine)):
-        # In rank order, so the first rank of each host counts.
+        # Results are in rank order, so this keeps the results of each host's first rank.
         hosts.setdefault(host, host_checks)
     return hosts
 
 
 def _measured(world: World) -> dict[str, Speed]:
-    """Measure speeds over all ranks and, with several hosts, inside each host."""
+    """Measure all-reduce over all ranks and, with several hosts, within each host. Collective."""
     if world.size == 1:
         return {}
     group = world.collectives
@@ -74,7 +74,7 @@ def _measured(world: World) -> dict[str, Speed]:
     }
     names = world.gather(world.host)
     members = [[rank for rank, name in enumerate(names) if name == host] for host in set(names)]
-    # Only if every host has at least two ranks: `split` is a collective, so all must take part.
+    # `split` is a collective, so all hosts must take part. Skip it if any host has only one rank.
     if len(members) > 1 and min(map(len, members)) > 1:
         inside = group.split(sorted(members))
         speeds[f"inside {world.host}"] = network.measure_speed(inside, world.device)

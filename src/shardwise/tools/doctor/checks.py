@@ -1,4 +1,4 @@
-"""Checks one host for anything that would make a run fail or slow it down."""
+"""Checks a host for problems that would make a run fail or slow it down."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ LEAST_MEMORY = GIB
 LEAST_SHARED = GIB // 4
 
 OLDEST_TORCH, NEWEST_TORCH = "2.9.1", "2.15.0"
-"""The tested range of torch: unit and pipeline tests pass with both (`make test-torch`)."""
+"""The oldest and newest supported versions of torch. Unit and pipeline tests pass with both
+(`make test-torch`)."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table: its `name`, and the text `shown` for a host.
+    """The result of one check on a host: a row of the table.
 
-    `fault` says why a run would fail, `advice` why it might be slow or misleading. Both end with
-    what to do.
+    Attributes:
+        name: Name of the row.
+        shown: Value of the row for this host.
+        fault: Reason why a run would fail, and a remedy ("" if it would not).
+        advice: Reason why a run might be slow or misleading, and a remedy ("" otherwise).
     """
 
     name: str
@@ -59,9 +63,9 @@ def of_host(settings: Settings) -> list[Check]:
 
 
 def tested(installed: str) -> Check:
-    """Return whether the `installed` version of torch is in the range that the tests cover.
+    """Check whether the `installed` version of torch is in the range that the tests cover.
 
-    Only minor versions are compared: a patch release of a tested version is in the range.
+    Only minor versions are compared, so a patch release of a tested version is in the range.
     """
     bounds = f"{OLDEST_TORCH} to {NEWEST_TORCH}"
     if _minor(OLDEST_TORCH) <= _minor(installed) <= _minor(NEWEST_TORCH):
@@ -79,7 +83,8 @@ def _minor(release: str) -> tuple[int, ...]:
 
 
 def _devices() -> Check:
-    # The cores that this process may use: a job of a cluster often has only some of the host's.
+    # Count the cores that this process may use, because a batch job often has only some of the
+    # host's cores.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu = f"{cores} CPU core{'s' * (cores != 1)}"
     if not torch.cuda.is_available():
@@ -101,10 +106,10 @@ def _memory() -> Check:
     if not table.exists():
         return Check("memory", "unknown")
     lines = dict(line.split(":", 1) for line in table.read_text().splitlines())
-    # MemAvailable includes caches that the kernel can drop; MemFree would look alarming on any
-    # host.
+    # MemAvailable includes caches that the kernel can drop. MemFree excludes them, so it is low on
+    # every busy host.
     free, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
-    # Advice rather than a fault: a small script runs with less.
+    # This is advice rather than a fault, because a small script needs less memory.
     few = free < LEAST_MEMORY
     advice = "little memory is free: end other programs on this host." if few else ""
     return Check("free memory", f"{free / GIB:.1f} of {total / GIB:.1f} GB", advice=advice)
@@ -112,7 +117,7 @@ def _memory() -> Check:
 
 def _open_files() -> Check:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    # Every pair of ranks has sockets, and each DataLoader worker has pipes.
+    # Every pair of ranks needs sockets, and every DataLoader worker needs pipes.
     few = limit != resource.RLIM_INFINITY and limit < FEWEST_FILES
     fault = f"a rank may open only {limit} files: run `ulimit -n 65536` before the run."
     shown = _limit(resource.RLIMIT_NOFILE, 1, "")
@@ -127,7 +132,7 @@ def _limit(which: int, unit: int, name: str) -> str:
 
 
 def _shared_memory() -> Check:
-    # Outside of Linux DataLoader workers use other shared memory.
+    # On systems other than Linux, DataLoader workers use a different kind of shared memory.
     if not Path("/dev/shm").is_dir():
         return Check("/dev/shm", "none")
     free = shutil.disk_usage("/dev/shm").free
@@ -151,7 +156,7 @@ def _temporary() -> Check:
 
 
 def _offload_folders(settings: Settings) -> Iterator[Check]:
-    """Check each folder that the settings offload to, once."""
+    """Check each distinct offload folder in the settings."""
     tiers = [
         settings.offload_optimizer,
         settings.offload_params,

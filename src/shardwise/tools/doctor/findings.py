@@ -1,4 +1,4 @@
-"""Compares the checks of all hosts, and formats tables and advice. No I/O."""
+"""Compares the checks of all hosts, and formats tables and advice. Does no I/O."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from shardwise.tools.doctor.checks import Check
 from shardwise.tools.doctor.network import Speed
 
 ALIKE = ("Python", "torch", "shardwise")
-"""Versions that must be equal: ranks of different versions may compute or communicate
-differently."""
+"""Checks of versions that must be identical on all hosts. With different versions, ranks may
+compute or communicate differently."""
 
 CLOCKS = 1.0
-"""Clocks may differ by this many seconds before logs and file times mislead."""
+"""Clocks may differ by at most this many seconds. Otherwise logs and file times are misleading."""
 
 Hosts = Mapping[str, Sequence[Check]]
 
 
 def table(hosts: Hosts) -> Table:
-    """Return a table with a row per check and a column per host."""
+    """Return a table with one row per check and one column per host."""
     grid = Table(show_header=len(hosts) > 1, box=None)
     grid.add_column("")
     for host in hosts:
         grid.add_column(Text(printable(host)), overflow="fold")
-    # In order of first appearance. Hosts may have different checks, such as offload folders.
+    # In order of first appearance, because hosts may have different checks (offload folders, for
+    # example).
     names = dict.fromkeys(check.name for checks in hosts.values() for check in checks)
     for name in names:
         shown = [
@@ -49,7 +50,7 @@ def advice(hosts: Hosts) -> list[str]:
 
 
 def clock(offset: float | None) -> Check:
-    """Return the check of a host's clock, `offset` seconds ahead of rank 0's (None if unknown)."""
+    """Check a host's clock, which is `offset` seconds ahead of rank 0's (None if unknown)."""
     if offset is None:
         return Check("clock", "unknown: rank 0 did not answer")
     far = abs(offset) > CLOCKS
@@ -63,7 +64,7 @@ def clock(offset: float | None) -> Check:
 
 
 def speeds(speed_of: Mapping[str, Speed]) -> list[str]:
-    """Return a line for each measured group of ranks."""
+    """Return one line per measured group of ranks."""
     return [
         f"all-reduce {where}: {speed.latency * 1e3:.2f} ms for 4 KB, "
         f"{speed.bandwidth / 1e9:.2f} GB/s for 16 MB"
@@ -89,7 +90,7 @@ def _versions(hosts: Hosts) -> list[str]:
             for check in checks
             if check.name == name
         }
-        # Compare texts: a local build ("2.9.0+cu126") differs from a release, too.
+        # Compare as strings, because a local build ("2.9.0+cu126") also differs from a release.
         if len(set(shown.values())) > 1:
             each = ", ".join(f"{value} on {host}" for host, value in shown.items())
             differences.append(f"{name} differs: {each}. Install the same version on all hosts.")

@@ -1,8 +1,8 @@
-"""Tests the network: connects every host to every other, and measures the speed of all-reduce.
+"""Tests the network: connects each host to every other host, and measures all-reduce.
 
-Connections are tried before ranks join, because joining would wait for an unreachable host. Each
-host's first rank listens on a port that the kernel chooses, as ranks do. Hosts exchange the ports,
-and their failures to connect, over the store where all ranks have already met.
+Connections are tested before the ranks join, because joining would block on an unreachable host.
+The first rank on each host listens on a port that the kernel chooses, as in a run. The ranks
+exchange these ports and any connection failures over the store, which all ranks can reach already.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from shardwise.net.identity import Identity
 from shardwise.tools.doctor.checks import Check
 
 REACH = 3.0
-"""Timeout in seconds of a connection between two hosts."""
+"""Timeout in seconds for connecting two hosts."""
 
 SMALL, SMALL_TIMES = 1024, 30
 LARGE, LARGE_TIMES = 2**22, 5
-"""Elements of the two timed buffers, and the number of repetitions."""
+"""Number of elements and of repetitions, for the small and the large buffer."""
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @dataclass(frozen=True)
 class ListeningHost:
-    """The listening address of the first rank of a host."""
+    """The address of a host's first rank, which listens for connections."""
 
     host: str
     address: str
@@ -45,7 +45,7 @@ class ListeningHost:
 
 
 class Unreachable(Exception):
-    """Raised if some hosts cannot connect to some others; `lines` say which, and what to do."""
+    """Raised if hosts cannot connect to each other. `lines` name the hosts and the remedies."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__("; ".join(lines))
@@ -53,12 +53,15 @@ class Unreachable(Exception):
 
 
 def connect_all(identity: Identity, store: Store) -> None:
-    """Connect every host to every other. A collective: raises Unreachable on all ranks or none."""
+    """Connect each host to every other host. Collective.
+
+    Raises Unreachable on every rank if any connection fails.
+    """
     if identity.on_one_host:
         return
     with ExitStack() as stack:
         mine = None
-        # One rank per host listens and connects: ports are open or closed for a host as a whole.
+        # One rank per host is enough, because firewalls open or close ports for the whole host.
         if identity.local_rank == 0:
             address = address_of(identity)
             server = stack.enter_context(network.listen(address, 0))
@@ -69,26 +72,26 @@ def connect_all(identity: Identity, store: Store) -> None:
         lines = [line for each in _exchange(identity, store, "lost", lost) for line in each]
         store.set(f"reach/known/{identity.rank}", "")
         for rank in range(identity.size) if identity.rank == 0 else ():
-            # The store ends with rank 0, so it waits until all others have read everything.
+            # Rank 0 hosts the store, so it must wait until all other ranks have read everything.
             store.get(f"reach/known/{rank}")
     if lines:
         raise Unreachable(lines)
 
 
 def _exchange(identity: Identity, store: Store, what: str, value: Any) -> list[Any]:
-    """Gather every rank's `value` in rank order."""
+    """Gather `value` from every rank, in rank order. Collective."""
     keys = [f"reach/{what}/{rank}" for rank in range(identity.size)]
     store.set(keys[identity.rank], json.dumps(value))
     return [json.loads(store.get(key)) for key in keys]
 
 
 def _unreachable_from(mine: ListeningHost, hosts: list[ListeningHost]) -> list[str]:
-    """Return a line for each host that this host cannot connect to."""
-    # Every host tries all others, because a firewall may block one direction only.
+    """Return one line per host that this host cannot connect to."""
+    # Every host tries all others, because a firewall may block only one direction.
     others = [host for host in hosts if host != mine]
     ports = "-".join(_RANGE.read_text().split()) if _RANGE.exists() else "that the kernel chooses"
     with ThreadPoolExecutor(min(64, len(others))) as pool:
-        # In parallel: an unreachable host takes REACH seconds to find out.
+        # Connect in parallel, because an unreachable host takes REACH seconds to time out.
         failures = list(pool.map(_failure, others))
     return [
         f"{mine.host} cannot connect to {host.host} at {host.address}, port {host.port}: "
@@ -108,7 +111,10 @@ def _failure(host: ListeningHost) -> str | None:
 
 
 def check(identity: Identity) -> list[Check]:
-    """Return the check that all hosts have reached each other."""
+    """Return the check for connections between hosts (none if there is a single host).
+
+    It always passes, because `connect_all` has already raised an error otherwise.
+    """
     if identity.on_one_host:
         return []
     return [Check("open ports", f"others connect to {address_of(identity)}")]
@@ -118,8 +124,8 @@ def check(identity: Identity) -> list[Check]:
 class Speed:
     """The speed of all-reduce.
 
-    `latency` is seconds for 4 KB. `bandwidth` is bytes/s for 16 MB, counting the bytes that each
-    rank must send and receive in any algorithm.
+    `latency` is the time for 4 KB in seconds. `bandwidth` is the bus bandwidth for 16 MB in
+    bytes/s: it counts the bytes that each rank must send with any algorithm.
     """
 
     latency: float
@@ -127,10 +133,11 @@ class Speed:
 
 
 def measure_speed(group: Collectives, device: torch.device) -> Speed:
-    """Measure all-reduce, as the median of a few calls after a warm-up. A collective."""
+    """Measure all-reduce, as the median of several calls after a warm-up. Collective."""
     small = _seconds(group, SMALL, SMALL_TIMES, device)
     large = _seconds(group, LARGE, LARGE_TIMES, device)
-    # fp32 elements are 4 bytes. An all-reduce sends and receives 2 (n - 1) / n of them per rank.
+    # fp32 elements have 4 bytes. In an all-reduce, each rank sends and receives 2 (n - 1) / n
+    # times the size of the buffer.
     moved = 4 * LARGE * 2 * (group.size - 1) / group.size
     return Speed(latency=small, bandwidth=moved / large)
 
@@ -139,14 +146,14 @@ def _seconds(group: Collectives, numel: int, times: int, device: torch.device) -
     buffer = group.allocate(numel, torch.float32, device)
     taken = []
     for _ in range(times + 1):
-        group.barrier()  # otherwise the wait for the slowest rank would count
+        group.barrier()  # otherwise the time would include the wait for the slowest rank
         began = time.perf_counter()
         handle = group.all_reduce(buffer)
         handle.wait()
         handle.reusable()
-        # A GPU's collective returns when it is enqueued.
+        # A collective on a GPU returns as soon as it is enqueued.
         if device.type != "cpu":
             torch.get_device_module(device).synchronize()
         taken.append(time.perf_counter() - began)
-    # The first call sets up connections and buffers.
+    # Skip the first call, which sets up connections and buffers.
     return median(taken[1:])

@@ -1,1 +1,1 @@
-"""The command `shardwise pipeline-plan`: times layers, and divides a model into stages."""
+"""The command `shardwise pipeline-plan`: times layers, and assigns them to pipeline stages."""

@@ -1,4 +1,4 @@
-"""Times a script's layers for a few steps, and shows the best division into pipeline stages."""
+"""Times a script's layers for a few steps, and shows the best split into pipeline stages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.parallel.pipeline import partition, schedule
 
 @dataclass(frozen=True)
 class TimedLayer:
-    """A timed layer: seconds per step, and the bytes that it sends to the next layer."""
+    """A layer with its seconds per step, and the bytes that it sends to the next layer."""
 
     name: str
     parameters: int
@@ -32,17 +32,25 @@ class TimedLayer:
     backward: float
     nbytes: float
     adds_parameters: bool
-    """Whether it has a trainable parameter that no earlier layer has."""
+    """Whether it has a trainable parameter that is not shared with an earlier layer."""
 
     @property
     def time(self) -> float:
-        """Seconds of forward and backward together."""
+        """Seconds per step of the forward and backward pass together."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class PipelinePlanRequest:
-    """The arguments of the command: the script's `words`, and the `flags` of its run."""
+    """The arguments of `shardwise pipeline-plan`.
+
+    Attributes:
+        words: The script and its arguments.
+        flags: Flags of `shardwise run`.
+        pipeline: Number of pipeline ranks.
+        microbatches: Number of micro-batches per step.
+        steps: Number of steps to time.
+    """
 
     words: tuple[str, ...]
     flags: tuple[str, ...]
@@ -50,13 +58,13 @@ class PipelinePlanRequest:
     microbatches: int
     steps: int
     by: str
-    """"time" or "parameters"."""
+    """Quantity to balance between stages: "time" or "parameters"."""
 
 
 def show_plan(request: PipelinePlanRequest) -> int:
     """Time the layers and show the stages. Returns the exit code.
 
-    Raises LaunchError if the script fails or trains nothing, ModelError if there are more stages
+    Raises LaunchError if the script fails or makes no step, and ModelError if there are more stages
     than layers.
     """
     console = Console(highlight=False, markup=False)
@@ -78,8 +86,8 @@ def _time_layers(request: PipelinePlanRequest) -> list[TimedLayer]:
             *request.words,
         ]
         with log.open("wb") as output:
-            # On one worker: layers take the same time in a pipeline, and one worker needs no
-            # division yet.
+            # Time the layers on one worker. They take the same time in a pipeline, and one worker
+            # can run before the stages are known.
             code = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -116,7 +124,7 @@ def _time_layers(request: PipelinePlanRequest) -> list[TimedLayer]:
 def assign_layers(
     layers: Sequence[TimedLayer], request: PipelinePlanRequest, stages: int
 ) -> list[Sequence[TimedLayer]]:
-    """Divide layers into balanced stages. Raises ModelError if there are fewer layers."""
+    """Split the layers into balanced stages. Raises ModelError if there are too few layers."""
     if len(layers) < stages:
         raise ModelError(
             f"The model has {len(layers)} layer(s), which is fewer than {stages} stages. "
@@ -124,13 +132,13 @@ def assign_layers(
         )
     sizes = [each.time if request.by == "time" else float(each.parameters) for each in layers]
     starts = partition.balanced_starts(sizes, stages)
-    # The engine refuses a stage without parameters to train.
+    # The engine rejects a stage without trainable parameters.
     starts = partition.with_trainable_stages(starts, [each.adds_parameters for each in layers])
     return [[layers[n] for n in each] for each in partition.ranges_of(starts, len(layers))]
 
 
 def tables(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[Table]:
-    """Return tables of the stages, and of the idle time by schedule."""
+    """Return a table of the stages, and a table of the idle time under each schedule."""
     assigned = assign_layers(layers, request, request.pipeline)
     total = sum(each.time for each in layers)
     stages = Table(
@@ -142,7 +150,8 @@ def tables(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[T
         stages.add_column(heading, justify="right")
     for number, stage in enumerate(assigned):
         last = number == request.pipeline - 1
-        # A layer's output was recorded for the whole batch. A message carries one micro-batch.
+        # The size of a layer's output was recorded for the full batch, but a message contains one
+        # micro-batch.
         sent = 0.0 if last else stage[-1].nbytes / request.microbatches
         stages.add_row(
             str(number),
@@ -169,20 +178,20 @@ def tables(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[T
 def idle_times(
     layers: Sequence[TimedLayer], request: PipelinePlanRequest, name: str
 ) -> tuple[int, float, float] | None:
-    """Return the number of stages, and the idle fraction of workers under the schedule `name`.
+    """Return the number of stages and the idle fractions of workers under schedule `name`.
 
-    The first fraction is for the layers as they are, the second for equal stages. Returns None if
-    the schedule is not possible.
+    The first fraction is for the measured layers, the second for stages that take equally long.
+    Returns None if the schedule cannot be used.
     """
     stages = request.pipeline * (2 if name == "interleaved" else 1)
-    # All schedules are compared at the same number of micro-batches, and some of them need a
-    # multiple.
+    # Some schedules need a multiple of the pipeline size. Require it for all of them, so that they
+    # are compared with the same number of micro-batches.
     if len(layers) < stages or request.microbatches % request.pipeline:
         return None
     assigned = assign_layers(layers, request, stages)
     forward = [sum(each.forward for each in stage) for stage in assigned]
     backward = [sum(each.backward for each in stage) for stage in assigned]
-    # The bound for any division into stages: equal times.
+    # Stages with equal times give a lower bound on the idle time of any split.
     alike = [sum(forward) / stages] * stages, [sum(backward) / stages] * stages
     here, best = (
         schedule.idle_fraction(
@@ -198,8 +207,9 @@ def idle_times(
 
 
 def advice(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[str]:
-    """Return the layers of each stage, and the command that trains with these stages."""
-    # Lines rather than a column of the table: a narrow terminal would break the names.
+    """Return lines with the layers of each stage, and the command that uses these stages."""
+    # Print separate lines rather than a table column, because a narrow terminal would wrap the
+    # names.
     assigned = assign_layers(layers, request, request.pipeline)
     lines = [
         f"stage {number}: {' to '.join(dict.fromkeys((stage[0].name, stage[-1].name)))}"

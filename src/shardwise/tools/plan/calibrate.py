@@ -1,7 +1,7 @@
-"""`shardwise plan --calibrate`: measures this machine for about a minute, for `--on here`.
+"""Implements `shardwise plan --calibrate`, which measures this machine for use with `--on here`.
 
-Each number of ranks is measured separately, because ranks share cores, memory and links: 1, 2, 4,
-... up to the accelerators or cores of the machine. The result is a file of the user's catalogue.
+Ranks share cores, memory and links, so it measures each number of ranks separately: 1, 2, 4, ... up
+to the number of accelerators or cores. It writes the results to a file in the user's catalogue.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MOST_RANKS = 8
 
 
 def calibrate(console: Console, file: Path | None = None) -> Path:
-    """Measure this machine and write the file of the catalogue. Returns its path.
+    """Measure this machine, write the catalogue file `file` and return its path.
 
-    Raises LaunchError if a run fails.
+    Raises LaunchError if a measurement run fails.
     """
     target = file or user_folder() / f"{HERE}.toml"
     measurements: dict[int, list[dict[str, Any]]] = {}
@@ -47,21 +47,26 @@ def calibrate(console: Console, file: Path | None = None) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_suffix(".new")
     aside.write_text(as_toml(measurements, date.today().isoformat()))
-    # Read it first: a file that the catalogue refuses would break every later command.
+    # Check that the catalogue can read the file, because an invalid file would make every later
+    # command fail.
     read_file(aside)
-    # Renaming is atomic: an interrupted calibration leaves the old file.
+    # Renaming is atomic, so an interrupted calibration leaves the old file intact.
     aside.replace(target)
     return target
 
 
 def rank_counts(accelerators: int, cores: int) -> list[int]:
-    """Return the numbers of ranks to measure: powers of two up to the devices or cores."""
+    """Return the numbers of ranks to measure: powers of two.
+
+    They go up to the number of accelerators, or of cores without accelerators, but at most
+    MOST_RANKS.
+    """
     most = min(accelerators or cores, MOST_RANKS)
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
 def _measure(ranks: int, on_made: Callable[..., None]) -> list[dict[str, Any]]:
-    """Run the workers and return their measurements."""
+    """Run the calibration worker on `ranks` ranks and return the measurements."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "measured.jsonl", Path(folder) / "log"
         file.touch()
@@ -83,7 +88,7 @@ def _measure(ranks: int, on_made: Callable[..., None]) -> list[dict[str, Any]]:
 
 
 def as_toml(measurements: dict[int, list[dict[str, Any]]], day: str) -> str:
-    """Return the catalogue file of measurements by number of ranks, made on `day`."""
+    """Return a catalogue file with `measurements` (by number of ranks), dated `day`."""
     parts = [f'[sources.measured]\ntext = "shardwise plan --calibrate"\ndate = "{day}"\n']
     for ranks, lines in measurements.items():
         parts += _device(ranks, lines)
@@ -91,7 +96,7 @@ def as_toml(measurements: dict[int, list[dict[str, Any]]], day: str) -> str:
 
 
 def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the tables of a device and its link."""
+    """Return the TOML lines for a device and its link."""
     values = {line["kind"]: line["value"] for line in lines if "value" in line}
     rates = {
         kind: [(line["size"], line["size"] / line["seconds"]) for line in lines
@@ -99,7 +104,8 @@ def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
         for kind in dict.fromkeys(line["kind"] for line in lines if "size" in line)
     }  # fmt: skip
     name = name_here(ranks)
-    # The peak is the best measured rate, not the data sheet's: efficiency is then at most 1.
+    # The peak is the best measured rate rather than the data sheet's, so that the efficiency is at
+    # most 1.
     numbers = {
         f"{kind.removeprefix('matmul_')}_tflops": max(rate for _, rate in points) / 1e12
         for kind, points in rates.items()
@@ -132,17 +138,18 @@ def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _link(name: str, ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the table of the link between ranks.
+    """Return the TOML lines for the link between ranks.
 
-    The smallest message gives the latency of a hop, the largest the bus bandwidth. One rank gets a
-    link that is never used.
+    The bandwidth is the slope between the smallest and the largest message, and the latency per hop
+    follows from the remaining time of the smallest message. With one rank, the link is a
+    placeholder that is never used.
     """
     reduced = sorted((x["size"], x["seconds"]) for x in lines if x["kind"] == "all_reduce")
     bandwidth, latency = 1.0, 1.0
     if reduced:
         moved = 2 * (ranks - 1) / ranks
         (small, fast), (large, slow) = reduced[0], reduced[-1]
-        # The slope between the two sizes, in which the latency cancels out.
+        # The latency cancels out in the slope between the two sizes.
         bandwidth = moved * (large - small) / max(1e-9, slow - fast) / 1e9
         hops = 2 * (ranks - 1)
         latency = max(0.01, (fast - moved * small / bandwidth / 1e9) / hops * 1e6)
@@ -156,8 +163,8 @@ def _link(name: str, ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _curve(points: Sequence[tuple[float, float]], unit: float) -> str:
-    """Return fractions of the best rate, by size in `unit`."""
-    # The catalogue keeps the peak separately, so a curve has fractions of it.
+    """Return the efficiency curve as TOML: the fraction of the best rate at each size in `unit`."""
+    # Fractions, because the catalogue stores the peak separately.
     best = max(rate for _, rate in points)
     pairs = [f"[{size / unit:.6g}, {max(1e-6, rate / best):.4g}]" for size, rate in points]
     return f"[{', '.join(pairs)}]"

@@ -1,10 +1,10 @@
-"""Measures one rank of a calibration.
+"""Runs the measurements of a calibration on each rank.
 
     shardwise run -n N -m shardwise.tools.plan.calibration_worker FILE
 
-
-All ranks measure at the same time, because they share a host's memory and cores. Rank 0 appends a
-line of JSON to FILE for each measurement: {"kind", "size", "seconds"} or {"kind", "value"}.
+All ranks measure at the same time, because in a real run they also share the host's memory and
+cores. For each measurement, rank 0 appends a JSON line to FILE: {"kind", "size", "seconds"} or
+{"kind", "value"}.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ COLLECTIVE_BYTES = (4096, 2**20, 2**25)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 SURE = 512
-"""Matrices up to this side are always measured."""
+"""Square matrices with sides up to this length are always measured."""
 
 LEAST = 0.1
-"""A measurement repeats its operation for at least this many seconds."""
+"""Minimum duration of a measurement in seconds, over all repetitions."""
 
 LONGEST = 1.0
-"""Matrices are measured up to the size that takes this many seconds."""
+"""Larger matrices are skipped once a single product would take longer than this, in seconds."""
 
 DISK_BYTES = 2**27
 
 
 def main(file: Path) -> None:
-    """Measure on all ranks, and write to `file` on rank 0."""
+    """Measure on all ranks. Rank 0 writes the results to `file`."""
     world = init(seed=0)
     for line in _measured(world):
-        # Ranks share cores and memory, so all of them must measure the same thing at a time.
+        # The barrier keeps all ranks at the same measurement, because they share cores and memory.
         world.barrier()
         if world.is_main:
             with file.open("a") as out:
@@ -63,7 +63,8 @@ def _measured(world: World) -> Iterator[dict[str, Any]]:
         for side in MATMUL_SIDES:
             seconds = _matmul(side, dtype, device)
             yield {"kind": f"matmul_{name}", "size": 2.0 * side**3, "seconds": seconds}
-            # The next side takes 8 times as long. `any` makes all ranks stop at the same size.
+            # A product with the next side takes 8 times as long. `any` makes all ranks stop at the
+            # same size.
             if side >= SURE and world.any(seconds > LONGEST / 8):
                 break
     for megabytes in MEMORY_MB:
@@ -78,9 +79,9 @@ def _measured(world: World) -> Iterator[dict[str, Any]]:
 
 
 def _timed(work: Callable[[], object], device: torch.device, least: float = LEAST) -> float:
-    """Return the shortest time of `work`, repeated for `least` seconds and at least three times.
+    """Return the shortest time of `work` over at least `least` seconds and three repetitions.
 
-    Other load on the machine can only make it longer.
+    The shortest time is the best estimate, because other load can only slow `work` down.
     """
     work()
     times: list[float] = []
@@ -99,8 +100,8 @@ def _wait(device: torch.device) -> None:
 
 
 def _launch(device: torch.device) -> float:
-    """Return the seconds that the host needs to launch an operation."""
-    # One element: the kernel itself takes no time.
+    """Return the time in seconds that the host needs to launch an operation."""
+    # With a single element, the kernel itself takes practically no time.
     small = torch.ones(1, device=device)
 
     def many() -> None:
@@ -112,20 +113,20 @@ def _launch(device: torch.device) -> float:
 
 def _matmul(side: int, dtype: torch.dtype, device: torch.device) -> float:
     left = torch.ones(side, side, dtype=dtype, device=device)
-    # Preallocated: the allocator's time is not the product's.
+    # Preallocate the result, so that the allocator is not part of the measurement.
     out = torch.empty_like(left)
     return _timed(lambda: torch.mm(left, left, out=out), device)
 
 
 def _traffic(numel: int, device: torch.device) -> float:
-    """Return the seconds of an fp32 addition, which reads two tensors and writes one."""
+    """Return the time in seconds of an fp32 addition of two tensors with `numel` elements."""
     left, right = torch.ones(numel, device=device), torch.ones(numel, device=device)
     out = torch.empty_like(left)
     return _timed(lambda: torch.add(left, right, out=out), device)
 
 
 def _all_reduce(world: World, count: int) -> float:
-    """Return the seconds of an all-reduce with the transport that the engine would use."""
+    """Return the seconds of an all-reduce of `count` bytes with the engine's transport."""
     group = world.collectives
     buffer = group.allocate(count // 4, torch.float32, world.device)
 
@@ -135,7 +136,7 @@ def _all_reduce(world: World, count: int) -> float:
         handle.reusable()
 
     times = []
-    for _ in range(8):  # the same number on all ranks, since each one is a collective
+    for _ in range(8):  # the same number on all ranks, because each iteration is a collective
         world.barrier()
         start = time.perf_counter()
         once()
@@ -155,7 +156,7 @@ def _hidden(world: World) -> float:
             torch.mm(left, left)
         _wait(world.device)
 
-    # The minimum over repetitions, since other load can only slow a measurement down.
+    # Take the minimum over repetitions, because other load can only slow a measurement down.
     def elapsed(work: Callable[[], object]) -> float:
         times = []
         for _ in range(5):
@@ -177,14 +178,14 @@ def _hidden(world: World) -> float:
         handle.reusable()
 
     alone, reduced = elapsed(compute), elapsed(reduce)
-    # The time saved by running both at once, relative to the most that could be saved.
+    # The time saved by running both at once, as a fraction of the most that could be saved.
     saved = alone + reduced - elapsed(both)
     return min(1.0, max(0.01, saved / min(alone, reduced)))
 
 
 def _disk() -> float:
-    """Return the seconds to write and sync a file in the working folder, and to read it back."""
-    # Random, because some file systems and disks compress.
+    """Return the seconds to write and sync a file in the working folder and read it back."""
+    # Use random bytes, because some file systems and disks compress data.
     chunk = os.urandom(2**20) * 8
     with tempfile.NamedTemporaryFile(dir=".") as file:
         start = time.perf_counter()

@@ -1,8 +1,8 @@
-"""The catalogue of devices and links, from TOML files in which each value has a source.
+"""Reads the catalogue of devices and links from TOML files. Every value has a source.
 
-A file has any number of sources, devices and links. The package's files are in hardware/. Users add
-files in `$XDG_CONFIG_HOME/shardwise/hardware` or with `--hardware`; their devices and links replace
-those with the same name.
+A file contains any number of sources, devices and links. The package's own files are in hardware/.
+Users can add files in `$XDG_CONFIG_HOME/shardwise/hardware` or with `--hardware`. Their devices and
+links replace those with the same name.
 
     [sources.sheet]
     text = "data sheet"
@@ -50,9 +50,9 @@ SCALES: dict[str, float] = {
     "dollars_high": 1.0,
     "overlap": 1.0,
 }
-"""The numbers of a device, and one unit of each in bytes, FLOP/s, bytes/s, watts or dollars per
-hour. Those of the host are one device's share. `overlap` is the fraction of a collective that does
-not slow down concurrent computation (default 1)."""
+"""The numeric keys of a device, each with the factor that converts its value to bytes, FLOP/s,
+bytes/s, watts or dollars per hour. Host values are the share of one device. `overlap` is the
+fraction of a collective's time that does not slow down concurrent computation (default 1)."""
 
 NEEDED = ("memory_gib", "memory_tb_per_s")
 CURVES = ("matmul", *(f"matmul_{dtype}" for dtype in DTYPES), "memory")
@@ -62,16 +62,17 @@ _LINK_SCALES = {"gb_per_s": 1e9, "latency_us": 1e-6}
 
 @dataclass(frozen=True)
 class Curve:
-    """A quantity by size, as points (size, value) with rising sizes.
+    """A quantity as a function of size, given by points (size, value) with increasing sizes.
 
-    Between two points the value is linear in the logarithm of the size. Outside it is constant.
+    Between two points, the value is linear in the logarithm of the size. Outside the points it is
+    constant.
     """
 
     points: tuple[tuple[float, float], ...]
 
     def at(self, size: float) -> float:
         """Return the value at `size`, in the unit of the points."""
-        # Interpolate in log(size), because measurements double their size from point to point.
+        # Interpolate in log(size), because measured sizes grow geometrically from point to point.
         sizes = [each for each, _ in self.points]
         after = bisect_right(sizes, size)
         if after == 0:
@@ -87,9 +88,19 @@ class Curve:
 class Device:
     """A device of the catalogue.
 
-    `numbers` are in bytes, bytes/s, FLOP/s, watts and dollars per hour, by the names of SCALES.
-    `curves` are fractions of the peak: "matmul" by the GFLOP of an operation, "memory" by the
-    megabytes that it moves. `launch` is the overhead of an operation in seconds.
+    Attributes:
+        name: Name in cluster specs, such as "H100".
+        title: Full name.
+        inside: Name of the link between devices on the same host.
+        between: Name of the link between hosts.
+        per_host: Devices per host.
+        numbers: Values by name (see SCALES), in bytes, bytes/s, FLOP/s, watts or dollars per hour.
+        curves: Efficiency as a fraction of the peak: "matmul" as a function of an operation's
+            GFLOP, "memory" as a function of the megabytes that it moves.
+        launch: Time to launch an operation, in seconds.
+        sources: Source of each value.
+        aliases: Other names of the device.
+        calibrated: True if `shardwise plan --calibrate` measured the device.
     """
 
     name: str
@@ -106,22 +117,25 @@ class Device:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory."""
+        """The size of the device's memory in bytes."""
         return int(self.numbers["memory_gib"])
 
     @property
     def is_assumed(self) -> bool:
-        """Whether its matmul efficiency is assumed, not measured, according to its source."""
+        """Whether the matmul efficiency is an assumption rather than a measurement."""
         source = self.sources.get("matmul")
         return source is not None and source.text.startswith("assumed")
 
     @property
     def bandwidth(self) -> float:
-        """The peak bandwidth of its memory, in bytes/s."""
+        """The peak bandwidth of the device's memory in bytes/s."""
         return self.numbers["memory_tb_per_s"]
 
     def flops(self, dtype: str) -> float:
-        """Return the peak of dense matrix products in FLOP/s. Raises ConfigError if unknown."""
+        """Return the peak rate of dense matrix products in FLOP/s.
+
+        Raises ConfigError if the catalogue has no peak rate for `dtype`.
+        """
         peak = self.numbers.get(f"{dtype}_tflops")
         if peak is None:
             others = ", ".join(each for each in DTYPES if f"{each}_tflops" in self.numbers)
@@ -132,7 +146,7 @@ class Device:
         return peak
 
     def number(self, name: str) -> float | None:
-        """Return the value `name` of SCALES, or None if the catalogue has none."""
+        """Return the value `name` (see SCALES), or None if the catalogue lacks it."""
         return self.numbers.get(name)
 
 
@@ -140,8 +154,8 @@ class Device:
 class NetworkLink:
     """A link between devices.
 
-    `bandwidth` is in bytes/s in one direction per device, as collectives achieve it ("bus
-    bandwidth"). `latency` is the overhead of a message in seconds.
+    `bandwidth` is what collectives achieve per device in one direction ("bus bandwidth"), in
+    bytes/s. `latency` is the overhead per message in seconds.
     """
 
     name: str
@@ -159,12 +173,15 @@ class Catalogue:
     links: Mapping[str, NetworkLink]
 
     def device(self, name: str) -> Device:
-        """Return the device with this name or alias, in any case. Raises ConfigError if unknown."""
+        """Return the device with this name or alias (case-insensitive).
+
+        Raises ConfigError if there is no such device.
+        """
         devices = self.devices.values()
         names = {word.lower(): each for each in devices for word in (each.name, *each.aliases)}
         if (device := names.get(name.lower())) is not None:
             return device
-        # Names and aliases compare in lower case, and the hint shows the real name.
+        # Compare in lower case, but suggest the name as the catalogue spells it.
         near = difflib.get_close_matches(name.lower(), names, n=1)
         hint = f" Did you mean {names[near[0]].name}?" if near else ""
         raise ConfigError(
@@ -183,16 +200,16 @@ class Catalogue:
 
 
 def user_folder() -> Path:
-    """Return the folder of the user's own files: `$XDG_CONFIG_HOME/shardwise/hardware`."""
+    """Return the folder of the user's files: `$XDG_CONFIG_HOME/shardwise/hardware`."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "shardwise" / "hardware"
 
 
 def read_catalogue(added: Iterable[Path | str] = (), *, user: bool = True) -> Catalogue:
-    """Read the catalogue of the package, then of the user's folder, then the `added` paths.
+    """Read the package's catalogue, then the user's folder (if `user`), then the paths in `added`.
 
-    Later devices and links replace earlier ones with the same name. Raises ConfigError with the
-    first error.
+    Later devices and links replace earlier ones with the same name. Raises ConfigError at the first
+    invalid entry.
     """
     devices: dict[str, Device] = {}
     links: dict[str, NetworkLink] = {}
@@ -219,7 +236,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def read_file(file: Path) -> Catalogue:
-    """Read the devices and links of one file. Raises ConfigError with the first error in it."""
+    """Read the devices and links of one file. Raises ConfigError at the first invalid entry."""
     reading = _Reading(file)
     tree = reading.tree(("device", "link"))
     devices = {name: reading.device(entry, name) for name, entry in reading.tables(tree, "device")}
@@ -228,7 +245,7 @@ def read_file(file: Path) -> Catalogue:
 
 
 class _Reading(SourcedFile):
-    """Reads the tables of one file of the catalogue."""
+    """Reads the tables of one catalogue file."""
 
     def curve(self, entry: Any, where: str) -> tuple[Curve, Source]:
         value, source = self.sourced(entry, where)
@@ -252,7 +269,7 @@ class _Reading(SourcedFile):
             raise self.wrong(f"{where} needs a peak, such as bf16_tflops.")
         numbers = {key: self.number(entry[key], f"{where} {key}") for key in SCALES if key in entry}
         per_host, aliases = entry.get("per_host", 8), entry.get("aliases", [])
-        # bool is a subclass of int: `per_host = true` must not count as 1.
+        # bool is a subclass of int, but `per_host = true` must not count as 1.
         if isinstance(per_host, bool) or not isinstance(per_host, int) or per_host < 1:
             raise self.wrong(f"{where} per_host must be a whole number of devices, 1 or more.")
         if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):
@@ -274,7 +291,7 @@ class _Reading(SourcedFile):
     def efficiency(
         self, entry: Mapping[str, Any], device: str
     ) -> tuple[dict[str, Curve], float, dict[str, Source]]:
-        """Return the curves of a device, its launch overhead in seconds, and their sources."""
+        """Return a device's efficiency curves, its launch time in seconds, and their sources."""
         where = f"{device[:-1]}.efficiency]"
         self.only(entry, (*CURVES, "launch_us"), where)
         for key in ("matmul", "memory", "launch_us"):

@@ -1,4 +1,4 @@
-"""A placement of a training on a cluster, and the estimated time of its step."""
+"""Candidate configurations of a run on a cluster, and the estimated time of their steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shardwise.layout.placement import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A placement of the states, and a split of batch and model over devices.
+    """A candidate configuration: the placement of the states, and the mesh of devices.
 
-    It uses `data` x `tensor` x `pipeline` devices. Each of `data` replicas runs `micro_batches`
-    backwards of `micro_batch` samples per step.
+    It uses `data` x `tensor` x `pipeline` devices. In each step, each of the `data` replicas runs
+    `micro_batches` backward passes of `micro_batch` samples.
     """
 
     row: Placement
@@ -25,22 +25,22 @@ class Choice:
     schedule: str = "1f1b"
     bucket_mb: float = 25.0
     in_rows: bool = False
-    """Whether micro-batches are parts of the rows given to engine.forward_backward, rather than
-    batches of the Loader."""
+    """Whether engine.forward_backward splits the rows it receives into micro-batches. If False,
+    each batch of the Loader is one micro-batch."""
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """The number of devices in the mesh."""
         return self.data * self.tensor * self.pipeline
 
     @property
     def stages_per_rank(self) -> int:
-        """The pipeline stages per rank if `--stages` is not given."""
+        """The default number of pipeline stages per rank, used without `--stages`."""
         return 2 if self.schedule == "interleaved" else 1
 
     @property
     def samples(self) -> int:
-        """The samples of a step, over all replicas."""
+        """The number of samples per step, across all replicas."""
         return self.data * self.micro_batch * self.micro_batches
 
 
@@ -48,12 +48,12 @@ class Choice:
 class Estimate:
     """The estimated time of a step.
 
-    `parts` are its seconds by kind ("matrix products", "waits for gradients", ...). `error` is the
-    error band as a fraction (0.2 is ±20 %).
+    `parts` breaks it down in seconds by kind ("matrix products", "waits for gradients", ...).
+    `error` is the error band as a fraction (0.2 means ±20 %).
     """
 
     seconds: float
     error: float
     parts: dict[str, float] = field(default_factory=dict)
     per_rank: tuple[dict[str, float], ...] = ()
-    """The same parts for the ranks of each pipeline stage. Without a pipeline it has one entry."""
+    """The same breakdown for each rank of the pipeline (one entry without a pipeline)."""

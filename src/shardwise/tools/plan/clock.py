@@ -1,10 +1,10 @@
 """Predicts how long a step of an observed script takes with a given placement.
 
-The operations of the record become the work of units in the order of forward. Operations before the
-first unit and after the last one count as two more units. Pipeline stages are split as the engine
-splits them. Tensor parallelism divides matrix products, and the traffic of tensors that are larger
-than a unit's output. The output itself is summed twice in forward and twice in backward, as in
-Megatron-LM (Shoeybi et al., 2019).
+The recorded operations are assigned to units, in the order of the forward pass. Operations before
+the first unit and after the last one form two extra units. Layers are split into pipeline stages as
+in the engine. Tensor parallelism divides the work of matrix products, and the memory traffic of
+tensors that are larger than a unit's output. The output itself is all-reduced twice in the forward
+pass and twice in the backward pass, as in Megatron-LM (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from shardwise.tools.plan.stage_records import part_of, stage_layers
 from shardwise.tools.plan.stages import Bytes, UnitWork, step_times
 
 CALIBRATED, CATALOGUE, ASSUMED = 0.55, 0.20, 0.40
-"""The error band of an estimate. CALIBRATED is for a measured machine, rounded up from 52.9 %, the
-largest error of a step time in docs/plan_accuracy.md, so that table is no independent check of it.
-CATALOGUE is for a device whose efficiency others measured, ASSUMED for an assumed efficiency."""
+"""Error bands of an estimate, as fractions. CALIBRATED applies to a machine measured with
+--calibrate. It is rounded up from 52.9 %, the largest step-time error in docs/plan_accuracy.md, so
+that table does not check it independently. CATALOGUE applies to devices with a published measured
+efficiency, ASSUMED to devices with an assumed one."""
 
 BEFORE, AFTER = -2, -1
-"""The numbers of the operations outside of units: before the first unit, and after it."""
+"""Numbers of the two extra units, for operations before the first unit and after it."""
 
 PEAKS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def step_estimate(record: StepRecord, choice: Choice, cluster: Cluster) -> Estimate:
-    """Return the time of one step of `choice`.
+    """Return the estimated time of one step with `choice`.
 
-    `record` is one micro-batch of the choice's size and activations. Raises ConfigError if the
-    catalogue lacks a number for it.
+    `record` is a micro-batch of the size and with the recomputation that `choice` specifies. Raises
+    ConfigError if the catalogue lacks a value that the estimate needs.
     """
     run = parallelism_of(choice)
     parts = [record]
     if run.pipeline > 1:
         rows = stage_layers(record, run.pipeline * run.stages_per_rank)
         parts = [part_of(record, layers) for layers in rows]
-    # The boundary carries the largest output of any unit, split among the tensor ranks that send
-    # it.
+    # Between stages, the largest output of any unit is sent. Each tensor rank sends its share.
     stages = [unit_works(part, run, cluster) for part in parts]
     boundary = max(_outputs(record).values(), default=0) / run.tensor
     times = step_times(stages, boundary, run, cluster, bytes_of(record, choice.bucket_mb))
-    # Waits are part of each rank's time, so all ranks take equally long up to rounding.
+    # Each rank's time includes its waits, so the totals differ only by rounding.
     slowest = max(times, key=lambda each: sum(each.by_kind.values()))
     band = ASSUMED if cluster.device.is_assumed else CATALOGUE
     return Estimate(
@@ -61,7 +61,7 @@ def step_estimate(record: StepRecord, choice: Choice, cluster: Cluster) -> Estim
 
 
 def parallelism_of(choice: Choice) -> Parallelism:
-    """Return the axes of a choice, in the engine's order."""
+    """Return the mesh and micro-batches of a candidate as a `Parallelism`."""
     return Parallelism(
         data=choice.data,
         tensor=choice.tensor,
@@ -75,15 +75,15 @@ def parallelism_of(choice: Choice) -> Parallelism:
 
 
 def bytes_of(record: StepRecord, bucket_mb: float) -> Bytes:
-    """Return the bytes per element, from the parameters of a record.
+    """Return the bytes moved per element, derived from the record's parameters.
 
-    16-bit gradients are reduced in fp32, and have fp32 masters. An update reads the gradient twice
-    (for its norm too), clears it, and reads and writes each state. A 16-bit parameter is written in
-    addition to its master.
+    16-bit parameters have fp32 masters, and their gradients are reduced in fp32. An update reads
+    the gradient twice (once for its norm), clears it, and reads and writes each state. For 16-bit
+    parameters it also writes the parameter itself.
     """
     trained = [each for each in record.parameters if each.group >= 0]
     elements = sum(each.numel for each in trained) or 1
-    # The mean over all parameters, which may have several dtypes.
+    # Parameters may have different dtypes, so use the mean size of an element.
     stored = sum(each.nbytes for each in trained) / elements
     master = max(4.0, stored)
     moments = sum(each.numel * len(record.groups[each.group].moments) for each in trained)
@@ -99,23 +99,23 @@ def bytes_of(record: StepRecord, bucket_mb: float) -> Bytes:
 
 
 def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[UnitWork]:
-    """Return the work of each unit for one micro-batch on one device, in the order of forward."""
+    """Return the work of each unit for one micro-batch on one device, in forward order."""
     placed = _placed(record)
-    # Units in the order of forward, then units that only backward uses, and unused ones.
+    # Units in forward order, then units that only the backward pass uses, then unused units.
     used = [use.unit for use in record.uses if use.phase == "forward"]
     used += [unit for unit, _ in placed] + [each.unit for each in record.parameters]
     order = [BEFORE, *dict.fromkeys(unit for unit in used if unit >= 0), AFTER]
     outputs = _outputs(record)
-    # Elements, not bytes: `Bytes` has the sizes by purpose.
+    # Numbers of elements, because the bytes per element depend on the purpose (see `Bytes`).
     held, trained = _parameters(record)
     group = run.tensor_group(cluster)
-    # The record of a tensor-parallel part is already split.
+    # A record made with tensor ranks already contains one rank's part only.
     parts = run.tensor // record.tensor
     works = []
     for unit in order:
         split = unit >= 0 and run.tensor > 1
         output = outputs.get(unit, 0)
-        # Two all-reduces per pass: after attention and after the feed-forward of a layer.
+        # Two all-reduces per pass and layer: after attention and after the feed-forward block.
         shared = 2 * all_reduce_seconds(output, group) if split else 0.0
         forward, backward = (
             busy(_divided(placed[unit, phase], parts if split else 1, output), cluster.device)
@@ -136,35 +136,35 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
 
 
 def _placed(record: StepRecord) -> dict[tuple[int, str], list[Operation]]:
-    """Return the operations by unit and phase. Those outside of units are BEFORE or AFTER."""
+    """Return the operations by unit and phase. Operations outside units get BEFORE or AFTER."""
     inside = [number for number, each in enumerate(record.operations) if each.unit >= 0]
     first, last = (inside[0], inside[-1]) if inside else (0, -1)
     placed: dict[tuple[int, str], list[Operation]] = defaultdict(list)
     for number, each in enumerate(record.operations):
         unit = each.unit
+        # Operations after the last unit belong to BEFORE, because they are the backward pass of
+        # the operations before the first unit. Operations between two units count as AFTER.
         if unit < 0:
             unit = BEFORE if number < first or number > last else AFTER
-        # Operations between units have no unit. They count as AFTER, except before the first unit
-        # and after the last.
         placed[unit, each.phase].append(each)
     return placed
 
 
 def _outputs(record: StepRecord) -> dict[int, int]:
-    """Return the bytes of each unit's output, taken as the last tensor that its forward made."""
+    """Return each unit's output size in bytes: the size of the forward pass's last new tensor."""
     outputs: dict[int, int] = {}
     for each in record.tensors:
         if each.unit >= 0 and 0 <= each.born < record.backward:
-            # In order of birth, so the last tensor of the unit's forward remains.
+            # Tensors are in order of creation, so the last one of the forward pass remains.
             outputs[each.unit] = each.nbytes
     return outputs
 
 
 def _parameters(record: StepRecord) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the elements of each unit's parameters: all of them, and those that are trained.
+    """Return the number of parameter elements per unit, and how many of them are trained.
 
-    A parameter outside of units whose gradient is complete after all units belongs to the start of
-    forward (an embedding).
+    A parameter outside units belongs to BEFORE (for example an embedding) if its gradient is
+    complete only after the backward pass of all units, and to AFTER otherwise.
     """
     inside = [n for n, each in enumerate(record.operations) if each.unit >= 0]
     last = inside[-1] if inside else -1
@@ -180,12 +180,13 @@ def _parameters(record: StepRecord) -> tuple[dict[int, float], dict[int, float]]
 
 
 def _divided(operations: Iterable[Operation], tensor: int, output: int) -> list[Work]:
-    """Return the work of operations on one of `tensor` devices. Views take no time."""
+    """Return the work of operations on one of `tensor` devices, without views (they are free)."""
     works = []
     for each in operations:
         if not each.flops and not each.bytes:
             continue
-        # Every tensor rank has a unit's output whole (norms, residuals). Larger tensors are split.
+        # Every tensor rank holds a unit's full output (for norms and residuals). Larger tensors are
+        # split between the tensor ranks.
         wide = max(map(math.prod, each.shapes), default=0) * ITEM.get(each.dtype, 4) > output
         part = tensor if each.flops or wide else 1
         works.append(Work(each.flops / part, each.bytes / part, peak_of(each.dtype)))
@@ -196,5 +197,5 @@ ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def peak_of(dtype: str) -> str:
-    """Return the catalogue's name of the peak for a torch dtype, or "fp32" if it has none."""
+    """Return the catalogue's name for a torch dtype's peak rate (default: "fp32")."""
     return "fp8" if dtype.startswith("float8") else PEAKS.get(dtype, "fp32")

@@ -1,4 +1,4 @@
-"""Clusters as text ("8xH100", "4x8xH100", "here"): hosts, devices, and their links."""
+"""Parses cluster specs such as `8xH100`, `4x8xH100` or `here` into hosts, devices and links."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardwise.errors import ConfigError
 from shardwise.tools.plan.catalogue import Catalogue, Device, NetworkLink
 
 HERE = "here"
-"""The catalogue's name of this machine, after `shardwise plan --calibrate` has measured it."""
+"""The catalogue's name for this machine. `shardwise plan --calibrate` adds it."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts with devices of one kind, and the links inside a host and between hosts."""
+    """Hosts with identical devices, and the links inside a host and between hosts."""
 
     hosts: int
     per_host: int
@@ -24,11 +24,11 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """The total number of devices."""
         return self.hosts * self.per_host
 
     def part(self, devices: int) -> Cluster:
-        """Return the smallest cluster of the same hosts with `devices` devices."""
+        """Return the smallest part of this cluster that has at least `devices` devices."""
         if devices <= self.per_host:
             return Cluster(1, devices, self.device, self.inside, self.between)
         hosts = -(-devices // self.per_host)
@@ -40,10 +40,11 @@ class Cluster:
 
 
 def parse_cluster(text: str, catalogue: Catalogue) -> Cluster:
-    """Parse a cluster: DEVICE, NxDEVICE, HOSTSxNxDEVICE, here or Nxhere.
+    """Parse a cluster spec: `DEVICE`, `NxDEVICE`, `HOSTSxNxDEVICE`, `here` or `Nxhere`.
 
-    With one number, devices fill hosts of the catalogue's size: 16xH100 is two hosts of 8. Raises
-    ConfigError for any other text, an unknown device, or hosts that would not be full.
+    If the number of hosts is omitted, it follows from the catalogue's devices per host: `16xH100`
+    is two hosts of 8. Raises ConfigError for an invalid spec, an unknown device, or a number of
+    devices that does not fill its hosts.
     """
     counts, name = _counts(text)
     if name.lower() == HERE and HERE not in catalogue.devices:
@@ -65,7 +66,8 @@ def parse_cluster(text: str, catalogue: Catalogue) -> Cluster:
 def _here(text: str, counts: list[int], catalogue: Catalogue) -> Cluster:
     """Return this machine as measured with the given number of ranks (default 1)."""
     ranks = counts[0] if counts else 1
-    # Ranks share cores, memory and links, so figures for n ranks say nothing about another number.
+    # Ranks share cores, memory and links, so measurements with n ranks cannot be scaled to a
+    # different number of ranks.
     measured = [n for n in range(1, 257) if name_here(n) in catalogue.devices]
     if len(counts) == 2 or ranks not in measured:
         listed = ", ".join(f"{n}x{HERE}" for n in measured)
@@ -76,7 +78,7 @@ def _here(text: str, counts: list[int], catalogue: Catalogue) -> Cluster:
 
 
 def name_here(ranks: int) -> str:
-    """Return the catalogue's name of this machine as measured with `ranks` concurrent ranks."""
+    """Return the catalogue's name for this machine, measured with `ranks` concurrent ranks."""
     return HERE if ranks == 1 else f"{HERE}-{ranks}"
 
 
@@ -94,7 +96,7 @@ def _counts(text: str) -> tuple[list[int], str]:
 
 
 def _filled(text: str, total: int, device: Device) -> tuple[int, int]:
-    """Return the number of hosts, and of devices per host, for `total` devices."""
+    """Return the number of hosts and the devices per host, for `total` devices."""
     if total <= device.per_host:
         return 1, total
     if total % device.per_host:

@@ -1,11 +1,11 @@
-"""Times of collectives over the links of a cluster.
+"""Predicts how long collectives take over the links of a cluster.
 
-A ring of n ranks moves (n-1)/n of the bytes over each link for a reduce-scatter or an all-gather,
-and twice that for an all-reduce, in n-1 hops (Patarasuk and Yuan, 2009). If a group has several
-ranks on each of several hosts, the part within a host uses the fast link. The hosts then exchange
-one slice per rank, all at once over their network cards. NCCL and this package's transports use the
-same hierarchical form. A tree has fewer hops and as many bytes, and is used if it is faster, as in
-NCCL.
+For a reduce-scatter or an all-gather, a ring of n ranks moves (n-1)/n of the bytes over each link,
+in n-1 hops. An all-reduce takes twice as much (Patarasuk and Yuan, 2009). If a group has several
+ranks on each of several hosts, the collective first runs within each host over the fast link. Each
+rank then exchanges one slice with other hosts, and all ranks do so at once over their own network
+cards. NCCL and this package's transports use the same hierarchy. A tree has fewer hops for the same
+number of bytes, and is used if it is faster, as in NCCL.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardwise.tools.plan.cluster import Cluster
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a collective: `inside` of them on each of `hosts` hosts.
+    """The ranks of a collective: `inside` ranks on each of `hosts` hosts.
 
-    Other groups may use the links of the same hosts at the same time. Links are per device, so the
-    groups do not slow each other down.
+    Other groups on the same hosts may communicate at the same time. Every device has its own link,
+    so the groups do not slow each other down.
     """
 
     inside: int
@@ -32,37 +32,38 @@ class Group:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """The number of ranks in the group."""
         return self.inside * self.hosts
 
 
 def group_of(cluster: Cluster, ranks: int, stride: int) -> Group:
-    """Return the group of `ranks` ranks that are `stride` apart.
+    """Return a group of `ranks` ranks whose numbers are `stride` apart.
 
-    Ranks fill hosts in order. So the ranks of a tensor group (stride 1) are neighbours, and the
-    ranks of a data group are one replica apart.
+    Ranks are assigned to hosts in order. The ranks of a tensor group (stride 1) are therefore
+    adjacent, and the ranks of a data group are one replica apart.
     """
-    # With a stride above the host's size every rank of the group is on its own host.
+    # If the stride exceeds the number of devices per host, each rank is on a different host.
     inside = max(1, min(ranks, cluster.per_host // stride))
     return Group(inside, -(-ranks // inside), cluster.inside, cluster.between)
 
 
 def reduce_scatter_seconds(count: float, group: Group) -> float:
-    """Return the seconds to reduce `count` bytes in total to one shard per rank."""
+    """Return the time in seconds to reduce-scatter a buffer of `count` bytes."""
     if group.ranks == 1 or not count:
         return 0.0
-    # Inside each host first. Then each rank exchanges its slice with the ranks that hold the same
-    # slice on other hosts.
+    # First reduce within each host. Then each rank exchanges its slice with the ranks on other
+    # hosts that hold the same slice.
     near = _ring(count, group.inside, group.near)
     return near + _ring(count / group.inside, group.hosts, group.far)
 
 
 all_gather_seconds = reduce_scatter_seconds
-"""Seconds to gather `count` bytes in total on each rank: the same transfers in reverse."""
+"""Return the time in seconds to all-gather a buffer of `count` bytes. An all-gather makes the same
+transfers as a reduce-scatter, in reverse."""
 
 
 def all_reduce_seconds(count: float, group: Group) -> float:
-    """Return the seconds to sum `count` bytes on each rank, by a ring or a faster tree."""
+    """Return the time in seconds to all-reduce `count` bytes, with a ring or a tree if faster."""
     if group.ranks == 1 or not count:
         return 0.0
     # A ring all-reduce is a reduce-scatter followed by an all-gather.
@@ -72,7 +73,7 @@ def all_reduce_seconds(count: float, group: Group) -> float:
 
 
 def send_seconds(count: float, link: NetworkLink) -> float:
-    """Return the seconds to send `count` bytes to one other rank."""
+    """Return the time in seconds to send `count` bytes to one other rank."""
     return link.latency + count / link.bandwidth if count else 0.0
 
 

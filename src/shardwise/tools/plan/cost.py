@@ -1,4 +1,4 @@
-"""The total cost of a training: days, dollars and kilowatt-hours."""
+"""Computes the total cost of a run in days, dollars and kilowatt-hours."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ DAY, HOUR = 86400.0, 3600.0
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a training.
+    """The cost of a run.
 
-    `days` and dollars have a band from `low` to `high`. Dollars use the catalogue's lowest and
-    highest price per hour, and are None if it has no price. `kwh` is devices and hosts at full
-    power, without cooling and network, or None if the catalogue does not know the power.
+    Days and dollars have a lower and an upper bound. Dollars are based on the catalogue's lowest
+    and highest price per hour, and are None if it has no price. `kwh` assumes that devices and
+    hosts run at full power, and excludes cooling and network. It is None if the catalogue has no
+    power figure.
     """
 
     days: float
@@ -29,7 +30,7 @@ class Cost:
 
     @property
     def dollars(self) -> float | None:
-        """The mean of both prices."""
+        """The mean of the lower and upper bound in dollars, or None without a price."""
         if self.dollars_low is None or self.dollars_high is None:
             return None
         return (self.dollars_low + self.dollars_high) / 2
@@ -40,10 +41,10 @@ def cost_of(
 ) -> Cost:
     """Return the cost of `steps` steps of `seconds` each.
 
-    They run on `devices` devices of `cluster`, or on all if that is None. Hosts are rented whole.
-    `error` is the error band of the estimate, as a fraction.
+    The steps run on `devices` devices of `cluster`, or on all of them if `devices` is None. `error`
+    is the error band of `seconds`, as a fraction.
     """
-    # Idle devices of a rented host are paid for, too.
+    # Hosts are rented as a unit, so idle devices on a rented host cost money too.
     rented = cluster if devices is None else cluster.part(devices)
     device = rented.device
     total = seconds * steps
@@ -52,7 +53,7 @@ def cost_of(
     watts, host = device.number("watts"), device.number("host_watts")
     kwh = None
     if watts is not None:
-        # `host_watts` is one host without its devices.
+        # `host_watts` excludes the devices of the host.
         draw = rented.devices * watts + (rented.hosts * host if host else 0.0)
         kwh = draw / 1e3 * total / HOUR
     return Cost(
@@ -66,9 +67,9 @@ def cost_of(
 
 
 def is_within(cost: Cost, days: float | None, dollars: float | None) -> bool:
-    """Return whether `cost` is within `days` and `dollars`, by the middle of its bands.
+    """Return whether the midpoint estimates of `cost` are within `days` and `dollars`.
 
-    An unknown price counts as within the budget.
+    A limit of None is no limit. An unknown price counts as within the budget.
     """
     if days is not None and cost.days > days:
         return False
@@ -79,9 +80,9 @@ Item = TypeVar("Item")
 
 
 def frontier(items: Iterable[tuple[float, float, Item]]) -> list[tuple[float, float, Item]]:
-    """Return the items (days, dollars, item) that no other item beats in both, by rising days."""
+    """Return the Pareto frontier of items (days, dollars, item), sorted by days."""
     best: list[tuple[float, float, Item]] = []
-    # By rising days, an item is on the frontier if it costs less than all before it.
+    # In order of days, an item is on the frontier if it costs less than all items before it.
     for days, dollars, item in sorted(items, key=lambda each: each[:2]):
         if not best or dollars < best[-1][1]:
             best.append((days, dollars, item))

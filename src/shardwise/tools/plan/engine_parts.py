@@ -1,7 +1,8 @@
-"""Notes the parts of an engine before any forward: its units, parameter groups and parameters.
+"""Collects an engine's units, parameter groups and parameters before its first forward pass.
 
-It also splits a model into the part of the first of several tensor-parallel ranks, by the engine's
-own rules and trials. The other ranks do not exist: their collectives only return shapes.
+It also reduces a model to the part of the first tensor-parallel rank, with the engine's own rules
+and tests. The other ranks do not exist: collectives with them only return tensors of the correct
+shape.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from shardwise.tools.plan.record import GroupRecord, LayerRecord, ParameterRecor
 
 @dataclass(eq=False)
 class ObservedParameter:
-    """A parameter, and the operation after which its gradient was complete."""
+    """A parameter with its unit, group and layer.
+
+    `arrived` is the index of the operation that completed its gradient, or -1 without a gradient.
+    """
 
     named: NamedParameter
     unit: int
@@ -38,9 +42,9 @@ class ObservedParameter:
 
 @dataclass(frozen=True)
 class SpecNotes:
-    """The parts of an engine: units, groups, parameters.
+    """The names of an engine's units, its parameter groups and its parameters.
 
-    `modules` maps the modules that are units to their numbers.
+    `modules` maps each module that is a unit to the unit's number.
     """
 
     units: list[str]
@@ -52,8 +56,11 @@ class SpecNotes:
 def note_spec(
     spec: EngineSpec, number: int, first_unit: int = 0, first_group: int = 0
 ) -> SpecNotes:
-    """Return the notes on engine `number`. Units and groups are counted from the given numbers."""
-    # Everything here uses the engine's own functions, so that a plan cannot drift away from it.
+    """Return the units, groups and parameters of engine `number`.
+
+    Units and groups are numbered from `first_unit` and `first_group`.
+    """
+    # Use the engine's own functions throughout, so that plans cannot deviate from the engine.
     located = spec.located()
     sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     groups, owners = _groups_of(spec, number)
@@ -75,15 +82,15 @@ def note_spec(
 def note_layers(
     spec: EngineSpec, parameters: Sequence[ObservedParameter]
 ) -> tuple[list[LayerRecord], dict[nn.Module, int]]:
-    """Return the layers of the first model, and the number of each layer's module.
+    """Return the layers of the first model, and a map from their modules to their numbers.
 
-    Also sets the layer of each parameter. A shared parameter belongs to its first layer.
+    Also sets `layer` of each of `parameters`. A shared parameter belongs to its first layer.
     """
     model, names = spec.models[0], spec.settings.units
     layers, _, outside = partition.find_layers(model, names)
     trains = partition.adds_parameters(layers)
     owners = dict(outside)
-    # In reverse, so that the first layer with a parameter wins.
+    # Iterate in reverse, so that the first layer with a shared parameter overwrites later ones.
     for number, layer in reversed(list(enumerate(layers))):
         owners |= dict.fromkeys(layer.module.parameters(), number)
     for each in parameters:
@@ -93,7 +100,7 @@ def note_layers(
 
 
 def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[nn.Parameter, int]]:
-    """Return the parameter groups, and the number of the group that trains each parameter."""
+    """Return the parameter groups, and a map from each parameter to the number of its group."""
     kinds = OptimizerKinds()
     groups: list[GroupRecord] = []
     owners: dict[nn.Parameter, int] = {}
@@ -102,7 +109,8 @@ def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[n
         for index, options in enumerate(optimizer.param_groups):
             if not options["params"]:
                 continue
-            # An optimizer that cannot be copied gets whole tensors: it is not separable.
+            # The optimizer is not copied (is_copied=False), so one of unknown kind counts as not
+            # separable and receives full tensors.
             kind = kinds.of(optimizer, options, device, is_copied=False)
             dtype = options["params"][0].dtype
             master = torch.float32 if dtype in precision.NARROW else dtype
@@ -110,7 +118,7 @@ def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[n
             groups.append(
                 GroupRecord(
                     optimizer=type(optimizer).__name__,
-                    # Two engines never share a bucket, so their groups must not look equal.
+                    # Engines never share a bucket, so their groups need distinct numbers.
                     number=engine * 1000 + number,
                     index=index,
                     moments=tuple(sorted(kind.tensor_keys)),
@@ -125,7 +133,7 @@ def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[n
 
 
 def recorded(each: ObservedParameter) -> ParameterRecord:
-    """Convert an observed parameter to its record."""
+    """Return the record of an observed parameter."""
     named = each.named
     return ParameterRecord(
         name=named.name,
@@ -141,11 +149,11 @@ def recorded(each: ObservedParameter) -> ParameterRecord:
 
 
 def replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Replace parameters of `module`, whether registered or in a list (as RNNs keep one)."""
+    """Replace the parameters of `module` as mapped by `replaced`, including those in lists."""
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter in replaced:
             module._parameters[key] = replaced[parameter]
-    # RNNs keep their weights in a list as well, and read them from there.
+    # RNN modules also store their weights in a list, and read them from it.
     for key, value in vars(module).items():
         if isinstance(value, list) and any(isinstance(each, nn.Parameter) for each in value):
             vars(module)[key] = [
@@ -155,19 +163,20 @@ def replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter])
 
 
 class AbsentRanks(Solo):
-    """A group of `size` ranks of which only the first exists."""
+    """A stand-in for a group of `size` ranks. Only the first rank exists."""
 
     def __init__(self, size: int) -> None:
-        # A group of one rank, whose collectives return their input: shapes are right, and no other
-        # process is needed.
+        # Collectives of Solo, a group of one rank, return their input. So shapes are correct, and
+        # no other process is needed.
         super().__init__()
         self.size = size
 
 
 def split_first_part(spec: EngineSpec, plan: Mapping[str, Any] | None, parts: int) -> EngineSpec:
-    """Return `spec` with its models reduced to the first of `parts` tensor-parallel parts.
+    """Return `spec` with its models reduced to the part of the first of `parts` tensor ranks.
 
-    Raises ModelError if nothing can be split, ConfigError if settings exclude it.
+    Raises ModelError if no layer can be split, and ConfigError if the settings are incompatible
+    with tensor parallelism.
     """
     split = TensorParallelModels(
         AbsentRanks(parts), spec.device, sequence_parallel=spec.settings.sequence_parallel

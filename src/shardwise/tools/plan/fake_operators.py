@@ -1,4 +1,4 @@
-"""Shapes of operators that run on real CPU tensors, but not on fake ones."""
+"""Computes output shapes of operators that support real CPU tensors, but not fake tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the result of `aten._grouped_mm`: products of groups of rows (experts of a mixture).
+    """Return an empty result of `aten._grouped_mm`, which multiplies groups of rows.
 
-    `offs` is the end of each group, shape (groups,). Either side may be divided into groups.
+    Mixture-of-experts layers use it, with one group per expert. `offs` contains the end index of
+    each group, shape (groups,). Either operand may be divided into groups.
     """
     del bias
     groups = [left.shape[0]] if left.ndim == 3 else [right.shape[0]] if right.ndim == 3 else []
@@ -48,11 +49,11 @@ def rnn_layer(
     hidden: int,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output of an LSTM layer in fp32, both states, and the tensor saved for backward.
+    """Return empty results of an fp32 LSTM layer: output, states, and the saved workspace.
 
-    torch's own fake implementation saves nothing. Any real one saves the four gates of each step,
-    and the cell of each step and before the first one. The rest of oneDNN's workspace is not
-    counted, because it depends on this CPU's kernel.
+    torch's own fake implementation saves nothing for the backward pass. Every real implementation
+    saves the four gates and the cell state of each step, and the initial cell state. The rest of
+    oneDNN's workspace is not included, because it depends on the kernel for this CPU.
     """
     del weight0, weight1, weight2, weight3, reverse, sizes, mode, rest
     length, batch, _ = source.shape
@@ -65,4 +66,4 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: grouped_mm,
     aten.mkldnn_rnn_layer.default: rnn_layer,
 }
-"""Functions that return a result of the right shape, by operator."""
+"""Maps operators to functions that return an empty result of the correct shape."""

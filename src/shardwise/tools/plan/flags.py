@@ -1,4 +1,4 @@
-"""The flags of `shardwise plan`, and their checks. Starts without torch."""
+"""Defines and checks the flags of `shardwise plan`. Does not import torch, to start fast."""
 
 import json
 from importlib import import_module
@@ -20,14 +20,18 @@ Will it fit, and how long will it take?   shardwise plan --on 8xH100 train.py --
 shardwise plan [flags] SCRIPT.py [its arguments]     observes one step, without its memory
 """
 EMPTY = "No script given. Example: shardwise plan --on 8xH100 train.py"
-"""The error if there is no script."""
+"""The error message if no script is given."""
 
 MODEL = "shardwise.tools.plan.hf_model"
-"""The module that trains a transformers model from its configuration."""
+"""The module that `--hf` runs: it trains a transformers model from its config.json."""
 
 
 def command() -> Command:
-    """Return the command `plan`. It takes the settings that are not part of a placement."""
+    """Build the `plan` command.
+
+    It has the options of `shardwise run` that are not part of a placement, because `plan` chooses
+    the placement itself.
+    """
     shared = {"words", "module", "precision", "units", "seed", "adopt", "islands"}
     return Command(
         "plan",
@@ -60,7 +64,7 @@ def _plan(
     module: bool,
     **run_settings: Any,
 ) -> int:
-    """Run the command `plan`. `run_settings` are settings of `shardwise run`."""
+    """Run the `plan` command. `run_settings` are the options shared with `shardwise run`."""
     settings = {
         name: command_line.as_text(value)
         for name, value in run_settings.items()
@@ -82,7 +86,7 @@ def _plan(
     _check_outputs(json_file, page)
     if hf is not None:
         _check_configuration(hf)
-        # The remaining words are arguments of that module, such as --batch-size.
+        # The other words become arguments of hf_model, such as --batch-size.
         words, module = (MODEL, str(hf), *words), True
     if not words:
         raise LaunchError(EMPTY)
@@ -93,7 +97,8 @@ def _plan(
         command_line.adopting(adopt, words, module=module)  # raises if adopting is impossible
     command_line.mention_misplaced(words)
     flags = [word for name, value in settings.items() for word in command_line.spelled(name, value)]
-    # Imports torch, so only after all checks: a wrong flag is reported at once.
+    # This imports torch, which is slow. It runs after all checks, so that a wrong flag is reported
+    # immediately.
     target = import_module("shardwise.tools.plan.plan_command")
     script = target.Script(
         (*(["-m"] if module else []), *words), tuple(flags), ",".join(adopt or ())
@@ -114,7 +119,7 @@ def _plan(
 
 
 def _check_outputs(json_file: Path | None, page: str | None) -> None:
-    """Raise LaunchError if the results could not be written. Called before the observation."""
+    """Raise LaunchError if the outputs cannot be written. Called before the script is observed."""
     if json_file is not None and json_file.is_dir():
         raise LaunchError(f"--json {json_file} is a folder: name a file in it.")
     if json_file is not None and not json_file.parent.is_dir():
@@ -129,7 +134,7 @@ def _check_outputs(json_file: Path | None, page: str | None) -> None:
 
 
 def _check_configuration(file: Path) -> None:
-    """Raise LaunchError if `file` is not the configuration of a transformers model."""
+    """Raise LaunchError if `file` is not a config.json of transformers."""
     if not file.is_file():
         raise LaunchError(f"--hf {file}: no such file. --hf takes a config.json of transformers.")
     try:
@@ -150,7 +155,7 @@ def _check_configuration(file: Path) -> None:
 
 
 def _refuse_islands(islands: str) -> None:
-    """Raise LaunchError if the plan is for several islands."""
+    """Raise LaunchError if `--islands` asks for more than one island."""
     if islands == "1":
         return
     raise LaunchError(

@@ -1,6 +1,6 @@
-"""Trains a transformers model from its configuration, on random tokens.
+"""Trains a transformers model, built from its config.json, on random tokens.
 
-`shardwise plan --hf config.json` plans this training. To measure a real run of it:
+`shardwise plan --hf config.json` predicts this script. To measure a real run of it:
 
     shardwise run -n 2 --zero 3 -m shardwise.tools.plan.hf_model config.json --batch-size 8
 """
@@ -22,7 +22,7 @@ KINDS = (
     ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
     ("ForMaskedLM", "AutoModelForMaskedLM"),
 )
-"""The class that builds a model, by the end of its architecture's name (default: the first)."""
+"""Pairs of an architecture's suffix and the auto class that builds it (default: the first)."""
 
 
 def main() -> None:
@@ -30,7 +30,8 @@ def main() -> None:
     args = _arguments()
     world = sw.init(seed=0)
     config, build = _config(args.config)
-    # Without memory until sw.Engine shards it: the model may be larger than one device.
+    # The parameters use no memory until sw.Engine shards them, so the model may be larger than one
+    # device.
     with sw.on_meta():
         model = build(config)
     model.train()
@@ -61,8 +62,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _config(path: Path) -> tuple[Any, Any]:
-    """Return the configuration in a file, and the function that builds its model."""
-    # An optional package, which must not be imported by `shardwise plan` itself.
+    """Return the model configuration in `path`, and the function that builds the model."""
+    # transformers is an optional dependency, so importing this module must not import it.
     transformers: Any = __import__("transformers")
     content = json.loads(path.read_text())
     config = transformers.AutoConfig.for_model(**content)
@@ -72,7 +73,7 @@ def _config(path: Path) -> tuple[Any, Any]:
 
 
 class _Tokens(torch.utils.data.Dataset[Tensor]):
-    """Random sequences, the same on all ranks."""
+    """Random token sequences of shape (length,), identical on all ranks."""
 
     def __init__(self, vocabulary: int, length: int) -> None:
         self._vocabulary = vocabulary
@@ -82,7 +83,7 @@ class _Tokens(torch.utils.data.Dataset[Tensor]):
         return 4096
 
     def __getitem__(self, index: int) -> Tensor:
-        # Seeded by index: every rank that asks for this sequence gets the same one.
+        # The index is the seed, so every rank generates the same sequence for it.
         generator = torch.Generator().manual_seed(index)
         return torch.randint(self._vocabulary, (self._length,), generator=generator)
 

@@ -1,7 +1,7 @@
-"""Computes the bytes of the three states on each rank, from the layout that the engine itself uses.
+"""Computes the size of parameters, gradients and optimizer state on each rank.
 
-Pure arithmetic over a StepRecord. It uses the same buckets, splits and rules as `engine.build`, so
-the result equals `engine.describe()` to the byte.
+It works on a StepRecord without allocating tensors. It uses the same buckets, splits and rules as
+`engine.build`, so the result equals `engine.describe()` to the byte.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class LaidBucket:
-    """A bucket with the dtype, unit and group of its parameters (group None if frozen)."""
+    """A bucket, and the dtype, unit and group of its parameters (`group` is None if frozen)."""
 
     layout: Bucket
     itemsize: int
@@ -33,7 +33,7 @@ class LaidBucket:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole bucket, in the dtype of its parameters."""
+        """The size of the full bucket in bytes, in the dtype of its parameters."""
         return self.layout.numel * self.itemsize
 
     def share(self, rank: int) -> int:
@@ -43,15 +43,16 @@ class LaidBucket:
 
     @property
     def master_size(self) -> int:
-        """The bytes of an element in the dtype of the update."""
+        """The size in bytes of an element in the dtype of the update (fp32 for 16-bit dtypes)."""
         return FP32 if self.dtype in NARROW else self.itemsize
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The buckets of a record under the row `row`, over `ranks` ranks.
+    """The buckets of a record with placement `row` on `ranks` ranks.
 
-    `apart`: devices do not share the host's memory, so the tier `cpu` is separate.
+    `frozen` are buckets of frozen parameters, which exist only if parameters are sharded. `apart`
+    is True if devices have their own memory, so that the tier `cpu` is separate from it.
     """
 
     record: StepRecord
@@ -62,9 +63,9 @@ class StateLayout:
     apart: bool
 
     def bytes_by_state(self, rank: int) -> dict[str, int]:
-        """Return the bytes on `rank` by name of STATES, on any tier, as in `engine.describe()`.
+        """Return the bytes of each state on `rank`, on any tier, as in `engine.describe()`.
 
-        Optimizer state counts as if every optimizer had already created it.
+        Optimizer state is included even before the first step, when optimizers have not created it.
         """
         sizes = zip(*(self.bucket_bytes(bucket, rank) for bucket in self.buckets), strict=True)
         by_state = dict(zip(STATES, map(sum, sizes), strict=True))
@@ -72,33 +73,37 @@ class StateLayout:
         return by_state
 
     def bucket_bytes(self, bucket: LaidBucket, rank: int) -> tuple[int, int, int]:
-        """Return the bytes of one bucket, in the order of STATES."""
+        """Return the bytes of one bucket on `rank`, in the order of STATES."""
         share = bucket.share(rank)
         updated = share if self.row.is_sharded("optimizer") else bucket.layout.numel
         held = share if self.row.is_sharded("parameters") else bucket.layout.numel
-        # Sharded gradients are kept only for the shard that this rank updates.
+        # If gradients are sharded, a rank stores only the gradients of the shard that it updates.
         kept = updated if self.row.is_sharded("gradients") else bucket.layout.numel
-        # Gradients on a disk are summed there, so they are kept in fp32.
+        # Gradients on a disk are accumulated there, so they are stored in fp32.
         on_disk = self.row.tier("gradients").kind == "nvme" and self.row.is_sharded("gradients")
         wide = on_disk and bucket.dtype in NARROW
         assert bucket.group is not None
         mastered = self._has_master(bucket)
         size = bucket.master_size if mastered else bucket.itemsize
-        # The master belongs to the optimizer state.
+        # The master counts as optimizer state.
         optimizer = updated * size * (len(bucket.group.moments) + mastered)
         return held * bucket.itemsize, kept * (FP32 if wide else bucket.itemsize), optimizer
 
     def _has_master(self, bucket: LaidBucket) -> bool:
-        """Return whether the update works on a copy: wider, or in other memory than the model."""
+        """Return whether the update needs a master copy of the parameters.
+
+        It does if the parameters are 16-bit, or if only one of parameters and optimizer state is
+        offloaded.
+        """
         optimizer, parameters = self.row.tier("optimizer"), self.row.tier("parameters")
         away = [self.apart and tier.kind != "device" for tier in (optimizer, parameters)]
         return bucket.dtype in NARROW or away[0] != away[1]
 
     def staging_bytes(self, rank: int) -> int:
-        """Return the bytes of the memory through which a disk's states of `rank` are accessed.
+        """Return the bytes of the buffers through which `rank` accesses states on disk.
 
-        For each state tensor in use at once it holds three spans, plus a spare one
-        (storage_factory).
+        There are three span buffers for each state tensor that is in use at once, and one spare
+        buffer (see storage_factory).
         """
         return sum(self._staging(state, rank) for state in STATES)
 
@@ -106,7 +111,7 @@ class StateLayout:
         if self.row.tier(state).kind != "nvme":
             return 0
         lengths = [each.share(rank) for each in self.buckets]
-        # A span in memory holds one tensor of state, in the dtype of the update.
+        # A span buffer holds part of one state tensor, in the dtype of the update.
         sizes = [
             each.master_size if state != "parameters" else each.itemsize for each in self.buckets
         ]
@@ -121,13 +126,13 @@ class StateLayout:
         longest = max(
             (min(n, SPAN) * size for n, size in zip(lengths, sizes, strict=True)), default=0
         )
-        # Never more buffers than there are spans.
+        # There are never more buffers than spans.
         return min(3 * max([1, *kept]) + 1, records) * longest
 
     @property
     def unlaid_bytes(self) -> int:
-        """Bytes of frozen parameters outside of buckets, which are whole on every rank."""
-        # Frozen parameters are in buckets only if they are gathered like the others.
+        """Bytes of frozen parameters outside buckets. Every rank has a full copy of them."""
+        # Frozen parameters are in buckets only if parameters are sharded.
         laid = self.row.is_sharded("parameters")
         return sum(
             each.nbytes
@@ -136,7 +141,7 @@ class StateLayout:
         )
 
     def unit_bytes(self) -> list[int]:
-        """Return the bytes of gathered parameters, by unit."""
+        """Return the bytes of each unit's gathered parameters."""
         by_unit = [0] * len(self.record.units)
         for bucket in (*self.buckets, *self.frozen):
             by_unit[bucket.unit] += bucket.nbytes
@@ -151,12 +156,16 @@ def lay_out(
     bucket_mb: float = 25.0,
     apart: bool = False,
 ) -> StateLayout:
-    """Return the buckets of `record` under `row`, over `ranks` ranks."""
+    """Return the buckets of `record` with placement `row` on `ranks` ranks.
+
+    `bucket_mb` is the maximum size of a bucket in MiB. `apart` is as in `StateLayout`.
+    """
     # Units are gathered one by one, so a bucket must not contain parameters of two units.
     by_unit = row.is_sharded("parameters")
     trained = [each for each in record.parameters if each.group >= 0]
     frozen = [each for each in record.parameters if each.group < 0 and each.is_float]
-    # If nothing is cut, unknown optimizers get whole tensors, as they would without the engine.
+    # If no tensor has to be split, optimizers other than torch's receive full tensors, as they
+    # would without the engine.
     cuts_nothing = (ranks == 1 or not row.is_sharded("optimizer")) and not any(
         tier.kind == "nvme" for tier in row.tiers
     )
@@ -182,7 +191,7 @@ def _laid(
 ) -> tuple[LaidBucket, ...]:
     """Return the buckets of `parameters`.
 
-    `as_given`: optimizers that are not torch's get whole tensors.
+    If `as_given` is true, optimizers other than torch's receive full tensors.
     """
     specs = []
     for each in parameters:

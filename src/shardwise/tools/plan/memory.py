@@ -1,15 +1,15 @@
-"""Predicts the memory of a rank through a step: states, gathered units, buckets, saved tensors.
+"""Predicts a rank's memory use over a step.
 
-The walk goes over the operations of the record. At each of them a device holds
+For each operation of the record, it adds up the memory in use on the device:
 
-    states      parameters, gradients, optimizer state as the layout defines; frozen ones, buffers
-    gathered    sharded parameters of the running unit, of the next one, and of the rest
-    buckets     gradients in flight, if they are sharded
-    tensors     results of operations: saved for backward, temporary, the batch
+    states      parameters, gradients, optimizer state, frozen parameters, module buffers
+    gathered    sharded parameters of the running unit, the next unit, and the rest of the model
+    buckets     sharded gradients that are being reduced
+    tensors     results of operations (saved for backward, or temporary) and the batch
 
-and the peak is the largest sum. After backward the update makes temporaries. A rank of a pipeline
-also holds the saved tensors of each micro-batch whose backward is pending (`in flight`). The
-schedule's table, which the engine runs, gives their number.
+The peak is the largest sum. After the backward pass, the update allocates temporaries. A pipeline
+rank also holds the saved tensors of micro-batches whose backward pass is pending ("in flight").
+Their number follows from the engine's own schedule table.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from shardwise.tools.plan.record import ParameterRecord, StepRecord, TensorLife
 from shardwise.tools.plan.stage_records import part_of, stage_layers
 
 IN_FLIGHT = 2
-"""Gradient buffers that are in a collective at once (states/gradients/reduction_queue)."""
+"""Number of gradient buffers that are reduced at once (states/gradients/reduction_queue)."""
 
 ROUNDING = 512
-"""CUDA's allocator rounds every tensor up to a multiple of this many bytes."""
+"""CUDA's allocator rounds each allocation up to a multiple of this many bytes."""
 
 UPDATE_TEMPORARIES = 2
-"""Tensors of a bucket's length that an update without a fused kernel holds at once (Adam's
-denominator, and the quotient)."""
+"""Number of bucket-sized temporaries that an update without a fused kernel holds at once. For Adam
+these are the denominator and the quotient."""
 
 KINDS = (
     *STATES, "frozen", "buffers", "gathered", "buckets", "disk buffers", "in flight", "saved",
     "temporary", "batch",
 )  # fmt: skip
-"""The uses of memory, in the order of the plots."""
+"""The kinds of memory, in the order of the plots."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The properties of a device that matter for memory.
+    """The properties of the devices that affect memory.
 
     Args:
-        apart: the device's memory is not the host's.
-        shares: ranks of a host share memory. A rank then reads sharded parameters in place, so
-            only its own shard counts.
+        apart: True if the device's memory is separate from the host's.
+        shares: True if the ranks on a host share memory. Each rank then reads the other ranks'
+            shards in place, so only its own shard counts.
     """
 
     apart: bool = True
@@ -77,14 +77,22 @@ class Held:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of tensors on one rank: by state and tier, through the step, and at the peak.
+    """The predicted memory of one rank: total bytes of its tensors.
 
-    On an accelerator these are the bytes that its allocator gives out. On a CPU the process takes
-    more: Python, libraries, workspaces of kernels and free blocks of the C library are not counted.
+    On an accelerator, this is the memory that its allocator hands out. On a CPU, the process uses
+    more memory: Python, libraries, kernel workspaces and free blocks of the C library are not
+    included.
 
-    `curve` is the number of bytes on the device by operation, shape (operations + 1,), the update
-    last. `parts` is the same by kind. `peak` is the maximum of `curve`, `at` its index, and `where`
-    the name of that operation.
+    Attributes:
+        states: Bytes of each state (see STATES), on any tier.
+        tiers: Bytes of states on each tier.
+        curve: Bytes on the device at each operation, shape (operations + 1,). The last entry is
+            the update.
+        parts: The same as `curve` for each of KINDS.
+        peak: Maximum of `curve`.
+        at: Index of the peak in `curve`.
+        where: Description of the operation at the peak.
+        held: Tensors that are alive at the peak, largest first.
     """
 
     states: dict[str, int]
@@ -96,20 +104,21 @@ class MemoryPlan:
     where: str
     held: tuple[Held, ...]
     backward: int
-    """The index of the first operation of backward."""
+    """Index of the first operation of the backward pass."""
 
     def at_peak(self) -> dict[str, int]:
-        """Return the bytes by kind at the peak."""
+        """Return the bytes of each kind at the peak."""
         return {kind: int(values[self.at]) for kind, values in self.parts.items()}
 
 
 Parts = dict[str, NDArray[np.int64]]
-"""Bytes at each operation and in the update, by kind: shape (operations + 1,)."""
+"""For each of KINDS, the bytes at each operation and in the update, shape (operations + 1,)."""
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """Bytes of other micro-batches on a pipeline's rank, in a forward and in a backward."""
+    """Bytes that a pipeline rank holds for other micro-batches, during a forward and a backward
+    pass."""
 
     forward: int = 0
     backward: int = 0
@@ -124,10 +133,11 @@ def predict(
     parameters: tuple[ParameterRecord, ...] | None = None,
     in_flight: InFlight = InFlight(),
 ) -> MemoryPlan:
-    """Return the memory of `rank` in a step of `choice`.
+    """Return the predicted memory of `rank` over a step with `choice`.
 
-    `record` is one micro-batch of the choice's size and activations: of the whole model, or of one
-    stage of a pipeline rank. Then `parameters` are the parameters of all its stages.
+    `record` is a micro-batch of the size and with the recomputation that `choice` specifies. It
+    covers the full model, or one stage of a pipeline rank. In the second case, `parameters` are the
+    parameters of all stages on that rank, and `in_flight` is the memory of other micro-batches.
     """
     layout = lay_out(
         record if parameters is None else replace(record, parameters=parameters),
@@ -139,8 +149,9 @@ def predict(
     count = len(record.operations)
     parts = {kind: np.zeros(count + 1, dtype=np.int64) for kind in KINDS}
     states = layout.bytes_by_state(rank)
-    # Sums over several micro-batches are kept in fp32, also for 16-bit gradients. On a disk they
-    # are in fp32 in any case.
+    # Gradients accumulated over several micro-batches are stored in fp32, even for 16-bit
+    # parameters. Gradients on disk are not adjusted here: `bucket_bytes` already counts them in
+    # fp32.
     if choice.micro_batches > 1 and layout.row.tier("gradients").kind != "nvme":
         states["gradients"] += sum(
             layout.bucket_bytes(bucket, rank)[1] * (FP32 - bucket.itemsize) // bucket.itemsize
@@ -155,10 +166,11 @@ def predict(
     parts["in flight"][record.backward : count] = in_flight.backward
     parts["buckets"] += _borrowed(layout, hardware)
     _add_tensors(parts, record, hardware)
-    # Index `count` is the update. The batch is still alive, because the loop variable refers to it.
+    # Index `count` is the update. The batch is still alive then, because the script's loop variable
+    # refers to it.
     parts["batch"][count] = parts["batch"][count - 1] if count else 0
     parts["temporary"][count] = _update_temporaries(layout, rank)
-    # Shape (operations + 1,): the last entry is the update.
+    # Shape (operations + 1,). The last entry is the update.
     curve = np.sum(list(parts.values()), axis=0)
     at = int(curve.argmax())
     return MemoryPlan(
@@ -177,16 +189,16 @@ def predict(
 def _add_states(
     parts: Parts, states: Mapping[str, int], staging: int, choice: Choice, hardware: Hardware
 ) -> dict[str, int]:
-    """Add the states on the device and the buffers of disks. Return bytes by tier."""
+    """Add the device's states and the staging buffers to `parts`. Return the bytes per tier."""
     tiers: dict[str, int] = defaultdict(int)
     for state, nbytes in states.items():
         tier = choice.row.tier(state).kind
-        # On a CPU the host's memory is the device's own, so offloading to it saves nothing.
+        # If the device is a CPU, the host's memory is its own, so offloading to it saves nothing.
         tier = "device" if tier == "cpu" and not hardware.apart else tier
         tiers[tier] += nbytes
         if tier == "device":
             parts[state] += nbytes
-    # Staging buffers are in the host's memory, which only on a CPU is the device's.
+    # Staging buffers are in host memory. Only on a CPU is that the device's memory.
     if hardware.apart and staging:
         tiers["cpu"] += staging
     else:
@@ -195,15 +207,16 @@ def _add_states(
 
 
 def _add_tensors(parts: Parts, record: StepRecord, hardware: Hardware) -> None:
-    """Add the tensors of the step, each over its lifetime."""
+    """Add the size of each tensor of the step to `parts`, over its lifetime."""
     for life in record.tensors:
         kind = _kind(life)
-        # Rounded up, as CUDA's allocator does. The C library's overhead is not counted.
+        # On an accelerator, round up as CUDA's allocator does. On a CPU, the overhead of the C
+        # library is not included.
         nbytes = -(-life.nbytes // ROUNDING) * ROUNDING if hardware.apart else life.nbytes
-        # Including `died`: its inputs are alive while an operation runs.
+        # The interval includes `died`, because an operation's inputs are alive while it runs.
         parts[kind][max(life.born, 0) : life.died + 1] += nbytes
-        # The script's variable refers to the tensor until the next step assigns it, so in the next
-        # step both are alive up to that operation.
+        # A variable of the script refers to the tensor until the next step reassigns it. The old
+        # tensor is therefore still alive in the next step, until the new one is created.
         if life.kept:
             parts[kind][: life.born] += nbytes
 
@@ -217,12 +230,12 @@ def _kind(life: TensorLife) -> str:
 def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
     """Return the bytes of the buffers that collect and send sharded gradients.
 
-    Each buffer is as long as the longest bucket of its dtype.
+    Each buffer has the size of the largest bucket of its dtype.
     """
     if not layout.row.is_sharded("gradients"):
         return 0
-    # With shared memory a rank sums its own shard in place, so those pages of the buffer are never
-    # touched. A shard on a disk is summed in the buffer.
+    # With shared memory, a rank sums its own shard in place, so that part of the buffer is never
+    # touched and uses no memory. A shard on disk is summed in the buffer instead.
     passes_by = hardware.shares and layout.row.tier("gradients").kind != "nvme"
     sent = layout.ranks - 1 if passes_by else layout.ranks
     longest: dict[str, int] = {}
@@ -230,19 +243,19 @@ def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
     for bucket in layout.buckets:
         longest[bucket.dtype] = max(longest.get(bucket.dtype, 0), bucket.nbytes)
         counts[bucket.dtype] += 1
-    # One more than are in flight: the bucket that backward is filling.
+    # One more buffer than those in flight, for the bucket that the backward pass is filling.
     whole = sum(nbytes * min(counts[kind], IN_FLIGHT + 1) for kind, nbytes in longest.items())
     return whole * sent // layout.ranks
 
 
 def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> NDArray[np.int64]:
-    """Return the bytes of gathered parameters, by operation.
+    """Return the bytes of gathered parameters at each operation.
 
-    These are the running unit, the next one, which is being gathered, and the rest of the model,
-    which stays gathered from forward to the end of backward.
+    The parameters of the running unit, of the next unit (which is being gathered) and of the rest
+    of the model are gathered. The rest stays gathered until the end of the backward pass.
     """
     gathered = np.zeros(len(record.operations) + 1, dtype=np.int64)
-    # With shared memory a rank reads the shards of the others in place, without a gathered copy.
+    # With shared memory, a rank reads the other ranks' shards in place, without a gathered copy.
     if not layout.row.is_sharded("parameters") or hardware.shares or layout.ranks == 1:
         return gathered
     sizes = layout.unit_bytes()
@@ -250,7 +263,8 @@ def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> ND
     always = sum(sizes[number] for number in resting)
     order = [use.unit for use in record.uses if use.phase == "forward" and use.unit not in resting]
     after = dict(pairwise(order))
-    # Backward runs the units in reverse, so "next" is the one before.
+    # The backward pass runs the units in reverse order, so its next unit is the previous one of the
+    # forward pass.
     before = {second: first for first, second in after.items()}
     for number, operation in enumerate(record.operations):
         unit = operation.unit
@@ -261,10 +275,11 @@ def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> ND
 
 
 def _update_temporaries(layout: StateLayout, rank: int) -> int:
-    """Return the most bytes that the update of one bucket makes.
+    """Return the peak bytes of the temporaries in the update of a bucket.
 
-    These are a copy of narrow gradients, temporaries of a loop without a fused kernel, and for a
-    disk the initial state of a span, which is made in memory before it is written.
+    They consist of an fp32 copy of 16-bit gradients, and the intermediate results of an update
+    without a fused kernel. For states on disk, the initial state of a span is another temporary,
+    because it is created in memory before it is written.
     """
     on_disk = layout.row.tier("optimizer").kind == "nvme"
     most = 0
@@ -274,8 +289,8 @@ def _update_temporaries(layout: StateLayout, rank: int) -> int:
         numel = bucket.share(rank) if sharded else bucket.layout.numel
         # The update of a 16-bit bucket works on an fp32 copy of its gradient.
         copies = bucket.dtype in NARROW
-        # A fused kernel computes in registers. A loop of operations makes tensors of the bucket's
-        # length.
+        # A fused kernel computes in registers. Separate operations allocate tensors of the bucket's
+        # size.
         loops = 0 if bucket.group.fused else UPDATE_TEMPORARIES
         most = max(most, numel * bucket.master_size * (copies + loops))
         if on_disk:
@@ -284,7 +299,7 @@ def _update_temporaries(layout: StateLayout, rank: int) -> int:
 
 
 def _where(record: StepRecord, at: int) -> str:
-    """Return the operation at the peak, in words."""
+    """Return a description of operation `at`, or of the update."""
     if at >= len(record.operations):
         return "the update, in engine.step"
     operation = record.operations[at]
@@ -313,9 +328,10 @@ def _held(record: StepRecord, at: int) -> tuple[Held, ...]:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The number of micro-batches that wait for their backward, for each stage of a rank.
+    """Numbers of micro-batches that wait for their backward pass, for each stage of a rank.
 
-    `forward` is the most while a certain stage runs a forward, `backward` while it runs a backward.
+    `forward` is the maximum while a given stage runs a forward pass, `backward` the maximum while
+    it runs a backward pass. Both have one number per stage.
     """
 
     forward: tuple[int, ...]
@@ -323,13 +339,14 @@ class Waiting:
 
 
 def predict_pipeline(record: StepRecord, choice: Choice, hardware: Hardware) -> MemoryPlan:
-    """Return the memory of the rank that needs the most.
+    """Return the predicted memory of the pipeline rank that needs the most.
 
-    `record` is one micro-batch of the whole model.
+    `record` is one micro-batch of the full model.
     """
     stages = choice.pipeline * choice.stages_per_rank
     rows = stage_layers(record, stages)
-    # Ranks differ: early ones hold more micro-batches, the first and last one larger layers.
+    # Early ranks hold more micro-batches, and the first and last ranks have larger layers. So the
+    # rank with the highest peak is only known after predicting all of them.
     plans = (_rank(record, choice, hardware, rows, rank) for rank in range(choice.pipeline))
     return max(plans, key=lambda plan: plan.peak)
 
@@ -337,11 +354,11 @@ def predict_pipeline(record: StepRecord, choice: Choice, hardware: Hardware) -> 
 def _rank(
     record: StepRecord, choice: Choice, hardware: Hardware, rows: Sequence[range], rank: int
 ) -> MemoryPlan:
-    """Return the memory of `rank` at the stage with the highest peak."""
+    """Return the predicted memory of pipeline rank `rank` while its most demanding stage runs."""
     # Stage s runs on rank s % pipeline, as in the engine.
     own = list(range(rank, len(rows), choice.pipeline))
     parts = [part_of(record, rows[stage]) for stage in own]
-    # Whichever stage runs, the rank holds the states of all its stages.
+    # The rank always holds the states of all its stages, even though only one stage is running.
     held = tuple(p for part in parts for p in part.parameters)
     saved = [saved_bytes(part) for part in parts]
     plans = []
@@ -358,18 +375,19 @@ def _rank(
 
 
 def saved_bytes(part: StepRecord) -> int:
-    """Return the bytes that forward saves for backward, for one micro-batch."""
+    """Return the bytes that a micro-batch's forward pass saves for its backward pass."""
     return sum(each.nbytes for each in part.tensors if each.saved)
 
 
 @lru_cache(maxsize=4096)
 def most_waiting(name: str, ranks: int, stages: int, micros: int, rank: int, place: int) -> Waiting:
-    """Return the pending micro-batches on `rank` while its stage number `place` runs.
+    """Return the largest numbers of pending micro-batches on `rank` while its stage `place` runs.
 
-    The running micro-batch is not counted.
+    The running micro-batch is not included.
     """
     waiting = [0] * (stages // ranks)
-    # By kind of the running action: a forward and a backward of this stage meet different numbers.
+    # Forward and backward passes are tracked separately, because different numbers of micro-batches
+    # are pending during them.
     most = {"F": (0,) * len(waiting), "B": (0,) * len(waiting)}
     for action in schedule.actions_of(name, ranks, stages, micros, rank):
         here, forward = action.stage // ranks, action.kind == "F"
@@ -378,7 +396,8 @@ def most_waiting(name: str, ranks: int, stages: int, micros: int, rank: int, pla
         if here == place:
             kind = "F" if forward else "B"
             most[kind] = max(most[kind], tuple(waiting), key=sum)
-        # Zero-bubble schedules split backward into I and W: saved tensors are needed until W.
+        # Zero-bubble schedules split a backward pass into I and W. Saved tensors are needed until
+        # W is complete, so a micro-batch is pending again after I.
         if forward or action.kind == "I":
             waiting[here] += 1
     return Waiting(most["F"], most["B"])

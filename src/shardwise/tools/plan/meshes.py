@@ -1,4 +1,4 @@
-"""Lists the meshes that a script can use on a cluster: tensor x pipeline x data, and schedules."""
+"""Lists the meshes (data x tensor x pipeline) and schedules that a script can use on a cluster."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from shardwise.tools.plan.cluster import Cluster
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "gpipe")
-"""The schedules. Equally fast ones are listed in this order."""
+"""The pipeline schedules. If two are equally fast, the earlier one is listed first."""
 
 MOST_STAGES = 64
-"""The largest number of ranks in a pipeline."""
+"""The largest number of pipeline ranks to try."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AxisSizes:
-    """`data` replicas of `tensor` x `pipeline` devices each, and the pipeline's schedule."""
+    """The sizes of the mesh axes, and the pipeline schedule."""
 
     data: int
     tensor: int = 1
@@ -25,13 +25,14 @@ class AxisSizes:
 
 
 def tensor_sizes(cluster: Cluster) -> list[int]:
-    """Return the numbers of ranks that may split each layer: powers of two within a host."""
-    # Only within a host: a layer sums its output several times per step, too often for slow links.
+    """Return the candidate tensor-parallel sizes: powers of two that fit on one host."""
+    # Tensor groups stay within a host, because each layer all-reduces its output several times per
+    # step. That is too often for slow links.
     return [size for size in _powers(cluster.per_host) if cluster.devices % size == 0]
 
 
 def pipeline_sizes(devices: int, layers: int) -> list[int]:
-    """Return the numbers of pipeline stages of one replica on `devices` devices."""
+    """Return the candidate pipeline sizes for `devices` devices and a model of `layers` layers."""
     most = min(devices, layers, MOST_STAGES)
     return [size for size in _powers(most) if devices % size == 0]
 
@@ -41,23 +42,24 @@ def _powers(most: int) -> list[int]:
 
 
 def meshes(cluster: Cluster, tensor: list[int], layers: int, total: int) -> Iterator[AxisSizes]:
-    """Yield all meshes with one of the `tensor` sizes, and every pipeline that the model allows.
+    """Yield every mesh with a tensor-parallel size in `tensor`, and each of its schedules.
 
-    `layers` is the number of layers, or 0 if the model can have no pipeline. `total` is the total
-    batch, or 0 if each replica has its own batch. A mesh has at most `total` replicas.
+    `layers` is the number of layers, or 0 if the model cannot be split into pipeline stages.
+    `total` is the global batch size, or 0 if each replica has its own batch. A mesh has at most
+    `total` replicas.
     """
     for parts in tensor:
         devices = cluster.devices // parts
         for stages in pipeline_sizes(devices, max(layers, 1)):
-            # A replica without a sample would be idle. Devices may stay unused instead.
+            # A replica without samples would have nothing to do, so leave its devices unused.
             data = min(devices // stages, total) if total else devices // stages
             for schedule in schedules(stages, layers):
                 yield AxisSizes(data=data, tensor=parts, pipeline=stages, schedule=schedule)
 
 
 def schedules(stages: int, layers: int) -> tuple[str, ...]:
-    """Return the schedules of a pipeline over `stages` ranks, for a model of `layers` layers."""
+    """Return the possible schedules for a model of `layers` layers on `stages` pipeline ranks."""
     if stages == 1:
         return SCHEDULES[:1]
-    # Interleaved schedules have two stages per rank, and every stage needs a layer.
+    # Interleaved schedules have two stages per rank, and every stage needs at least one layer.
     return tuple(each for each in SCHEDULES if each != "interleaved" or 2 * stages <= layers)

@@ -1,4 +1,4 @@
-"""Observation holds the state that all engines of an observed script share."""
+"""Observation: the state shared by all engines of an observed script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.tools.plan.step_recorder import StepRecorder
 
 
 class SteppingEngine(Protocol):
-    """The interface of an engine that an observation needs."""
+    """The part of an engine's interface that an observation needs."""
 
     settings: Settings
     backwards: int
@@ -29,7 +29,10 @@ class SteppingEngine(Protocol):
 
 @dataclass
 class Observation:
-    """The shared state of all engines of the script: one recorder, and the file of the record."""
+    """The state shared by all engines of the script.
+
+    It contains the recorder, the path of the record, and the data collected for it.
+    """
 
     path: Path
     fake: FakeTensorMode
@@ -44,25 +47,25 @@ class Observation:
     samples: int = 0
     total: int = 0
     script_batch_size: int = 0
-    """The batch size that the script gave its last Loader, before `observer` replaced it."""
+    """Batch size that the script passed to its last Loader, before `observer` overrode it."""
     accumulates: bool = False
-    """Whether the loop can take a step in several micro-batches."""
+    """Whether the training loop can split a step into several micro-batches."""
     buffer_bytes: int = 0
     written: bool = False
     tensor: int = 1
-    """The number of tensor-parallel ranks. The observed one is the first."""
+    """Number of tensor-parallel ranks. The first one is observed."""
     layers: list[LayerRecord] = field(default_factory=list)
     pipelined: bool = False
     """Whether the loop calls engine.forward_backward."""
     disordered: str = ""
-    """A layer that ran before a layer that is defined earlier in the model."""
+    """Name of a layer that ran before a layer defined earlier in the model, or ""."""
 
     current: ClassVar[Observation | None] = None
 
     @classmethod
     def begin(cls, path: Path, tensor: int) -> Observation:
-        """Start to observe."""
-        # Operators get real tensors (the batch) together with fake ones (parameters).
+        """Start recording, and set `current` to the new observation."""
+        # Operators receive both real tensors (the batch) and fake ones (parameters).
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         cls.current = cls(path, fake, StepRecorder(fake), tensor=tensor)
         cls.current.recorder.__enter__()  # type: ignore[no-untyped-call]
@@ -70,14 +73,15 @@ class Observation:
 
 
 def finish(observation: Observation) -> None:
-    """Write the record, and end the script with exit code 0."""
+    """Write the record and exit the script with exit code 0."""
     recorder = observation.recorder
     recorder.active = False
     recorder.end()
     engine = observation.engines[0]
     StepRecord(
         operations=tuple(recorder.operations),
-        # Storages are freed in any order. Sorted, the records of two batch sizes correspond.
+        # Storages can be freed in any order. Sorting makes the records of two batch sizes
+        # comparable.
         tensors=tuple(sorted(recorder.tensors, key=lambda each: (each.born, each.died))),
         parameters=tuple(map(recorded, observation.parameters)),
         groups=tuple(observation.groups),
@@ -96,12 +100,12 @@ def finish(observation: Observation) -> None:
         no_pipeline=_why_no_pipeline(observation),
     ).write(observation.path)
     observation.written = True
-    # The record is complete. The rest of the script would only cost time.
+    # The record is complete, so running the rest of the script would only take time.
     raise SystemExit(0)
 
 
 def _why_no_pipeline(observation: Observation) -> str:
-    """Return why the script cannot run with `--pipeline`, or "" if it can."""
+    """Return the reason why the script cannot run with `--pipeline`, or "" if it can."""
     if len(observation.engines) > 1 or len(observation.engines[0].models) > 1:
         return "the script has several models, but a pipeline takes one"
     if not observation.pipelined:

@@ -1,7 +1,7 @@
-"""Observes a script: runs it in a separate process up to one step, and reads the record.
+"""Observes a script: runs it in a separate process for one step, and reads the recorded step.
 
-A second run with half the batch shows which tensors grow with the batch. Every size is taken as
-linear in the number of samples, through these two points.
+A second run with half the batch shows which tensors grow with the batch. For other batch sizes,
+every size is extrapolated linearly in the number of samples from these two runs.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ from shardwise.net.python_command import python_words
 from shardwise.tools.plan.record import Operation, StepRecord, TensorLife
 
 LINES_OF_OUTPUT = 12
-"""How many of the last output lines of a failed script are shown."""
+"""Number of output lines to show of a script that failed."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """The script to observe: its words (-m first for a module), and flags of `shardwise run`."""
+    """The script to observe.
+
+    `words` are the script and its arguments, or `-m MODULE` and its arguments. `flags` are flags of
+    `shardwise run`.
+    """
 
     words: tuple[str, ...]
     flags: tuple[str, ...] = ()
     adopt: str = ""
-    """Libraries whose classes are replaced by ours (--adopt), separated by commas."""
+    """Libraries whose classes are replaced with Shardwise's (--adopt), separated by commas."""
 
     @property
     def run_words(self) -> tuple[str, ...]:
-        """The words of the program that runs the script."""
+        """The program to run and its arguments, with `adopt` applied."""
         return ("-m", "shardwise.adopt", self.adopt, *self.words) if self.adopt else self.words
 
     @property
@@ -47,24 +51,27 @@ class Script:
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """A step that was observed with one batch size, or with two."""
+    """A step that was observed with one batch size or with two."""
 
     large: StepRecord
     small: StepRecord | None = None
 
     @property
     def scales(self) -> bool:
-        """Whether other batch sizes can be computed, because both runs made the same operations."""
+        """True if other batch sizes can be computed: both runs executed the same operations."""
         return self.small is not None and _alike(self.large, self.small)
 
     def knows(self, samples: int) -> bool:
-        """Return whether the record of a micro-batch of `samples` can be computed."""
+        """Return whether `at(samples)` can return a record."""
         seen = [each.batch_size for each in (self.large, self.small) if each is not None]
         return samples in seen or self.scales
 
     def at(self, samples: int) -> StepRecord:
-        """Return the record of a micro-batch of `samples`. Raises LaunchError if it is unknown."""
-        # Observed sizes are exact. The fit would round them.
+        """Return the record of a micro-batch of `samples` samples.
+
+        Raises LaunchError if it can be neither looked up nor computed.
+        """
+        # Return observed records as they are, because fitted sizes are rounded.
         if samples == self.large.batch_size:
             return self.large
         if self.small is not None and samples == self.small.batch_size:
@@ -77,7 +84,7 @@ class ObservedStep:
         return _fitted(self.small, self.large, samples)
 
     def difference(self) -> str:
-        """Return why other batch sizes cannot be computed, or "" if they can."""
+        """Return the reason why other batch sizes cannot be computed, or "" if they can."""
         large, small = self.large, self.small
         if small is None:
             return "it was observed with one batch size only"
@@ -95,23 +102,23 @@ class ObservedStep:
 
 
 OnRun = Callable[[str], None]
-"""Is called before each run of the script, with a description of the run."""
+"""Called before each run of the script, with a description of the run."""
 
 
 def observe_sizes(
     script: Script, *, activations: str, tensor: int = 1, on_run: OnRun = lambda _: None
 ) -> ObservedStep:
-    """Observe `script` with its own batch and with half of it.
+    """Observe `script` with its own batch size and with half of it.
 
-    With `tensor` > 1, observe the part of the first of that many tensor-parallel ranks. Raises
-    LaunchError with the line of the script if it cannot be observed.
+    If `tensor` > 1, observe the first of `tensor` tensor-parallel ranks. Raises LaunchError, which
+    names the line of the script, if the script cannot be observed.
     """
     configured = replace(script, flags=(*script.flags, "--activations", activations))
     how = f"activations {activations}" + (f", --tensor {tensor}" if tensor > 1 else "")
     on_run(f"its own batch, {how}")
     large = observe(configured, tensor=tensor)
     half = large.batch_size // 2
-    # Without an sw.Loader only the script itself can change the batch size.
+    # Without an sw.Loader, the observer cannot change the batch size.
     if half < 1 or not large.total_batch:
         return ObservedStep(large)
     on_run(f"half of the batch, {how}")
@@ -121,9 +128,10 @@ def observe_sizes(
 def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> StepRecord:
     """Run `script` up to its first step, with `samples` as its Loader's batch size if given."""
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
-        # A file rather than a pipe: the script's own output must not mix with the record.
+        # The record is written to a file rather than a pipe, to keep it separate from the script's
+        # output.
         path = Path(folder) / "record.json"
-        # On the CPU for every cluster: fake tensors have the same shapes on all devices.
+        # Always observe on the CPU: the shapes of fake tensors do not depend on the device.
         command = [
             *(*python_words("shardwise"), "run", "-n", "1", "--trial", "--quiet"),
             *("--device", "cpu", *script.flags, "-m", "shardwise.tools.plan.observer"),
@@ -137,14 +145,17 @@ def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> S
             env=os.environ,
             check=False,
         )
-        # Ignore the exit code: a script may fail while it exits, after its step was recorded.
+        # If there is a record, ignore the exit code: the script may have failed while exiting.
         if path.exists():
             return StepRecord.read(path)
         raise LaunchError(_why(script, path.with_suffix(".error"), done.stdout, done.returncode))
 
 
 def _why(script: Script, error: Path, output: bytes, code: int) -> str:
-    """Return why a run wrote no record: the line of the script, or its last output."""
+    """Return the error message for a run that wrote no record.
+
+    It contains the reason and the line of the script, or else the last lines of output.
+    """
     if error.exists():
         failure = json.loads(error.read_text())
         line = f" at {failure['line']}" if failure["line"] else ""
@@ -155,9 +166,9 @@ def _why(script: Script, error: Path, output: bytes, code: int) -> str:
 
 
 def _advice(why: str) -> str:
-    """Return what to do about a script that could not be observed, for the reason `why`."""
+    """Return advice for a script that could not be observed because of `why`."""
     missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", why)
-    # A script of a known library only runs with our classes in place of the library's.
+    # With --adopt, Shardwise provides the classes that a script imports from this library.
     if missing and missing[1] in ADOPTED:
         return f"Observe a script of {missing[1]} with --adopt {missing[1]}."
     if missing:
@@ -174,7 +185,7 @@ def _alike(one: StepRecord, other: StepRecord) -> bool:
     """Return whether two records have the same operations and tensors."""
     if len(one.operations) != len(other.operations) or len(one.tensors) != len(other.tensors):
         return False
-    # The two records can be fitted only if the n-th operation and tensor are the same in both.
+    # Sizes can only be fitted if operation n and tensor n correspond in both records.
     same = all(a.name == b.name for a, b in zip(one.operations, other.operations, strict=True))
     return same and all(
         (a.born, a.died, a.source) == (b.born, b.died, b.source)
@@ -183,7 +194,7 @@ def _alike(one: StepRecord, other: StepRecord) -> bool:
 
 
 def _fitted(small: StepRecord, large: StepRecord, samples: int) -> StepRecord:
-    """Return the record of `samples`, on the line through two records."""
+    """Return the record for `samples` samples, extrapolated linearly from two records."""
     part = (samples - small.batch_size) / (large.batch_size - small.batch_size)
 
     def line(low: int, high: int) -> int:
@@ -192,7 +203,7 @@ def _fitted(small: StepRecord, large: StepRecord, samples: int) -> StepRecord:
     def operation(low: Operation, high: Operation) -> Operation:
         shapes = tuple(
             tuple(line(a, b) for a, b in zip(one, two, strict=True))
-            # A dim that only exists for some batch sizes (a squeeze) cannot be fitted.
+            # After a squeeze, a dim may exist for some batch sizes only. It cannot be fitted.
             if len(one) == len(two)
             else two
             for one, two in zip(low.shapes, high.shapes, strict=True)

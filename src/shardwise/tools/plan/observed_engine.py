@@ -1,4 +1,4 @@
-"""ObservedEngine replaces sw.Engine in an observed script: parameters lose their memory."""
+"""ObservedEngine: replaces sw.Engine in an observed script, and frees the parameters' memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from shardwise.world.world import current as current_world
 
 
 class ObservedEngine(Engine):
-    """An engine without states. It records backward, and its first step ends the script."""
+    """An engine without states, which records the first step and then exits the script."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ObservedEngine(Engine):
         tensor_plan: TensorPlan | None = None,
         **settings: Any,
     ) -> None:
-        # A GradScaler only changes values, and there are none.
+        # A GradScaler only changes values, and an observed step has no values.
         del scaler
         observation = Observation.current
         assert observation is not None
@@ -67,7 +67,7 @@ class ObservedEngine(Engine):
         self.stepped = False
         self._depth = 0
         self._stack: list[tuple[int, int, int]] = []
-        """Units whose forwards are running: the unit, the enclosing unit, the first operation."""
+        """Units whose forward pass is running: (unit, enclosing unit, first operation)."""
         noted = note_spec(spec, number, len(observation.units), len(observation.groups))
         observation.units += noted.units
         observation.groups += noted.groups
@@ -79,7 +79,7 @@ class ObservedEngine(Engine):
         self._hook_modules(noted.modules, inside)
         observation.engines.append(self)
 
-    # -- making -----------------------------------------------------------------------------
+    # -- construction -----------------------------------------------------------------------
 
     @property
     def models(self) -> Sequence[nn.Module]:
@@ -87,7 +87,7 @@ class ObservedEngine(Engine):
         return self._spec.models
 
     def _take_memory(self, parameters: Sequence[ObservedParameter]) -> None:
-        """Replace each parameter by a fake one, in all models and optimizers."""
+        """Replace each parameter with a fake one, in all models and optimizers."""
         cast = precision.PRESETS[self.settings.precision].cast
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for each in parameters:
@@ -97,24 +97,24 @@ class ObservedEngine(Engine):
             with self._observation.fake:
                 like = torch.empty_strided(named.shape, named.strides, dtype=named.dtype)
             new = nn.Parameter(like, requires_grad=old.requires_grad)
-            # Parameters count as states (layout.py), not as activations.
+            # Parameters are counted as states by layout.py, so exclude them from the activations.
             self._observation.recorder.ignore(new)
             replaced[old] = new
             named.parameter = new
             if new.requires_grad:
                 new.register_post_accumulate_grad_hook(self._arrival(each))  # type: ignore[no-untyped-call]
-        # Tied weights are replaced everywhere by the same new parameter.
+        # Replace tied weights with the same new parameter everywhere.
         for module in (m for model in self._spec.models for m in model.modules()):
             replace_in(module, replaced)
         for optimizer in self._spec.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [replaced.get(p, p) for p in group["params"]]
-            # State for the old parameters would keep their memory alive.
+            # The state of the old parameters would keep their memory alive.
             optimizer.state.clear()
 
     def _arrival(self, each: ObservedParameter) -> Callable[[Tensor], None]:
-        """Return a hook that notes when a gradient is complete, and frees it."""
-        # The real engine moves the gradient into a bucket, so `param.grad` frees its memory here.
+        """Return a hook that records when a gradient is complete, and frees the gradient."""
+        # The real engine moves the gradient to a bucket and frees `param.grad`, so free it here.
         recorder = self._observation.recorder
 
         def arrived(parameter: Tensor) -> None:
@@ -124,7 +124,7 @@ class ObservedEngine(Engine):
         return arrived
 
     def _enter_settings(self, world: World) -> None:
-        """Make forwards run in the precision and with the activations of the settings."""
+        """Apply the `precision` and `activations` settings to the models' forward passes."""
         spec, preset = self._spec, precision.PRESETS[self.settings.precision]
         if preset.cast is not None:
             precision.cast_models(spec.models, preset.cast)
@@ -134,7 +134,7 @@ class ObservedEngine(Engine):
                 self._observation.buffer_bytes += buffer.numel() * buffer.element_size()
             if preset.cast is not None or preset.autocast is not None:
                 precision.ForwardPrecision(preset, "cpu").attach(model)
-        # Recomputation shows in the record as forwards inside backward.
+        # In the record, recomputation appears as forward passes inside the backward pass.
         Activations(spec.models, self.settings, world.device, rank=world.rank)
 
     def _hook_modules(
@@ -146,20 +146,24 @@ class ObservedEngine(Engine):
                 attach(
                     module.register_forward_pre_hook, self._entering(number, layer), prepend=True
                 )
-                # always_call: torch's checkpointing ends a recomputation early by raising in a
-                # forward, and the unit must be popped from the stack then, too.
+                # always_call, because torch's checkpointing stops a recomputation early by raising
+                # an exception in a forward pass, and the unit must still be popped from the stack.
                 attach(module.register_forward_hook, self._leaving(number), always_call=True)
 
     def _entering(self, number: int, layer: int) -> Callable[..., None]:
-        """Return the hook before the forward of a module, which is a unit, a layer, or neither."""
+        """Return the forward pre-hook of a module.
+
+        `number` is the index of the module's unit and `layer` the index of its layer. Both are -1
+        for a module that is not a unit or a layer itself.
+        """
         recorder = self._observation.recorder
 
         def enter(module: nn.Module, args: Any) -> None:
             del module, args
-            # Only the outermost forward starts a recording. Forwards inside backward recompute
-            # activations, and a forward without gradients is an evaluation.
+            # Only the outermost forward pass of training starts a recording. A forward pass inside
+            # a backward pass is a recomputation, one without gradients is an evaluation.
             if not self._depth and torch.is_grad_enabled() and not recorder.backward:
-                # The forward of a second batch has nothing new to record.
+                # The forward pass of a second batch adds nothing new to the record.
                 if self.backwards and self.world.current_batch.batch is not self._observation.batch:
                     self._end_if_alone()
                 recorder.active = True
@@ -208,7 +212,7 @@ class ObservedEngine(Engine):
         last: bool | None = None,
         retain_graph: bool = False,
     ) -> None:
-        """Record the backward of `loss`."""
+        """Record the backward pass of `loss`."""
         del last
         usage_checks.check_loss(loss)
         weighted = weight is not None
@@ -217,12 +221,12 @@ class ObservedEngine(Engine):
         self._run_backward(loss, retain_graph=retain_graph)
 
     def _note_batch(self, *, weighted: bool, anew: bool) -> None:
-        """Note the number of samples of the batch, and the total batch size of the Loader."""
+        """Record the number of samples in the batch, and the Loader's total batch size."""
         self.world.draws.check_outside("engine.backward")
         current = self.world.current_batch
         batch = current.batch_of_loss(weighted=weighted, anew=anew)
         observation = self._observation
-        # The first batch defines the micro-batch. Later ones of the step are not recorded.
+        # The first batch is the micro-batch to record. Later batches of the step are not recorded.
         if batch is not None and observation.batch is None:
             observation.batch, observation.samples = batch, batch.samples
             stream = next((s for s in current.streams if s.batch is batch), None)
@@ -234,8 +238,8 @@ class ObservedEngine(Engine):
         recorder.active = recorder.backward = True
         if self._observation.first_backward < 0:
             self._observation.first_backward = len(recorder.operations)
-        # With several engines, the graph may also contain parameters of another one.
-        # With one engine all leaves of the graph are its own, and `inputs` is not necessary.
+        # With several engines, the graph may also contain parameters of other engines, so restrict
+        # the backward pass to this engine's parameters.
         own = None
         if len(self._observation.engines) > 1:
             located = (each.parameter for each in self._spec.located())
@@ -245,7 +249,7 @@ class ObservedEngine(Engine):
         finally:
             recorder.active = recorder.backward = False
         self.backwards += 1
-        # As in the real engine: marks the batch as used by a backward.
+        # As in the real engine, mark the batch as used by a backward pass.
         self.world.current_batch.train()
 
     def forward_backward(
@@ -257,17 +261,17 @@ class ObservedEngine(Engine):
         same_items: bool | None = None,
         cut: bool = True,
     ) -> Tensor:
-        """Record forward and backward of the first micro-batch. Return a loss without a value."""
+        """Record the forward and backward pass of the first micro-batch. Return a loss of 0."""
         self.world.draws.begin()
         divisor = divisor_of(reduction, weighted=weight is not None, replicas=1)
         is_weighted = weight is not None
-        # A second call in one step is another micro-batch, which is like the first.
+        # A second call in the same step is another micro-batch, which adds nothing new.
         if self.backwards and self._observation.batch is not None:
             self._end_if_alone()
         self._note_batch(weighted=is_weighted or divisor > 0, anew=is_weighted and not same_items)
         self._observation.accumulates = self._observation.pipelined = True
         parts = batch[0]
-        if cut:  # into micro-batches: only the first one is recorded
+        if cut:  # split the batch into micro-batches, and record only the first one
             count = runner.microbatch_count(self.settings, batch, self._spec.data_group)
             parts = runner.split_batch(batch, count)[0][1]
         loss = loss_of(*parts)
@@ -278,14 +282,14 @@ class ObservedEngine(Engine):
     def step(
         self, max_norm: float | None = None, *, closure: Callable[[], Any] | None = None
     ) -> StepStats:
-        """End the script after all of its engines have stepped."""
+        """Exit the script once all of its engines have stepped."""
         del max_norm
-        # The closure runs forward and backward. Optimizers such as LBFGS call it several times, but
-        # one call shows all that the record needs.
+        # The closure runs the forward and backward pass. Optimizers such as LBFGS call it several
+        # times, but one call is enough for the record.
         if closure is not None and not self.backwards:
             with torch.enable_grad():
                 closure()
-        # A second step of the same engine also ends it: another engine may never step.
+        # Also exit at the second step of the same engine, because another engine might never step.
         usage = any(engine.backwards for engine in self._observation.engines)
         again, self.stepped = self.stepped, True
         if usage and (again or all(engine.stepped for engine in self._observation.engines)):
@@ -293,104 +297,104 @@ class ObservedEngine(Engine):
         return StepStats(loss=0.0, grad_norm=0.0, weight=1.0, skipped=False)
 
     def reduce(self) -> float:
-        """Return 0, because the norm has no value."""
+        """Return 0 in place of the gradient norm, because gradients have no values."""
         self._observation.recorder.assume("engine.reduce() = 0.0")
         return 0.0
 
     def zero_grad(self) -> None:
-        """Do nothing: no gradients are kept."""
+        """Do nothing, because gradients are not stored."""
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
-        """Do nothing: no gradients are kept."""
+        """Do nothing, because gradients are not stored."""
         yield
 
     # -- the rest of the engine's interface ---------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """The number of steps, which is 0."""
+        """The number of completed steps, which is always 0."""
         return 0
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there was a backward."""
+        """Whether a backward pass has run."""
         return self.backwards > 0
 
     def model_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Return an empty dict: there are no values to save."""
+        """Return an empty dict, because parameters have no values."""
         del model
         return {}
 
     def optimizer_state_dict(
         self, optimizer: optim.Optimizer | None = None, *, for_resume: bool = False
     ) -> dict[str, Any]:
-        """Return an empty dict: there are no values to save."""
+        """Return an empty dict, because there is no optimizer state."""
         del optimizer, for_resume
         return {}
 
     def load_optimizer_state_dict(
         self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None
     ) -> None:
-        """Do nothing: there are no values to load."""
+        """Do nothing, because there is no optimizer state."""
 
     @property
     def loss_scale(self) -> float:
-        """A loss scale of 1: values do not matter here."""
+        """The loss scale, which is always 1 because losses have no values."""
         return 1.0
 
     @property
     def state_bytes(self) -> int:
-        """0, because no state exists."""
+        """The size of the states in bytes, which is always 0."""
         return 0
 
     @contextmanager
     def full_parameters(
         self, module: nn.Module | None = None, *, write: bool = False
     ) -> Iterator[None]:
-        """Do nothing: parameters are whole, without values."""
+        """Do nothing except disable gradients, because parameters are not sharded."""
         del module, write
         with torch.no_grad():
             yield
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Do nothing: there is one rank."""
+        """Do nothing, because there is only one rank."""
         yield
 
     @contextmanager
     def ema(self) -> Iterator[None]:
-        """Do nothing: averages have no values."""
+        """Do nothing, because there are no parameter values to average."""
         yield
 
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
-        """Do nothing: there are no values to export."""
+        """Do nothing, because there are no values to export."""
 
     def track(self, **objects: Any) -> None:
-        """Do nothing: nothing is saved."""
+        """Do nothing, because no checkpoint is saved."""
 
     def save(self, folder: Any, keep: int | None = None, **options: Any) -> Path | None:
-        """Do nothing: there are no values to save."""
+        """Do nothing and return None, because there are no values to save."""
         del folder, keep, options
         return None
 
     def resume(self, folder: str | PathLike[str]) -> int:
-        """Return step 0 without loading."""
+        """Return step 0 without loading a checkpoint."""
         del folder
         return 0
 
     def load(
         self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False
     ) -> None:
-        """Do nothing: values do not matter here."""
+        """Do nothing, because parameters have no memory to load values into."""
 
     def leave_folders(self) -> None:
-        """Do nothing: no folder was claimed."""
+        """Do nothing, because this engine never claims a checkpoint folder."""
 
     def describe(self) -> None:
-        """Do nothing: no run starts."""
+        """Do nothing, because no real run starts."""
 
     def close(self) -> None:
-        """End the script if there was a backward."""
+        """Write the record and exit the script if a backward pass has run."""
         if self.backwards:
             finish(self._observation)

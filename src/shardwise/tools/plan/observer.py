@@ -2,11 +2,11 @@
 
     python -m shardwise.tools.plan.observer FILE SAMPLES TENSOR SCRIPT ...
 
-SAMPLES is the total batch size of its Loaders, or 0 to keep the script's own. TENSOR is the number
-of tensor-parallel ranks.
+SAMPLES overrides the batch size of the script's Loaders (0 keeps the script's own). TENSOR is the
+number of tensor-parallel ranks.
 
-The script's data, loaders and model code run unchanged. Parameters lose their memory at
-`sw.Engine`. At the end of its first step the script is stopped, and FILE contains the record.
+The script's data, loaders and model code run unchanged. `sw.Engine` frees the parameters' memory.
+At the end of its first step, the script is stopped and the record is written to FILE.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shardwise.tools.plan.step_recorder import user_place
 
 
 def main(arguments: list[str]) -> None:
-    """Observe the program that `arguments` name after the file, batch size and tensor ranks."""
+    """Observe a script. The module docstring describes `arguments`, the command line."""
     path, samples, tensor, *words = arguments
     observation = Observation.begin(Path(path), int(tensor))
-    # Before the script runs, so that its own imports find the replacement. Bridges use these
-    # modules.
+    # Replace Engine before the script runs, so that the script imports the replacement. The
+    # integrations with other libraries import it from these three modules.
     for name in ("shardwise.engine", "shardwise.engine.engine", "shardwise.engine.engines"):
         import_module(name).Engine = ObservedEngine  # type: ignore[attr-defined]
     _replace_loader(observation, int(samples))
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
         if observation.written:
             raise
         _fail(observation, "The script ended before its first step of an sw.Engine.", "")
-    # Ctrl-C ends the plan. It is no fault of the script.
+    # Ctrl-C stops the plan, and is not an error of the script.
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -58,16 +58,17 @@ def main(arguments: list[str]) -> None:
         kind = "" if isinstance(error, ShardwiseError) else f"{type(error).__name__}: "
         _fail(observation, f"{kind}{error}", user_place(error.__traceback__))
     if not observation.written:
-        # A script may end without engine.step(), for example in its first evaluation.
+        # A script can end without calling engine.step(). Use its backward passes if there are any.
         if any(engine.backwards for engine in observation.engines):
             finish(observation)
         _fail(observation, "The script made no step of an sw.Engine.", "")
 
 
 def _replace_loader(observation: Observation, samples: int) -> None:
-    """Replace Loader by a class that uses `samples` as its batch size, if that is not 0.
+    """Replace Loader with a class that uses `samples` as its batch size unless that is 0.
 
-    It also notes the script's own batch size, and whether the loop can accumulate micro-batches.
+    The class also records the script's own batch size, and whether the script's loop can
+    accumulate micro-batches.
     """
 
     class ObservedLoader(Loader):
@@ -92,11 +93,11 @@ def _replace_loader(observation: Observation, samples: int) -> None:
 def _skip_initial_values() -> None:
     """Make the functions of torch.nn.init leave large tensors untouched.
 
-    Memory that is never written takes no RAM, so the model may be larger than this machine.
+    Memory that is never written uses no RAM, so the model may be larger than this machine's RAM.
     """
-    # Large tensors are mapped separately, and contain zeros until they are written. Small ones
-    # share recycled blocks with arbitrary content, and the trial of a tensor split computes with
-    # them, so they are initialized.
+    # Large tensors get their own memory mapping, which reads as zeros until it is written. Small
+    # tensors are still initialised, because they reuse freed memory with arbitrary content, and the
+    # test of a tensor-parallel split computes with their values.
 
     def skipping(function: Callable[..., Any]) -> Callable[..., Any]:
         def unchanged(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +115,7 @@ def _skip_initial_values() -> None:
 
 
 def _fail(observation: Observation, why: str, line: str) -> None:
-    """Write why nothing was observed, and end the script."""
+    """Write the reason why nothing was observed to a file, and exit."""
     observation.path.with_suffix(".error").write_text(json.dumps({"why": why, "line": line}))
     raise SystemExit(3)
 

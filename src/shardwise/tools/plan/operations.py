@@ -1,9 +1,10 @@
-"""Times of operations, by a roofline of peak and bandwidth.
+"""Predicts how long operations take, with a roofline model.
 
-An operation takes the longer of its arithmetic and its memory traffic (Williams et al., 2009), each
-at the fraction of the peak that the device reaches at that size: matrix products by their FLOPs,
-all others by their bytes. The host also needs time to launch each operation. It launches the next
-one while the device works, so a sequence of operations takes the longer of the two sums.
+The time of an operation is the maximum of its arithmetic and its memory traffic (Williams et al.,
+2009). Both run at the fraction of the peak that the device reaches at that size: arithmetic as a
+function of FLOPs, memory traffic as a function of bytes. The host also needs time to launch each
+operation. It launches operations ahead while the device works, so the time of a sequence is the
+maximum of the device's total and the host's total.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ LAUNCH = "launches"
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An operation, or `count` equal ones.
+    """An operation that is executed `count` times.
 
-    `flops` counts one matrix product, and is 0 for an operation limited by memory. `bytes` are read
-    and written by one operation. `dtype` names the peak: "bf16", "fp32", ...
+    `flops` and `bytes` are for one execution. `flops` is the FLOPs of a matrix product, or 0 for
+    any other operation. `bytes` is the memory that it reads and writes. `dtype` selects the peak
+    rate: "bf16", "fp32", ...
     """
 
     flops: float
@@ -34,9 +36,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds of a sequence of operations by their limit: matrix products, memory, or launches.
+    """Time in seconds of a sequence of operations, by bottleneck: matmul, memory or launches.
 
-    Launches count as far as they take longer than the other two.
+    `launch` is only the part of the launch time that the other two do not hide.
     """
 
     matmul: float = 0.0
@@ -45,7 +47,7 @@ class Busy:
 
     @property
     def seconds(self) -> float:
-        """The sum of all kinds."""
+        """The total time in seconds."""
         return self.matmul + self.memory + self.launch
 
     def __add__(self, other: Busy) -> Busy:
@@ -59,29 +61,30 @@ class Busy:
 
 
 def matmul_seconds(flops: float, dtype: str, device: Device) -> float:
-    """Return the seconds of a matrix product of `flops` FLOPs."""
-    # A dtype without a measured curve uses the general one.
+    """Return the time in seconds of a matrix product of `flops` FLOPs."""
+    # Without an efficiency curve for this dtype, use the general one.
     curve = device.curves.get(f"matmul_{dtype}") or device.curves["matmul"]
     return flops / (device.flops(dtype) * curve.at(flops / 1e9))
 
 
 def memory_seconds(count: float, device: Device) -> float:
-    """Return the seconds to read and write `count` bytes of the device's memory."""
+    """Return the time in seconds to read and write `count` bytes of device memory."""
     return count / (device.bandwidth * device.curves["memory"].at(count / 1e6)) if count else 0.0
 
 
 def busy(works: Iterable[Work], device: Device) -> Busy:
-    """Return the time of operations that run one after the other."""
+    """Return the time of operations that run one after another."""
     matmul = memory = 0.0
     launches = 0
     for work in works:
         arithmetic = matmul_seconds(work.flops, work.dtype, device) if work.flops else 0.0
         traffic = memory_seconds(work.bytes, device)
-        # The device overlaps both, so an operation takes the longer one and counts under it.
+        # The device overlaps arithmetic and memory traffic, so only the longer of the two counts.
         if arithmetic >= traffic:
             matmul += work.count * arithmetic
         else:
             memory += work.count * traffic
         launches += work.count
-    # The host launches ahead while the device works: only what exceeds that work adds time.
+    # The host launches ahead while the device works, so only launch time in excess of the device's
+    # work counts.
     return Busy(matmul, memory, max(0.0, launches * device.launch - matmul - memory))

@@ -1,8 +1,8 @@
-"""The time of a stage's forward and backward with concurrent collectives, as the engine runs them.
+"""Predicts a stage's forward and backward time, with collectives overlapped as in the engine.
 
-There are two queues: computation, unit by unit, and collectives, one after the other in order of
-their start. Sharded parameters are gathered one unit ahead, and a unit waits for its own
-gather. A bucket starts its reduction when its unit's backward has ended.
+There are two queues. One computes unit by unit, the other runs one collective after another, in
+launch order. Sharded parameters are gathered one unit ahead, and a unit waits for its own gather.
+A unit's gradients are reduced once its backward pass is complete.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 AHEAD = 1
-"""How many units ahead a gather starts."""
+"""Number of units that are gathered ahead of the computation."""
 
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Seconds of a unit for one micro-batch: computation, gather, and reduction of gradients."""
+    """Times of a unit for one micro-batch, in seconds.
+
+    `forward` and `backward` are computation, `gather` is the all-gather of the unit's parameters
+    and `reduce` the reduction of its gradients.
+    """
 
     forward: float
     backward: float
@@ -26,17 +30,17 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class Passed:
-    """The end of a pass: of its computation, and of its last collective, in seconds."""
+    """Times in seconds when a pass finishes its computation and its last collective."""
 
     computed: float
     reduced: float
 
 
 def forward_pass(units: Sequence[UnitTimes], *, hidden: float = 1.0) -> Passed:
-    """Return the times of a forward over `units`.
+    """Return the times of a forward pass over `units`.
 
-    `hidden` is the fraction of a collective that does not slow down computation: 1 if separate
-    hardware moves the bytes.
+    `hidden` is the fraction of a collective's time that does not slow down computation. It is 1 if
+    separate hardware moves the data.
     """
     return _pass([(unit.forward, unit.gather, 0.0) for unit in units], hidden)
 
@@ -44,10 +48,10 @@ def forward_pass(units: Sequence[UnitTimes], *, hidden: float = 1.0) -> Passed:
 def backward_pass(
     units: Sequence[UnitTimes], *, reduced: bool, hidden: float = 1.0, overlap: bool = True
 ) -> Passed:
-    """Return the times of a backward over `units`, given in the order of forward.
+    """Return the times of a backward pass over `units` (listed in forward order).
 
-    `reduced`: the gradients of this micro-batch are reduced, in parallel with backward, or after
-    it without `overlap`.
+    If `reduced` is true, this micro-batch reduces its gradients. If `overlap` is true, it does so
+    in parallel with the backward pass, otherwise after it. `hidden` is as in `forward_pass`.
     """
     turns = [(u.backward, u.gather, u.reduce if reduced else 0.0) for u in reversed(units)]
     if overlap:
@@ -58,19 +62,23 @@ def backward_pass(
 
 
 def _pass(turns: Sequence[tuple[float, float, float]], hidden: float) -> Passed:
-    """Return the times of `turns`: (compute, gather before it, reduction after it), in seconds."""
+    """Return the times of a pass over `turns`, one per unit.
+
+    A turn is (computation, gather that must precede it, reduction that follows it), in seconds.
+    """
     clock = queue = 0.0
     gathered: list[float] = []
     for number, (compute, _, reduction) in enumerate(turns):
         while len(gathered) < min(len(turns), number + 1 + AHEAD):
             gather = turns[len(gathered)][1]
-            # The gather of the next unit starts with this unit's turn: its own is already queued.
+            # At the start of a unit's turn its own gather is already queued, so launch the next
+            # unit's gather.
             start = max(queue, clock)
             queue = start + gather if gather else queue
-            # The part of a collective that is not hidden takes time away from computation.
+            # The part of a collective that is not hidden delays the computation.
             clock += (1 - hidden) * gather
             gathered.append(queue if gather else 0.0)
-        # A unit starts when the one before it has ended and its own parameters have arrived.
+        # A unit starts when the previous unit is complete and its own parameters are gathered.
         clock = max(clock, gathered[number]) + compute
         if reduction:
             queue = max(queue, clock) + reduction

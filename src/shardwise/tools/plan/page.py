@@ -1,4 +1,4 @@
-"""Writes the page of a plan, and its pictures as PNG: memory by state, time by kind, cost."""
+"""Writes a plan's HTML page, and its plots of memory, time and cost as PNG files."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from shardwise.tools.plan.search import Line
 
 DRAWN = 4
-"""How many placements have their memory drawn."""
+"""Number of placements in the memory plot."""
 
 LISTED = 8
-"""How many placements are listed above the pictures. The others are folded."""
+"""Number of placements listed above the plots. The rest of the list is collapsed."""
 
 MOST_TIMED = 12
-"""How many placements have their time drawn."""
+"""Maximum number of placements in the time plot."""
 
 WIDTH = 9.5
-"""Width of the pictures in inches."""
+"""Width of the plots in inches."""
 
 
 def write(plan: Plan, folder: Path) -> Path:
-    """Write plan.html and its pictures (plan.png, time.png, cost.png) into `folder`.
+    """Write plan.html and its plots (plan.png, time.png, cost.png) to `folder`.
 
-    Returns the path of the page. Needs matplotlib and Jinja2.
+    Returns the path of plan.html. Needs matplotlib and Jinja2.
     """
     folder.mkdir(parents=True, exist_ok=True)
     timed = [
@@ -68,12 +68,12 @@ def write(plan: Plan, folder: Path) -> Path:
 def _pictures(
     plan: Plan, timed: list[TimedPlacement], folder: Path
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield title, caption and SVG of each picture, and save each as PNG."""
+    """Yield the title, caption and SVG of each plot, and save each plot as PNG."""
     drawn = [
         DrawnMemory(label_of(line), line.memory, plan.question.capacity)
         for line in plan.lines[:DRAWN]
     ]
-    # Inches: the legend and axis label, then one panel per placement.
+    # Height in inches: 0.9 for the legend and axis label, then 2.3 for each placement.
     size = WIDTH, 0.9 + 2.3 * len(drawn)
     svg = save_picture(folder / "plan", size, partial(plots.draw_memory, placements=drawn))
     yield (
@@ -92,6 +92,6 @@ def _pictures(
 
 
 def label_of(line: Line) -> str:
-    """Return the label of a placement in pictures: its flags, without the folder of a disk."""
+    """Return the label of a placement in plots: its flags, with `nvme:FOLDER` cut to `nvme`."""
     words = ("nvme" if word.startswith("nvme:") else word for word in search.flags_of(line))
     return " ".join(words) or "one device"

@@ -1,4 +1,4 @@
-"""The distribution of a step: data, tensor and pipeline axes, micro-batches, recomputation."""
+"""Describes how a step is distributed: mesh axes, micro-batches and recomputation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ REPLICATED = Placement()
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """The axes of a mesh, and the work of each rank in a step.
+    """The sizes of the mesh axes, and the work of each rank per step.
 
-    Ranks of one tensor group are neighbours, then the stages of one replica, as in mesh.py.
-    `stages_per_rank` is 2 or more for interleaved schedules. `micros` is the number of
-    micro-batches of a step on each data rank, `micro_batch` the samples of one.
+    The ranks of a tensor group are adjacent, followed by the other stages of the same replica, as
+    in mesh.py. `stages_per_rank` is 2 or more for interleaved schedules. `micros` is the number of
+    micro-batches per step on each data rank, `micro_batch` the number of samples in each.
     """
 
     data: int = 1
@@ -31,32 +31,32 @@ class Parallelism:
     sequence_parallel: bool = False
     placement: Placement = REPLICATED
     overlap: bool = True
-    """Whether gradients are reduced in parallel with backward."""
+    """Whether gradients are reduced while the backward pass is still running."""
 
     blocking_sends: bool = False
-    """Whether ranks wait while stages send to each other, as in Megatron-LM."""
+    """Whether a rank stops computing while it sends to another stage, as in Megatron-LM."""
 
     stages_last: bool = False
-    """Whether ranks are ordered as in Megatron-LM: replicas of a stage are neighbours, and the
+    """Whether ranks are ordered as in Megatron-LM: the replicas of a stage are adjacent, and the
     stages of a replica are far apart."""
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """The number of devices in the mesh."""
         return self.data * self.tensor * self.pipeline
 
     @property
     def batch(self) -> int:
-        """The total batch in samples."""
+        """The global batch size in samples."""
         return self.data * self.micros * self.micro_batch
 
     def data_group(self, cluster: Cluster) -> Group:
-        """Return the ranks that average gradients."""
+        """Return a group of ranks that average gradients with each other."""
         stride = self.tensor if self.stages_last else self.tensor * self.pipeline
         return group_of(cluster, self.data, stride)
 
     def tensor_group(self, cluster: Cluster) -> Group:
-        """Return the ranks that split each layer."""
+        """Return a group of ranks that split each layer between them."""
         return group_of(cluster, self.tensor, 1)
 
     def stages_on_hosts(self, cluster: Cluster) -> bool:

@@ -1,8 +1,9 @@
-"""The length of a pipeline's schedule, from the times of its stages and of the sends between them.
+"""Computes how long a pipeline schedule takes, from the times of its stages and sends.
 
-The tables are those that the engine runs (parallel/pipeline/schedule.py). If all stages take
-equally long, the length of gpipe, 1f1b and interleaved schedules has a closed form (Narayanan et
-al., 2021): (m + (p - 1) / v) (f + b), where f and b are sums over all v stages of a rank.
+It uses the engine's own schedule tables (parallel/pipeline/schedule.py). If all stages take the
+same time, gpipe, 1f1b and interleaved schedules have a closed form (Narayanan et al., 2021):
+(m + (p - 1) / v) (f + b) for m micro-batches, p ranks and v stages per rank, where f and b are
+the sums over a rank's stages of their forward and backward times.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Kind = Literal["F", "B", "I", "W"]
 Times = tuple[float, ...]
 
 EVEN = 1e-9
-"""Stages whose times differ by less than this fraction count as equal."""
+"""Stage times count as equal if they differ by less than this fraction."""
 
 
 def pipeline_seconds(
@@ -29,16 +30,18 @@ def pipeline_seconds(
     backward: Sequence[float],
     send: float = 0.0,
 ) -> float:
-    """Return the seconds from the first forward to the last backward.
+    """Return the seconds from the start of the first forward pass to the end of the last backward.
 
-    `forward` and `backward` are the seconds of each stage and micro-batch; stage s runs on rank
-    s % `ranks`. `send` is the time of a message between two stages, during which ranks compute.
+    `forward` and `backward` are each stage's seconds per micro-batch. Stage s runs on rank
+    s % `ranks`. `send` is the time in seconds of a message between two stages. Ranks keep computing
+    during a send.
 
-    Raises ConfigError if the schedule cannot have this number of micro-batches.
+    Raises ConfigError if the schedule does not support this number of micro-batches.
     """
     if ranks == 1:
         return micros * (sum(forward) + sum(backward))
-    # The closed form is much faster than the walk, and a search asks for thousands of schedules.
+    # The closed form is much faster than simulating the schedule, and a search needs the times of
+    # thousands of schedules.
     even = _even(forward) and _even(backward)
     if even and send == 0 and name in ("gpipe", "1f1b", "interleaved"):
         stages = len(forward) // ranks
@@ -56,9 +59,9 @@ def _even(times: Sequence[float]) -> bool:
 def _walked(
     name: str, ranks: int, micros: int, forward: Times, backward: Times, send: float
 ) -> float:
-    """Return the length of the schedule's table, action by action.
+    """Return the length of a schedule in seconds, by simulating the actions of its table.
 
-    The two parts of a split backward (I and W) take half of its time each.
+    The two parts of a split backward pass (I and W) each take half of its time.
     """
     stages = len(forward)
     rows = [tables.actions_of(name, ranks, stages, micros, rank) for rank in range(ranks)]
@@ -70,14 +73,15 @@ def _walked(
     while left:
         before = left
         for rank, row in enumerate(rows):
-            # A rank runs its row in order, up to the first action whose input does not exist yet.
+            # A rank runs its actions in order, up to the first one whose input is not ready yet.
             while positions[rank] < len(row):
                 action = row[positions[rank]]
                 ready = _ready(action, stages, ends, send)
                 if ready is None:
                     break
                 end = max(clocks[rank], ready) + times[action.kind][action.stage]
-                # The backward for inputs (I) already sends the gradient of a whole backward.
+                # The input part (I) of a split backward pass already produces the gradient that the
+                # previous stage waits for.
                 sent = "B" if action.kind == "I" else action.kind
                 ends[action.stage, sent, action.micro] = clocks[rank] = end
                 positions[rank] += 1
@@ -89,9 +93,9 @@ def _walked(
 def _ready(
     action: Action, stages: int, ends: dict[tuple[int, str, int], float], send: float
 ) -> float | None:
-    """Return when the inputs of an action exist, or None if they have not been computed."""
+    """Return the time when an action's inputs are ready, or None if it is not known yet."""
     stage, micro = action.stage, action.micro
-    # The weight part of a split backward needs only its own input part.
+    # The weight part (W) of a split backward pass depends only on its input part (I).
     if action.kind == "W":
         return ends.get((stage, "B", micro))
     if action.kind == "F":
@@ -99,7 +103,7 @@ def _ready(
             return 0.0
         before = ends.get((stage - 1, "F", micro))
         return None if before is None else before + send
-    # A backward needs its own forward, and the gradient from the next stage.
+    # A backward pass needs the same stage's forward pass, and the gradient from the next stage.
     own = ends.get((stage, "F", micro))
     if stage == stages - 1 or own is None:
         return own

@@ -1,4 +1,4 @@
-"""Runs `shardwise plan`: observes a script, searches its placements, and prints those that fit."""
+"""Runs `shardwise plan`: builds a plan and prints the candidates. Also defines `sw.plan`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardwise.tools.plan.search import Line
 from shardwise.tools.report.output import is_stdout, write_json
 
 SHOWN = 12
-"""How many placements that fit, and how many that do not, are printed."""
+"""Maximum number of candidates to print that fit, and of candidates that do not fit."""
 
 WIDTH = 120
-"""Columns of the table if there is no terminal."""
+"""Width of the table in columns if the output is not a terminal."""
 
 TENSORS = 15
-"""Rows of tensors that `--explain` prints."""
+"""Maximum number of tensor rows that `--explain` prints."""
 
 
 def plan(
@@ -39,21 +39,22 @@ def plan(
     budget: float | None = None,
     **settings: str,
 ) -> Plan:
-    """Plan a training like `shardwise plan --on ON SCRIPT`.
+    """Predict the memory, time and cost of a script, like `shardwise plan --on ON SCRIPT`.
 
     Args:
-        script: the path of a script, or the words of a command line.
-        on: a cluster, such as "8xH100".
-        tokens: the number of tokens to train on, for the cost.
-        within: the days that the training may take.
-        budget: the dollars that it may cost.
-        settings: flags of the run, such as precision="bf16-mixed".
+        script: Path of a script, or a list of the script and its arguments.
+        on: Cluster spec, such as "8xH100".
+        tokens: Total number of tokens to train on. Needed for the cost.
+        within: Maximum duration of the run in days.
+        budget: Maximum cost of the run in dollars.
+        settings: Flags of `shardwise run`, such as precision="bf16-mixed".
 
     Returns:
-        The plan. Its `lines` are placements, those that fit first.
+        The plan. Its `lines` are the candidate placements, starting with those that fit.
 
     Raises:
-        LaunchError: the script cannot be observed. The message names the line.
+        LaunchError: If the script cannot be observed. The message names the line of the script.
+        ConfigError: If the cluster spec is invalid.
 
     Example::
 
@@ -66,8 +67,8 @@ def plan(
 
 
 def show_plan(request: PlanRequest) -> int:
-    """Make a plan and print it. Returns the exit code: 1 if nothing fits."""
-    # With `--json -` standard output contains JSON only, so tables go to standard error.
+    """Build a plan and print it. Returns the exit code, which is 1 if no candidate fits."""
+    # With `--json -`, standard output must contain only JSON, so print tables to standard error.
     to_stdout = is_stdout(request.json_file)
     console = plain_console(stderr=to_stdout, width=WIDTH)
     progress = plain_console(stderr=True, width=WIDTH)
@@ -97,7 +98,7 @@ def show_plan(request: PlanRequest) -> int:
 
 
 def show_calibration() -> Path:
-    """Measure this machine for `--on here`, with a progress bar. Returns the catalogue's file."""
+    """Measure this machine with a progress bar. Returns the path of the catalogue file."""
     return calibrate(plain_console(stderr=True, width=WIDTH))
 
 
@@ -115,7 +116,7 @@ def _print(result: Plan, console: Console) -> None:
     )
     if fitting:
         console.print(_table(result, fitting))
-        # Below the table, because a narrow terminal would break commands inside of it.
+        # Print commands below the table, because a narrow terminal would wrap them inside it.
         for line in fitting:
             console.print(f"  {in_shell(result.command_words(line))}", soft_wrap=True)
     for line in others:
@@ -156,7 +157,7 @@ def _table(result: Plan, lines: Sequence[Line]) -> Table:
 
 
 def _cost_cells(result: Plan, line: Line) -> list[str]:
-    """Return days (marked if over a limit), dollars from low to high, and kWh."""
+    """Return the days (marked if over a limit), the range of dollars, and the kWh."""
     cost = result.cost(line)
     if cost is None:
         return ["-"] * 3
@@ -168,7 +169,7 @@ def _cost_cells(result: Plan, line: Line) -> list[str]:
 
 
 def _explain(result: Plan, console: Console) -> None:
-    """Print the tensors at the peak of the first placement, by the user's line."""
+    """Print the largest tensors at the best candidate's peak, grouped by line of the script."""
     if not result.lines:
         return
     line = result.best or result.lines[0]
@@ -186,7 +187,10 @@ def _explain(result: Plan, console: Console) -> None:
 
 
 def grouped(line: Line) -> list[tuple[tuple[str, str], tuple[int, int, tuple[int, ...]]]]:
-    """Group tensors at the peak by operator and line: bytes, count, shape of the largest one."""
+    """Group the tensors at the peak by (operator, line), largest group first.
+
+    The value of a group is its bytes, its number of tensors, and the shape of the largest tensor.
+    """
     groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for held in line.memory.held:
         groups[held.source, held.line].append(held)

@@ -1,4 +1,4 @@
-"""Makes a plan: observes a script in the ways that its placements need, and searches them."""
+"""Builds a plan: observes a script with each setting that a search needs, then runs the search."""
 
 from __future__ import annotations
 
@@ -21,18 +21,27 @@ from shardwise.tools.plan.record import StepRecord
 from shardwise.tools.plan.search import Line, Question, Way
 
 OWN_BATCHES = ("accelerate", "transformers", "lightning")
-"""Libraries that give every worker separate batches under --adopt."""
+"""Libraries that give every worker its own batches when they run with --adopt."""
 
 LONGEST = 8
-"""Bytes of the largest element type, float64."""
+"""Size in bytes of the largest element type, float64."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The arguments of the command.
+    """The arguments of `shardwise plan`.
 
-    `tokens` is the total number of tokens to train on. `within` are days, `budget` dollars, and
-    `disk` is a folder for states on a disk.
+    Attributes:
+        script: The script to observe.
+        on: The cluster spec, such as "8xH100".
+        tokens: Total number of tokens to train on, or None if unknown.
+        within: Time limit in days.
+        budget: Cost limit in dollars.
+        hardware: Additional catalogue files or folders.
+        disk: Folder for states offloaded to disk, or "" for none.
+        explain: Whether to print the tensors at the peak.
+        json_file: Path of the JSON output.
+        page: Folder for the HTML page.
     """
 
     script: Script
@@ -52,9 +61,9 @@ class Plan:
     """The result of `shardwise plan`.
 
     Attributes:
-        request: the arguments of the command.
-        question: the observed script and the cluster.
-        lines: the placements, those that fit first, the fastest of them first.
+        request: The arguments of the command.
+        question: The observed script and the cluster.
+        lines: The candidates. Those that fit are listed first, sorted from fastest to slowest.
 
     Example::
 
@@ -69,31 +78,34 @@ class Plan:
 
     @property
     def cluster(self) -> Cluster:
-        """The devices that the plan is for."""
+        """The cluster that the plan is for."""
         return self.question.cluster
 
     @property
     def record(self) -> StepRecord:
-        """The observed step, with activations kept."""
+        """The step observed with the script's own batch size and without recomputation."""
         return self.question.step.large
 
     @property
     def best(self) -> Line | None:
-        """The first placement that fits, or None."""
+        """The fastest candidate that fits, or None if none fits."""
         return next((line for line in self.lines if line.fits), None)
 
     def command(self, line: Line) -> str:
-        """Return the command that trains with `line`, quoted for a shell."""
+        """Return the shell command that trains with candidate `line`."""
         return shlex.join(self.command_words(line))
 
     def command_words(self, line: Line) -> list[str]:
-        """Return the command that trains with `line`, as words."""
+        """Return the command that trains with candidate `line`, as a list of arguments."""
         script = self.request.script
         flags = (*script.flags, *(("--adopt", script.adopt) if script.adopt else ()))
         return search.command_of(line, self.cluster, flags, script.words)
 
     def cost(self, line: Line) -> Cost | None:
-        """Return days, dollars and kWh to train on `tokens`, or None if the inputs are unknown."""
+        """Return the cost of training on `request.tokens` with candidate `line`.
+
+        Returns None if the number of tokens or the step time is unknown.
+        """
         if self.request.tokens is None or line.estimate is None:
             return None
         steps = self.request.tokens / (line.choice.samples * tokens_per_sample(self.record))
@@ -101,12 +113,12 @@ class Plan:
         return cost_of(estimate.seconds, estimate.error, steps, self.cluster, line.choice.devices)
 
     def is_within(self, line: Line) -> bool:
-        """Return whether the training stays within the given days and dollars."""
+        """Return whether a run with candidate `line` is within the request's days and dollars."""
         cost = self.cost(line)
         return cost is None or is_within(cost, self.request.within, self.request.budget)
 
     def notes(self) -> list[str]:
-        """Return notes: limits of the figures, placements that were not tried, assumptions."""
+        """Return notes on the limits of the figures, untried settings, and assumptions."""
         return list(self._notes())
 
     def _notes(self) -> Iterator[str]:
@@ -140,8 +152,8 @@ class Plan:
                 "micro-batches were not tried: the script's loop runs one backward per batch "
                 "(use loader.steps() in the loop to change that)"
             )
-        # Then the number of rows per worker is the script's own, and may depend on the number of
-        # workers.
+        # Without an sw.Loader, the script itself chooses the number of rows per worker, which may
+        # depend on the number of workers.
         if not record.total_batch:
             yield (
                 "no sw.Loader divides the batch: the plan gives every worker as many rows as one "
@@ -151,7 +163,7 @@ class Plan:
         yield from (f"assumed: {each}" for each in record.assumed)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as plain values."""
+        """Return the plan as values that JSON can represent."""
         return {
             "on": str(self.cluster),
             "capacity_bytes": self.question.capacity,
@@ -182,20 +194,22 @@ class Plan:
 
 
 def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
-    """Observe the script and search its placements. Calls `on_run` before each observation.
+    """Observe the script and search its candidates.
 
-    Raises LaunchError if the script cannot be observed, ConfigError if the cluster is unknown.
+    Calls `on_run` before each run of the script. Raises LaunchError if the script cannot be
+    observed, and ConfigError if the cluster spec is invalid.
     """
     cluster = parse_cluster(request.on, read_catalogue(request.hardware))
     steps: dict[Way, ObservedStep] = {
         ("kept", 1): observe_sizes(request.script, activations="kept", on_run=on_run)
     }
     excluded = list(_observe_parts(request.script, cluster, steps, on_run))
-    # `steps` may still grow: recomputation is observed below only if it is needed.
+    # `question` refers to `steps`. Recomputation is added to it below if it is needed.
     question = Question(steps, cluster, step_estimate, request.disk, tuple(excluded))
     lines = search.search(question)
     if not any(line.fits and line.choice.micro_batches == 1 for line in lines):
-        # Recomputing costs a third of forward and backward: try it only if memory is short.
+        # Recomputation adds a second forward pass, about a third of the work. Try it only if memory
+        # is short.
         for _, parts in list(steps):
             steps["recomputed", parts] = observe_sizes(
                 request.script, activations="recomputed", tensor=parts, on_run=on_run
@@ -207,7 +221,10 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
 def _observe_parts(
     script: Script, cluster: Cluster, steps: dict[Way, ObservedStep], on_run: OnRun
 ) -> Iterator[str]:
-    """Observe the script's tensor-parallel parts. Yield why parts or a pipeline are impossible."""
+    """Observe the script with each tensor-parallel size, and add the results to `steps`.
+
+    Yields the reasons why tensor or pipeline parallelism is impossible.
+    """
     if owner := next((name for name in script.adopt.split(",") if name in OWN_BATCHES), None):
         if cluster.devices > 1:
             yield (
@@ -215,7 +232,8 @@ def _observe_parts(
                 "batches, but the workers of one replica need the same batch"
             )
         return
-    # Size 1 is observed already. A model that cannot be split in 2 cannot be split in 4 either.
+    # Size 1 is already observed. Stop at the first failure, because a model that cannot be split
+    # into 2 parts cannot be split into 4 either.
     for parts in tensor_sizes(cluster)[1:]:
         try:
             steps["kept", parts] = observe_sizes(
@@ -230,7 +248,10 @@ def _observe_parts(
 
 
 def tokens_per_sample(record: StepRecord) -> int:
-    """Return the tokens per sample: the length of the batch's integer rows, or 1 without any."""
+    """Return the number of tokens per sample: the row length of an int64 batch tensor, or 1.
+
+    If the batch has several such tensors, use the longest rows.
+    """
     rows = [
         each.shape[1]
         for each in record.tensors
@@ -240,10 +261,10 @@ def tokens_per_sample(record: StepRecord) -> int:
 
 
 def saved_bytes(line: Line, record: StepRecord) -> int:
-    """Return an upper bound of the bytes that one rank holds for a checkpoint.
+    """Return an upper bound on the bytes that one rank saves in a checkpoint.
 
-    That is its shard of parameters and optimizer state. Replicated states, and frozen parameters,
-    are divided among the replicas. Rank 0 also has the buffers.
+    A rank saves its shard of parameters and optimizer state. Replicated states and frozen
+    parameters are divided among the replicas. Rank 0 also saves the module buffers.
     """
     row, states, data = line.choice.row, line.memory.states, line.choice.data
     replicated = [line.memory.at_peak()["frozen"]]
@@ -253,16 +274,16 @@ def saved_bytes(line: Line, record: StepRecord) -> int:
             total += states[name]
         else:
             replicated.append(states[name])
-    # Rounded up, because some replica writes the longer part.
+    # Round up, because if a size does not divide evenly, one replica saves the larger part.
     total += sum(-(-nbytes // data) for nbytes in replicated)
     return total + (rounding_bytes(record) if data > 1 else 0)
 
 
 def rounding_bytes(record: StepRecord) -> int:
-    """Return an upper bound of the bytes that a shard has more than an even share.
+    """Return an upper bound on a shard's excess over an even share, in bytes.
 
-    That is one element per bucket of the parameters, the masters and each moment. There are at most
-    as many buckets as parameters.
+    For each bucket, this is one element of the parameters, of the masters and of each moment. There
+    are at most as many buckets as parameters.
     """
     kinds = 2 + max((len(group.moments) for group in record.groups), default=0)
     return LONGEST * kinds * len(record.parameters)

@@ -1,4 +1,4 @@
-"""The plots of a plan: memory over a step, time of a step by kind, cost against days."""
+"""Draws the plots of a plan: memory over a step, step time by kind, and cost against days."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ from shardwise.tools.report.look import (
 MEMORY_COLORS = (
     BLUE, TEAL, PURPLE, SLATE, SAND, MINT, GREEN, BROWN, APRICOT, ORANGE, AMBER, CRIMSON
 )  # fmt: skip
-"""A color for each of MEMORY_KINDS."""
+"""The color of each kind in MEMORY_KINDS."""
 
 COLUMNS = 500
-"""Points across a plot. If there are more operations, each point shows the largest of its part."""
+"""Maximum number of points in a memory curve. With more operations, each point shows the maximum
+of a range of operations."""
 
 
 @dataclass(frozen=True)
 class DrawnMemory:
-    """A placement to draw: its flags, its memory, and the bytes available on a device."""
+    """A placement in the memory plot: its flags, its memory, and a device's capacity in bytes."""
 
     label: str
     memory: MemoryPlan
@@ -54,7 +55,7 @@ class DrawnMemory:
 
 
 def draw_memory(figure: Any, placements: Sequence[DrawnMemory]) -> None:
-    """Draw a panel for each of `placements` on an empty matplotlib figure."""
+    """Draw one panel per placement on an empty matplotlib figure."""
     axes = figure.subplots(len(placements), 1, squeeze=False)[:, 0]
     unit = byte_unit(max(each.memory.peak for each in placements))
     for axis, each in zip(axes, placements, strict=True):
@@ -89,7 +90,7 @@ def _panel(axis: Any, drawn: DrawnMemory, unit: str, size: float) -> None:
 
 
 def most_of_each(curve: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
-    """Return the indices of `curve` to draw: all, or the maximum of each of `columns` parts."""
+    """Return the indices of `curve` to draw: all, or the maximum of each of `columns` ranges."""
     if len(curve) <= columns:
         return np.arange(len(curve))
     edges = np.linspace(0, len(curve), columns + 1).astype(np.int64)
@@ -99,15 +100,15 @@ def most_of_each(curve: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
 TIME_COLORS = (
     BLUE, TEAL, BROWN, PURPLE, ORANGE, CRIMSON, OCHRE, SAND, GREEN, AMBER, SLATE
 )  # fmt: skip
-"""A color for each of TIME_KINDS."""
+"""The color of each kind in TIME_KINDS."""
 
 MOST_RANKS = 16
-"""How many stages of a pipeline are drawn. More are reduced to evenly spaced ones."""
+"""Maximum number of stages to plot. For a longer pipeline, evenly spaced stages are shown."""
 
 
 @dataclass(frozen=True)
 class TimedPlacement:
-    """A placement to draw: its flags, the time of its step, and the cost of the training."""
+    """A placement in the time plot: its flags, its step time, and the cost of the run."""
 
     label: str
     estimate: Estimate
@@ -115,11 +116,11 @@ class TimedPlacement:
 
 
 Point = tuple[float, float, TimedPlacement]
-"""Days, dollars, and the placement."""
+"""A point of the cost plot: days, dollars, and the placement."""
 
 
 def draw_times(figure: Any, placements: Sequence[TimedPlacement]) -> None:
-    """Draw a stacked bar with an error band for each placement, or each of its pipeline stages."""
+    """Draw a stacked bar with an error bar for each placement, or for each pipeline stage."""
     bars, axis = bars_of(placements), figure.subplots()
     longest = max(each.estimate.seconds for _, _, each in bars)
     unit, scale = ("seconds", 1.0) if longest >= 0.1 else ("milliseconds", 1e3)
@@ -149,7 +150,7 @@ def _bars(placement: TimedPlacement) -> list[tuple[str, dict[str, float]]]:
     ranks = placement.estimate.per_rank
     if len(ranks) <= 1:
         return [(placement.label, placement.estimate.parts)]
-    # Neighbouring stages look alike, so evenly spaced ones show the shape.
+    # Adjacent stages take similar times, so evenly spaced stages show the shape.
     every = -(-len(ranks) // MOST_RANKS)
     return [
         (f"{placement.label}, stage {stage}", ranks[stage]) for stage in range(0, len(ranks), every)
@@ -166,7 +167,7 @@ def priced(placements: Sequence[TimedPlacement]) -> list[Point]:
 
 
 def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
-    """Draw dollars against days (or hours), and a line through the placements that none beats."""
+    """Draw dollars against days (or hours), and connect the placements on the Pareto frontier."""
     axis = figure.subplots()
     unit, scale = ("days", 1.0) if max(days for days, *_ in points) >= 1 else ("hours", 24.0)
     for days, dollars, each in points:
@@ -180,7 +181,8 @@ def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
         axis.errorbar(*place, yerr=reach, xerr=across, color=FAINT, linewidth=0.8, zorder=1)
         axis.plot(*place, "o", color=BLUE)
     best = frontier(points)
-    # Labels are below and to the left: no better point can be there.
+    # Put labels below and to the left of a point. That area is free, because a point there would be
+    # better in both dimensions.
     for days, dollars, each in best:
         axis.annotate(
             each.label,
@@ -200,12 +202,16 @@ def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
 
 
 def kinds_of(placements: Sequence[TimedPlacement]) -> list[str]:
-    """Return the kinds of time that any of the placements has, in the order of TIME_KINDS."""
+    """Return the kinds of time that occur in any of `placements`, in the order of TIME_KINDS."""
     return [kind for kind in TIME_KINDS if any(kind in each.estimate.parts for each in placements)]
 
 
 def cells(placement: TimedPlacement, among: Sequence[TimedPlacement]) -> list[str]:
-    """Return the seconds of a step as text: the total with its band, then each kind of `among`."""
+    """Return the table cells of a placement, in seconds per step.
+
+    The first cell is the total with its error band. It is followed by one cell for each kind that
+    occurs in `among`.
+    """
     estimate = placement.estimate
     total = f"{estimate.seconds:.4g} ±{estimate.error:.0%}"
     return [total, *(f"{estimate.parts.get(kind, 0.0):.4g}" for kind in kinds_of(among))]

@@ -1,7 +1,8 @@
-"""StepRecord is one observed micro-batch of a script: operations, tensors, parameters.
+"""StepRecord: one observed micro-batch of a script, with its operations, tensors and parameters.
 
-It contains no ranks or placements. `memory` and `clock` compute the memory and time of a placement
-from it. It was observed on one rank, with no parameter sharded and no layer split.
+A record is independent of ranks and placements: it is observed on a single rank without sharded
+parameters or split layers. memory.py and clock.py predict the memory and time of a placement from
+it.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ from typing import Any
 from shardwise.errors import LaunchError
 
 VERSION = 4
-"""Increase this with every change of the file format."""
+"""Version of the file format. Increase it with every change of the format."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A call of an ATen operator, in the order of the program.
+    """One call of an ATen operator.
 
-    `flops` are its floating-point operations, `bytes` the bytes of all tensors that it reads and
-    writes (0 for a view). `dtype` is the dtype of its first result, as torch spells it
-    ("bfloat16"). `unit` is an index into StepRecord.units, or -1 outside of all units. `phase` is
-    "forward" or "backward". `line` is the user's line, such as "train.py:41"; an operator of
-    backward has the line of its forward.
+    Attributes:
+        name: Name of the operator.
+        flops: Number of floating-point operations.
+        bytes: Total bytes of the tensors that it reads and writes (0 for a view).
+        dtype: Dtype of its first result, as torch spells it ("bfloat16").
+        unit: Index into StepRecord.units, or -1 outside units.
+        phase: "forward" or "backward".
+        line: Line of user code that made the call, such as "train.py:41". An operator of the
+            backward pass has the line of its forward operator.
     """
 
     name: str
@@ -37,18 +42,26 @@ class Operation:
     phase: str
     line: str
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Shapes of the tensors that it reads, in order."""
+    """Shapes of the input tensors, in order."""
     layer: int = 0
-    """An index into StepRecord.layers. An operator between two layers belongs to the one before."""
+    """Index into StepRecord.layers. An operator between two layers belongs to the earlier one."""
 
 
 @dataclass(frozen=True)
 class TensorLife:
-    """Memory that an operation made.
+    """The lifetime of a tensor's memory.
 
-    It is alive from the start of operation `born` to the end of operation `died`; both are indices
-    into StepRecord.operations. `born` is -1 for the batch, which exists before the first operation.
-    `saved`: forward made it, and it is still alive in backward. `source` is the operator's name.
+    Attributes:
+        nbytes: Size in bytes.
+        born: Index in StepRecord.operations of the operation that allocates it, or -1 for the
+            batch, which exists before the first operation.
+        died: Index of the operation after which it is freed.
+        unit: Index into StepRecord.units, or -1 outside units.
+        line: Line of user code that created it.
+        source: Name of the operator that created it.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor, as torch spells it.
+        saved: True if the forward pass created it and it is still alive in the backward pass.
     """
 
     nbytes: int
@@ -61,16 +74,23 @@ class TensorLife:
     dtype: str
     saved: bool
     kept: bool = False
-    """Whether the script still holds it after the step, until the next step makes a new one."""
+    """True if the script still holds it after the step, until the next step replaces it."""
 
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """A parameter, in registration order.
+    """A parameter of the model.
 
-    `group` is an index into StepRecord.groups, or -1 if no optimizer trains it. `arrived` is the
-    operation after which its gradient was complete, or -1 if it got no gradient. `itemsize` is
-    bytes per element. `is_float`: its dtype is floating-point or complex, so it can be sharded.
+    Attributes:
+        name: Name of the parameter.
+        shape: Shape of the full parameter.
+        dtype: Dtype, as torch spells it.
+        itemsize: Bytes per element.
+        unit: Index into StepRecord.units, or -1 outside units.
+        group: Index into StepRecord.groups, or -1 if no optimizer trains it.
+        arrived: Index of the operation that completed its gradient, or -1 without a gradient.
+        is_float: True if its dtype is floating-point or complex, so that it can be sharded.
+        layer: Index into StepRecord.layers.
     """
 
     name: str
@@ -85,7 +105,7 @@ class ParameterRecord:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements of the parameter."""
         count = 1
         for size in self.shape:
             count *= size
@@ -93,7 +113,7 @@ class ParameterRecord:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes."""
+        """The size in bytes."""
         return self.numel * self.itemsize
 
 
@@ -101,8 +121,8 @@ class ParameterRecord:
 class GroupRecord:
     """A parameter group of an optimizer, and the kind of its update.
 
-    `moments` are the names of the state tensors of each parameter. `elementwise` and `separable`
-    are defined in `states.optimizer_kind`. `fused`: the update makes no temporaries.
+    `moments` are the names of the state tensors per parameter. `elementwise` and `separable` are
+    defined in `states.optimizer_kind`. `fused` is True if the update allocates no temporaries.
     """
 
     optimizer: str
@@ -117,7 +137,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class UnitUse:
-    """One run of a unit in `phase`, from operation `first` up to, but not including, `end`."""
+    """One pass through a unit in `phase`: the operations `first` to `end` (exclusive)."""
 
     unit: int
     phase: str
@@ -127,10 +147,10 @@ class UnitUse:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """A layer, which belongs to one pipeline stage.
+    """A layer, which is assigned to one pipeline stage.
 
-    `size` is the number of elements of its parameters. `trains`: it has a trainable parameter that
-    no earlier layer has.
+    `size` is the number of its parameter elements. `trains` is True if it has a trainable
+    parameter that is not shared with an earlier layer.
     """
 
     name: str
@@ -140,7 +160,7 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Assumption:
-    """A value that did not exist while the step was observed, and its replacement."""
+    """A note about a value that was unavailable in the observation, and its replacement."""
 
     what: str
     line: str
@@ -151,12 +171,23 @@ class Assumption:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Forward and backward of one micro-batch of `batch_size` samples, for one engine or several.
+    """The forward and backward pass of one micro-batch, through one or several engines.
 
-    `total_batch` is the Loader's total batch size. It is 0 without a Loader: then the script itself
-    decides the number of samples per worker. `accumulates`: the loop can take a step in several
-    micro-batches. `backward` is the index of the first operation of backward. `precision` and
-    `activations` are the settings of the observation.
+    Attributes:
+        operations: Operator calls in program order.
+        tensors: Lifetimes of all tensors, in order of creation.
+        parameters: Parameters in registration order.
+        groups: Parameter groups of the optimizers.
+        units: Names of the units.
+        uses: Passes through units, in program order.
+        batch_size: Number of samples in the micro-batch.
+        total_batch: The Loader's total batch size, or 0 without a Loader. In that case the script
+            itself decides how many samples each worker processes.
+        backward: Index of the first operation of the backward pass.
+        precision: The `--precision` of the observation.
+        activations: The `--activations` of the observation.
+        accumulates: True if the training loop can split a step into several micro-batches.
+        assumed: Values that were unavailable, and their replacements.
     """
 
     operations: tuple[Operation, ...]
@@ -173,39 +204,39 @@ class StepRecord:
     accumulates: bool = False
     assumed: tuple[Assumption, ...] = ()
     buffer_bytes: int = 0
-    """Bytes of the modules' buffers."""
+    """Total size of the modules' buffers in bytes."""
     tensor: int = 1
-    """The number of tensor-parallel ranks. The record is of the first one's part."""
+    """Number of tensor-parallel ranks. The record contains the first rank's part."""
     layers: tuple[LayerRecord, ...] = ()
     """The layers between which a pipeline can be split, in order."""
     no_pipeline: str = ""
-    """Why the script has no pipeline, or empty if it can have one."""
+    """Reason why the model cannot be split into pipeline stages, or "" if it can."""
 
     @cached_property
     def parts(self) -> dict[range, StepRecord]:
-        """The parts of the record by range of layers, as cached by `stage_records.part_of`."""
-        # Not a field: the cache is neither compared nor written. A cached property may be mutable
-        # although the class is frozen.
+        """Cache of `stage_records.part_of`: the part of the record for each range of layers."""
+        # This is not a field, because it must be neither compared nor written to the file. A cached
+        # property works even though the class is frozen.
         return {}
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the micro-batch, forward and backward."""
+        """Total floating-point operations of the forward and backward pass."""
         return sum(each.flops for each in self.operations)
 
     def write(self, path: Path) -> None:
-        """Write the record as JSON."""
+        """Write the record to `path` as JSON."""
         path.write_text(json.dumps({"version": VERSION, **asdict(self)}))
 
     @classmethod
     def read(cls, path: Path) -> StepRecord:
-        """Read what `write` wrote. Raises LaunchError if the version differs."""
+        """Read a file written by `write`. Raises LaunchError if its version differs."""
         content = json.loads(path.read_text())
         if content.pop("version", None) != VERSION:
             raise LaunchError(
                 f"{path} was written by another version of shardwise: observe the script again."
             )
-        # JSON has neither tuples nor dataclasses.
+        # JSON has neither tuples nor dataclasses, so rebuild them.
         lists = {
             name: tuple(kind(**{k: _frozen(v) for k, v in each.items()}) for each in content[name])
             for name, kind in _KINDS.items()
@@ -225,5 +256,5 @@ _KINDS: dict[str, type] = {
 
 
 def _frozen(value: Any) -> Any:
-    """Convert the lists of JSON back to tuples."""
+    """Convert JSON lists back to tuples, recursively."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

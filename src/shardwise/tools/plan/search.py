@@ -1,7 +1,7 @@
-"""Searches the placements of a script on a cluster: memory first, then time.
+"""Searches the candidate placements of a script on a cluster, by memory and then by time.
 
-For each mesh, row, tier and kind of activations it takes the largest micro-batch that fits. If none
-fits, it takes the smallest, with the missing bytes.
+For each combination of mesh, placement, tier and recomputation, it chooses the largest micro-batch
+that fits. If none fits, it chooses the smallest and reports how many bytes are missing.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from shardwise.tools.plan.observe import ObservedStep
 from shardwise.tools.plan.record import StepRecord
 
 RESERVED = 2 * 2**30
-"""Bytes of an accelerator reserved for its driver, NCCL and gaps between allocations."""
+"""Bytes reserved on an accelerator for the driver, NCCL and fragmentation."""
 
 HOST = Tier("cpu")
 
 PER_STAGE = 4
-"""Micro-batches per rank of a pipeline if `--microbatches` is not given."""
+"""Default number of micro-batches per pipeline rank, used without `--microbatches`."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A placement with its memory, and its time if a clock gives one.
+    """A candidate with its predicted memory and time (None if it could not be predicted).
 
-    `over` is the number of bytes that it lacks on a device, `over_host` on a host. Both are 0 if it
-    fits.
+    `over` is the excess over a device's memory in bytes, `over_host` the excess over a host's
+    memory. Both are 0 if the candidate fits.
     """
 
     choice: Choice
@@ -48,23 +48,27 @@ class Line:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits into the memory of device and host."""
+        """Whether the candidate fits in the memory of the device and the host."""
         return not (self.over or self.over_host)
 
 
 Clock = Callable[[StepRecord, Choice, Cluster], Estimate]
-"""Returns the time of a step (`clock.step_estimate`)."""
+"""A function that predicts the time of a step, such as `clock.step_estimate`."""
 
 Way = tuple[str, int]
-"""A kind of observation: the activations, and the number of tensor-parallel ranks."""
+"""Settings of an observation: `--activations`, and the number of tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """An observed script, the cluster to place it on, and the clock that gives the time.
+    """The input of a search: an observed script and the cluster to run it on.
 
-    `disk` is a folder for states on a disk, or empty. `excluded` says why tensor or pipeline
-    parallelism was not tried.
+    Attributes:
+        steps: The observed step for each kind of observation.
+        cluster: The cluster.
+        clock: Function that predicts the time of a step, or None to predict only memory.
+        disk: Folder for states offloaded to disk, or "" for none.
+        excluded: Reasons why tensor or pipeline parallelism was not tried.
     """
 
     steps: dict[Way, ObservedStep]
@@ -76,9 +80,9 @@ class Question:
 
     @property
     def hardware(self) -> Hardware:
-        """The memory of the devices.
+        """Whether devices have their own memory, and whether ranks share it.
 
-        Ranks of this machine without an accelerator compute in the host's memory, and share it.
+        On this machine without an accelerator, all ranks share the host's memory.
         """
         here = self.cluster.device.name.split("-")[0] == HERE
         on_host = here and not resources.gpu_count(os.environ)
@@ -86,13 +90,13 @@ class Question:
 
     @property
     def capacity(self) -> int:
-        """The bytes that a rank may use on its device."""
+        """The number of bytes that a rank may use on its device."""
         memory = self.cluster.device.memory
         return memory - RESERVED if self.hardware.apart else memory
 
     @property
     def step(self) -> ObservedStep:
-        """The step without tensor parallelism or recomputation."""
+        """The step observed without tensor parallelism or recomputation."""
         return self.steps["kept", 1]
 
     @property
@@ -104,27 +108,29 @@ class Question:
         return list(meshes(self.cluster, parts, layers, record.total_batch))
 
     def ways(self, mesh: AxisSizes) -> list[Way]:
-        """Return the observations that fit the mesh."""
+        """Return the observations made with the mesh's tensor-parallel size."""
         return [way for way in self.steps if way[1] == mesh.tensor]
 
     def record(self, way: Way, samples: int) -> StepRecord:
-        """Return the step with micro-batches of `samples`."""
+        """Return the record of a micro-batch of `samples` samples, observed with `way`."""
         if (way, samples) not in self._records:
-            # Fitting a record takes longer than predicting from it, and many placements share one.
+            # Cache it, because fitting a record takes longer than predicting from it, and many
+            # placements use the same record.
             self._records[way, samples] = self.steps[way].at(samples)
         return self._records[way, samples]
 
     def sizes(self, mesh: AxisSizes) -> list[tuple[int, int]]:
-        """Return pairs (samples of a micro-batch, micro-batches of a step), the largest first.
+        """Return pairs (samples per micro-batch, micro-batches per step), largest samples first.
 
-        They are a replica's share of the batch, and halves of it if the loop allows micro-batches.
+        The first pair splits a replica's share of the batch as little as possible. If the loop can
+        use micro-batches, each further pair halves their size.
         """
         record = self.step.large
-        # Rounded up: the replica with the most samples decides whether the placement fits.
+        # Round up, because the replica with the most samples decides whether the placement fits.
         share = -(-record.total_batch // mesh.data) if record.total_batch else record.batch_size
         counts = [min(share, PER_STAGE * mesh.pipeline) if mesh.pipeline > 1 else 1]
-        # Both kinds of loop can split a batch: one with loader.steps(), one with
-        # engine.forward_backward.
+        # Two kinds of loop can split a batch: those with loader.steps() (`accumulates`), and those
+        # with engine.forward_backward (which also allows a pipeline).
         cuts = bool(record.total_batch) and (record.accumulates or not record.no_pipeline)
         while cuts and 2 * counts[-1] <= share:
             counts.append(2 * counts[-1])
@@ -132,7 +138,7 @@ class Question:
 
 
 def search(question: Question) -> list[Line]:
-    """Return all placements: those that fit first, the fastest of them first."""
+    """Return all candidates. Those that fit are listed first, sorted from fastest to slowest."""
     lines = [
         line
         for mesh in question.meshes
@@ -144,7 +150,8 @@ def search(question: Question) -> list[Line]:
 
 
 def _order(line: Line) -> tuple[bool, float, float, int]:
-    # By fit, then seconds, then simplicity: fewer tiers, no recomputation, fewer micro-batches.
+    # Sort by fit, then by time. Break ties by simplicity: fewer offloaded states, no recomputation,
+    # fewer micro-batches, fewer model-parallel ranks.
     choice = line.choice
     if not line.fits:
         return True, float(line.over + line.over_host), 0.0, 0
@@ -155,18 +162,19 @@ def _order(line: Line) -> tuple[bool, float, float, int]:
 
 
 def _rows(question: Question, mesh: AxisSizes) -> Iterator[Placement]:
-    """Yield the rows of the placement table with tiers.
+    """Yield the placements to try: ZeRO levels 0 to 3, with and without offloading.
 
-    Tiers are the host's memory if it is separate, and the disk if there is a folder.
+    States are offloaded to host memory if it is separate from device memory, and to disk if there
+    is a folder for them.
     """
     separable = all(group.separable for group in question.step.large.groups)
     tiers = [HOST] if question.hardware.apart else []
     tiers += [Tier("nvme", question.disk)] if question.disk else []
-    # Without data parallelism there is nothing to shard, so all rows are equal.
+    # Without data parallelism there is nothing to shard, so all levels are identical.
     for level in range(4) if mesh.data > 1 else (0,):
         row = Placement.zero(level)
-        # The engine refuses zero-bubble with sharded parameters, and an optimizer that is not
-        # separable with anything sharded.
+        # The engine rejects zero-bubble schedules with sharded parameters, and any sharding with an
+        # optimizer that is not separable.
         split = mesh.schedule == "zero-bubble" and row.is_sharded("parameters")
         if split or (level and not separable):
             continue
@@ -181,33 +189,38 @@ def _rows(question: Question, mesh: AxisSizes) -> Iterator[Placement]:
 def _largest_that_fits(
     question: Question, mesh: AxisSizes, row: Placement, way: Way
 ) -> Line | None:
-    """Return the line with the fewest micro-batches that fits, or else with the most.
+    """Return the candidate with the fewest micro-batches that fits.
 
-    Returns None if no size can be computed.
+    If none fits, return the candidate with the most micro-batches. Returns None if no micro-batch
+    size is possible.
     """
     line = None
     for samples, count in question.sizes(mesh):
         if not question.steps[way].knows(samples) or _is_excluded(mesh, way, count):
             continue
         line = measure(question, mesh, row, way, (samples, count))
-        # Sizes are tried from the largest: fewer micro-batches of the same batch are faster.
+        # Sizes are sorted from the largest, because splitting a batch into fewer micro-batches is
+        # faster.
         if line.fits:
             return line
     return line
 
 
 def _is_excluded(mesh: AxisSizes, way: Way, count: int) -> bool:
-    """Return whether the engine refuses this number of micro-batches, or recomputation."""
+    """Return whether the engine would reject this number of micro-batches or recomputation."""
     if mesh.schedule == "zero-bubble" and way[0] == "recomputed":
         return True
-    # These two schedules run micro-batches in rounds of one per rank of the pipeline.
+    # These two schedules run micro-batches in rounds of one per pipeline rank.
     return mesh.schedule in ("interleaved", "zero-bubble") and count % mesh.pipeline != 0
 
 
 def measure(
     question: Question, mesh: AxisSizes, row: Placement, way: Way, size: tuple[int, int]
 ) -> Line:
-    """Return one placement with `size`: samples of a micro-batch, and number of micro-batches."""
+    """Predict the memory and time of one candidate.
+
+    `size` is the pair (samples per micro-batch, micro-batches per step).
+    """
     record = question.record(way, size[0])
     choice = Choice(
         row=row,
@@ -228,11 +241,11 @@ def measure(
         try:
             estimate = question.clock(record, choice, cluster)
         except ConfigError:
-            # The catalogue does not know the disk of every host. List it without a time.
+            # The catalogue does not know every host's disk. List such a candidate without a time.
             if choice.row.tier("optimizer").kind != "nvme":
                 raise
     host = device.number("host_memory_gib")
-    # All ranks of a host share its memory.
+    # All ranks on a host share its memory.
     on_host = memory.tiers.get("cpu", 0) * min(cluster.per_host, choice.devices)
     return Line(
         choice,
@@ -244,7 +257,7 @@ def measure(
 
 
 def flags_of(line: Line) -> list[str]:
-    """Return the flags of `shardwise run` for a placement, without the number of workers."""
+    """Return the flags of `shardwise run` for a candidate, without the number of workers."""
     choice, row = line.choice, line.choice.row
     words = ["--zero", str(row.level)] if choice.data > 1 else []
     if choice.tensor > 1:
@@ -267,19 +280,22 @@ def flags_of(line: Line) -> list[str]:
 def command_of(
     line: Line, cluster: Cluster, flags: Sequence[str], words: Sequence[str]
 ) -> list[str]:
-    """Return the words of the command that trains with `line`. `words` are the script's."""
-    # The plan cannot know the hosts' names: the user writes that file.
+    """Return the command line that runs candidate `line`.
+
+    `flags` are further flags of `shardwise run`, `words` the script and its arguments.
+    """
+    # `plan` does not know the host names, so the user must write the hostfile.
     several = ["--hostfile", "hosts"] if cluster.hosts > 1 else []
     run = ["shardwise", "run", "-n", str(line.choice.devices), *several, *flags_of(line), *flags]
-    # Without "--" a script named -x.py would be read as a flag of `shardwise run`.
+    # Without "--", a script named -x.py would be parsed as a flag of `shardwise run`.
     named = words[0] != "-m" and words[0].startswith("-")
     return [*run, *(["--"] if named else []), *words]
 
 
 def remedy(line: Line, lines: Sequence[Line]) -> str:
-    """Return the single change that helps a placement that does not fit most, and its peak."""
+    """Return a hint for a candidate that does not fit: the most useful change, and its peak."""
     others = [each for each in lines if _changes(each, line) == 1]
-    # One that fits helps more than any that does not, even if its peak is larger.
+    # Prefer candidates that fit, even if others have a lower peak.
     others.sort(key=lambda each: (not each.fits, each.memory.peak))
     if not others or others[0].memory.peak >= line.memory.peak:
         largest = max(line.memory.at_peak().items(), key=lambda pair: pair[1])
@@ -290,7 +306,7 @@ def remedy(line: Line, lines: Sequence[Line]) -> str:
 
 
 def _changes(one: Line, other: Line) -> int:
-    """Return in how many of row, tiers, mesh and activations two placements differ."""
+    """Return the number of settings (level, tiers, recomputation, mesh axes) that differ."""
     a, b = one.choice, other.choice
     return sum(
         (

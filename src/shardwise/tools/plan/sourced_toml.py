@@ -1,4 +1,4 @@
-"""SourcedFile reads TOML files whose values name their sources: devices, links, failures.
+"""Reads TOML files with a source for every value: devices, links and failure rates.
 
 [sources.sheet]
 text = "data sheet"
@@ -23,7 +23,7 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class Source:
-    """The origin of a value, and when it was published or looked up."""
+    """The source of a value, and its date of publication or retrieval."""
 
     text: str
     date: str
@@ -34,9 +34,9 @@ class Source:
 
 
 class SourcedFile:
-    """A TOML file whose values name their sources. Errors name the file and the key.
+    """A TOML file with a source for every value. Error messages name the file and the key.
 
-    `sources` are the tables [sources.NAME], after a call of `tree`.
+    `tree` reads the file and fills `sources` with the [sources.NAME] tables.
     """
 
     def __init__(self, file: Path) -> None:
@@ -44,13 +44,18 @@ class SourcedFile:
         self.sources: dict[str, Source] = {}
 
     def tree(self, tables: Sequence[str]) -> dict[str, Any]:
-        """Read the file, which may contain `tables` and sources. Raises ConfigError."""
+        """Read the file and return its content.
+
+        Raises ConfigError if it is not valid TOML, or has top-level tables other than `tables` and
+        `sources`.
+        """
         try:
             tree = tomllib.loads(self.file.read_text(encoding="utf-8"))
-        # tomllib parses nested arrays recursively.
+        # tomllib parses nested arrays recursively, so a hostile file can exceed the recursion
+        # limit.
         except RecursionError:
             raise ConfigError(f"{self.file} is not TOML: it is nested too deeply.") from None
-        except (OSError, ValueError) as error:  # ValueError also for integers of too many digits
+        except (OSError, ValueError) as error:  # ValueError includes integers with too many digits
             raise ConfigError(f"{self.file} cannot be read as TOML: {error}.") from error
         self.only(tree, ("sources", *tables), "the file")
         for name, entry in self.tables(tree, "sources"):
@@ -58,7 +63,7 @@ class SourcedFile:
         return tree
 
     def wrong(self, text: str) -> ConfigError:
-        """Return the error `text` about this file."""
+        """Return a ConfigError with the path of this file and the message `text`."""
         return ConfigError(f"{self.file}: {text}")
 
     def only(self, entry: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:
@@ -72,7 +77,10 @@ class SourcedFile:
                 raise self.wrong(f"{where} has no key {key!r}.{hint}")
 
     def tables(self, tree: Mapping[str, Any], kind: str) -> list[tuple[str, dict[str, Any]]]:
-        """Return the tables [kind.NAME] by name. Raises ConfigError if `kind` is anything else."""
+        """Return the names and contents of the [kind.NAME] tables.
+
+        Raises ConfigError if `kind` contains anything but tables.
+        """
         group = tree.get(kind, {})
         entries = group.items() if isinstance(group, dict) else ()
         if not isinstance(group, dict) or not all(isinstance(each, dict) for _, each in entries):
@@ -80,21 +88,24 @@ class SourcedFile:
         return list(entries)
 
     def text(self, entry: Mapping[str, Any], key: str, where: str, default: str = "") -> str:
-        """Return the text of a key. Raises ConfigError if it is missing or empty."""
+        """Return the string of `key`. Raises ConfigError if it is missing or empty."""
         value = entry.get(key, default)
         if not isinstance(value, str) or not value:
             raise self.wrong(f"{where} needs a text for {key}.")
         return value
 
     def source(self, entry: Mapping[str, Any], name: str) -> Source:
-        """Return the source of a table [sources.NAME]."""
+        """Build the source from the content of a [sources.NAME] table."""
         where = f"[sources.{name}]"
         self.only(entry, ("text", "date", "url"), where)
         url = entry.get("url", "")
         return Source(self.text(entry, "text", where), self.text(entry, "date", where), str(url))
 
     def sourced(self, entry: Any, where: str) -> tuple[Any, Source]:
-        """Return the value and source of `{ value = ..., from = "..." }`."""
+        """Return the value and source of `{ value = ..., from = "..." }`.
+
+        Raises ConfigError if `entry` has any other form or an unknown source.
+        """
         if not isinstance(entry, dict) or set(entry) != {"value", "from"}:
             raise self.wrong(f'{where} must be {{ value = NUMBER, from = "SOURCE" }}.')
         if (source := self.sources.get(entry["from"])) is None:
@@ -104,7 +115,7 @@ class SourcedFile:
         return entry["value"], source
 
     def number(self, entry: Any, where: str) -> tuple[float, Source]:
-        """Return a number above 0 and its source. Raises ConfigError for anything else."""
+        """Return the number and source of `entry`. Raises ConfigError unless the number is > 0."""
         value, source = self.sourced(entry, where)
         number = as_float(value)
         if number is None or not 0 < number < math.inf:
@@ -114,7 +125,7 @@ class SourcedFile:
 
 def as_float(value: object) -> float | None:
     """Return a TOML number as a float (infinity if it is too large), or None for anything else."""
-    # bool is a subclass of int.
+    # bool is a subclass of int, but not a number in TOML.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

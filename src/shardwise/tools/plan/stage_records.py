@@ -1,4 +1,4 @@
-"""Splits the record of a step into the parts of pipeline stages, as the engine splits models."""
+"""Splits a step's record into one part per pipeline stage, as the engine splits models."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from shardwise.tools.plan.record import StepRecord, TensorLife, UnitUse
 
 
 def stage_layers(record: StepRecord, stages: int) -> list[range]:
-    """Return the layers of each stage, as the engine splits them without `--stages`.
+    """Return the range of layers of each stage, as the engine splits them without `--stages`.
 
-    The split minimizes the parameters of the largest stage.
+    The split minimises the number of parameters in the largest stage.
     """
     starts = partition.balanced_starts([float(each.size) for each in record.layers], stages)
     starts = partition.with_trainable_stages(starts, [each.trains for each in record.layers])
@@ -23,8 +23,8 @@ def stage_layers(record: StepRecord, stages: int) -> list[range]:
 def part_of(record: StepRecord, layers: range) -> StepRecord:
     """Return the part of `record` that runs in `layers`.
 
-    It has their operations, their parameters, and the tensors that they make or receive from
-    another stage.
+    It contains the operations and parameters of these layers, and the tensors that they create or
+    receive from another stage.
     """
     if layers not in record.parts:
         record.parts[layers] = _part(record, layers)
@@ -47,20 +47,23 @@ def _part(record: StepRecord, layers: range) -> StepRecord:
             if each.layer in layers
         ),
         backward=bisect_left(here, record.backward),
-        # The record does not know the layers of buffers. They are small: count them on the first
-        # stage.
+        # The record does not assign buffers to layers. They are small, so count all of them on the
+        # first stage.
         buffer_bytes=record.buffer_bytes if 0 in layers else 0,
     )
 
 
 class _Cut:
-    """Maps numbers of operations in a record to numbers in one stage, `here`."""
+    """Maps operation numbers of the full record to operation numbers of one stage.
+
+    `here` lists the stage's operations by their number in the full record.
+    """
 
     def __init__(self, record: StepRecord, layers: range, here: Sequence[int]) -> None:
         self._record, self._layers, self._here = record, layers, here
 
     def before(self, number: int) -> int:
-        """Return the last operation of the stage up to `number`, or -1 before its first."""
+        """Return the stage's last operation up to `number`, or -1 if it is before the first."""
         return bisect_right(self._here, number) - 1
 
     def _runs(self, number: int) -> bool:
@@ -68,25 +71,25 @@ class _Cut:
         return 0 <= number < len(operations) and operations[number].layer in self._layers
 
     def life(self, each: TensorLife) -> TensorLife | None:
-        """Return the tensor as this stage holds it, or None if it never does.
+        """Return the lifetime of a tensor on this stage, or None if the stage never holds it.
 
-        A tensor from another stage exists from the first operation here after it was made.
+        A tensor from another stage exists from this stage's first operation after its creation.
         """
-        # A stage holds a tensor that it makes (and sends), or that it uses last (after receiving
-        # it).
+        # A stage holds the tensors that it creates (and may send), and those that it uses last
+        # (after receiving them).
         is_born_here, is_last_used_here = self._runs(each.born), self._runs(each.died)
         if not is_born_here and not is_last_used_here:
             return None
         born = -1 if each.born < 0 else bisect_left(self._here, each.born)
         died = self.before(each.died)
-        # It is born and dies between two operations of this stage.
+        # The tensor is created and freed between two operations of this stage.
         if died < born:
             return None
         start = bisect_left(self._here, self._record.backward)
         return replace(each, born=born, died=died, saved=born < start <= died)
 
     def use(self, each: UnitUse) -> UnitUse | None:
-        """Return the run of a unit in this stage, or None if it runs elsewhere."""
+        """Return a unit's pass on this stage, or None if it runs on another stage."""
         if not self._runs(each.first):
             return None
         return replace(each, first=bisect_left(self._here, each.first), end=self.before(each.end))

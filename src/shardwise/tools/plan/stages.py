@@ -1,4 +1,8 @@
-"""The time of a step from the work of each pipeline stage, for scripts and for formulas."""
+"""Computes the step time from the work of each pipeline stage.
+
+Both the predictor for observed scripts (clock.py) and the closed-form model of a transformer
+(transformer.py) use it.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +39,9 @@ KINDS = (
 class UnitWork:
     """The work of a unit on one device, for one micro-batch.
 
-    `forward` and `backward` are its computation, `parameters` the number of its parameter elements
-    on the device. `tensor_forward` and `tensor_backward` are seconds of tensor-parallel
-    collectives. `trained` is the number of elements with a gradient (default: all).
+    `forward` and `backward` are the computation of its passes. `parameters` is the number of
+    parameter elements on the device, and `trained` how many of them have a gradient (default: all).
+    `tensor_forward` and `tensor_backward` are the seconds spent in tensor-parallel collectives.
     """
 
     forward: Busy
@@ -49,18 +53,22 @@ class UnitWork:
 
     @property
     def gradients(self) -> float:
-        """The number of elements with a gradient."""
+        """The number of parameter elements with a gradient."""
         return self.parameters if self.trained is None else self.trained
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Bytes per element, by purpose.
+    """Bytes moved per parameter element, and the size of a bucket.
 
-    `parameter` counts when it is gathered or published, `gradient` when it is reduced, `update`
-    what an update reads and writes in memory, `on_disk` the same on a disk (fp32 master and two
-    moments, each read and written). `bucket` is the largest size of a bucket in bytes of
-    parameters. Each bucket is reduced and gathered separately.
+    Attributes:
+        parameter: Bytes sent when parameters are gathered or published.
+        gradient: Bytes sent when gradients are reduced.
+        update: Bytes that an update reads and writes in memory.
+        on_disk: Bytes that an update reads and writes on disk if the states are offloaded there
+            (by default the fp32 master and two moments, each read and written).
+        bucket: Largest size of a bucket, in bytes of parameters. Each bucket is gathered and
+            reduced by its own collective.
     """
 
     parameter: float = 2.0
@@ -72,7 +80,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class RankTime:
-    """Seconds of a step on the ranks of one stage, by kind. They add up to the step's time."""
+    """Time of a step on one pipeline rank, in seconds by kind. The kinds add up to the step."""
 
     stage: int
     by_kind: dict[str, float]
@@ -87,17 +95,18 @@ def step_times(
 ) -> list[RankTime]:
     """Return the time of a step on each rank of the pipeline, by kind.
 
-    `stages` are the units of each stage; stage s runs on rank s % run.pipeline. `boundary` is the
-    number of bytes sent between two stages.
+    `stages` lists the units of each stage. Stage s runs on rank s % run.pipeline. `boundary` is the
+    number of bytes that a stage sends to the next one per micro-batch.
     """
-    # First each stage alone, then the schedule of all stages, then what remains at the end.
+    # First time the passes of each stage, then the schedule over all stages, then the reductions
+    # and updates after the last pass.
     passes = [_StagePasses(units, run, cluster, size) for units in stages]
     send = 0.0
     if run.pipeline > 1:
         # If a replica fits on one host, its stages send over the host's fast link.
         link = cluster.inside if run.stages_on_hosts(cluster) else cluster.between
         send = send_seconds(boundary, link)
-    # A blocking send delays the sender and the receiver: half of both counts in each pass.
+    # A blocking send delays both the sender and the receiver. Charge half of the sum to each pass.
     blocked = 2 * send if run.blocking_sends else 0.0
     forward = [each.forward + blocked / 2 for each in passes]
     backward = [each.backward + blocked / 2 for each in passes]
@@ -106,12 +115,13 @@ def step_times(
     ranks = [passes[rank :: run.pipeline] for rank in range(run.pipeline)]
     tails = [max(each.tail for each in held) for held in ranks]
     updates = [_update(held, run, cluster, size) for held in ranks]
-    # The step ends when the slowest rank has updated. The other ranks wait (BUBBLE).
+    # The step ends when the slowest rank has finished its update. The other ranks wait for it, and
+    # that time counts as BUBBLE.
     end = max(t + sum(u.values()) for t, u in zip(tails, updates, strict=True))
     rank_times = []
     for rank, held in enumerate(ranks):
         kinds = _computed(held, run.micros)
-        # Sends that do not block overlap computation, and appear only as waits.
+        # Non-blocking sends overlap with computation, so they show up only as waits.
         kinds[SEND] = blocked * len(held) * run.micros
         kinds[REDUCE] += tails[rank]
         kinds |= updates[rank]
@@ -121,9 +131,9 @@ def step_times(
 
 
 class _StagePasses:
-    """Seconds of one stage: forward, backward of a micro-batch, and `tail`.
+    """Times of one stage in seconds: a micro-batch's forward and backward pass, and `tail`.
 
-    `tail` is the time after the last backward until all of its reductions are complete.
+    `tail` is the time from the end of the last backward pass until its reductions are complete.
     """
 
     def __init__(
@@ -139,12 +149,13 @@ class _StagePasses:
         each = run.placement.is_sharded("gradients")  # reduced after every micro-batch
         self.backward = bare
         if each and run.overlap:
-            # The reductions that remain run in parallel with the next forward, if that is longer.
+            # Reductions still pending after the backward pass overlap with the next forward pass.
+            # They delay the next backward pass only if they take longer than that.
             self.backward = max(last.computed, last.reduced - self.forward)
         elif each:
             self.backward = last.reduced
         self.tail = last.reduced - self.backward
-        # Waits are the difference to the same passes without any collective.
+        # Waits are the extra time compared with the same passes without any collective.
         alone = sum(each.forward + each.backward for each in times)
         self.gather_waits = max(0.0, self.forward + bare - alone)
         self.reduce_waits = max(0.0, self.backward - bare)
@@ -152,7 +163,7 @@ class _StagePasses:
 
 def _unit_times(unit: UnitWork, run: Parallelism, cluster: Cluster, size: Bytes) -> UnitTimes:
     group, row = run.data_group(cluster), run.placement
-    # The engine's rule: only a sharded optimizer needs no whole gradient on each rank.
+    # As in the engine: every rank needs the full gradient unless the optimizer is sharded.
     reduce_seconds = reduce_scatter_seconds if row.is_sharded("optimizer") else all_reduce_seconds
     gather = 0.0
     if row.is_sharded("parameters"):
@@ -172,15 +183,18 @@ def _by_bucket(
     group: Group,
     size: Bytes,
 ) -> float:
-    """Return the seconds of a collective over `elements` of `each` bytes, bucket by bucket."""
-    # Each bucket is one collective with its own latency, so their number matters, not only the
-    # bytes.
+    """Return the time in seconds of a bucketed collective.
+
+    It transfers `elements` elements of `each` bytes.
+    """
+    # Each bucket is one collective with its own latency, so the number of buckets matters as well
+    # as the number of bytes.
     buckets = max(1, math.ceil(elements * size.parameter / size.bucket))
     return buckets * seconds(elements * each / buckets, group)
 
 
 def _computed(held: Sequence[_StagePasses], micros: int) -> dict[str, float]:
-    """Return the seconds of a rank's passes over all micro-batches, by kind."""
+    """Return the time of a rank's passes over all micro-batches, in seconds by kind."""
     units = [unit for each in held for unit in each.units]
     busy = sum((unit.forward + unit.backward for unit in units), Busy())
     kinds = {
@@ -197,29 +211,30 @@ def _computed(held: Sequence[_StagePasses], micros: int) -> dict[str, float]:
 def _update(
     held: Sequence[_StagePasses], run: Parallelism, cluster: Cluster, size: Bytes
 ) -> dict[str, float]:
-    """Return the seconds of the update on a rank, of its offload, and of publishing parameters."""
+    """Return a rank's seconds for the update, for offloading it and for publishing parameters."""
     trained = sum(each.trained for each in held)
     row, device = run.placement, cluster.device
-    # With a sharded optimizer each rank updates its shard only.
+    # With a sharded optimizer, each rank updates only its own shard.
     own = trained / run.data if row.is_sharded("optimizer") else trained
     seconds = {UPDATE: memory_seconds(own * size.update, device), PUBLISH: 0.0, OFFLOAD: 0.0}
-    # Sharded parameters are gathered before their next use instead.
+    # After an update, parameters are published only if they are not sharded: sharded parameters
+    # are gathered before their next use instead.
     if row.is_sharded("optimizer") and not row.is_sharded("parameters"):
         group = run.data_group(cluster)
         seconds[PUBLISH] = _by_bucket(all_gather_seconds, trained, size.parameter, group, size)
     tier = row.tier("optimizer").kind
-    # On a CPU the host's memory is the device's own: there is no link to cross.
+    # If the device is a CPU, host memory is its own memory, and there is no link to cross.
     if tier != "device" and device.number("host_gb_per_s"):
         seconds |= _offloaded(own, tier, size, device)
     return seconds
 
 
 def _offloaded(own: float, tier: str, size: Bytes, device: Device) -> dict[str, float]:
-    """Return the seconds of an update on the host.
+    """Return the time in seconds of an update on the host, under the kind OFFLOAD.
 
-    Gradients and parameters cross the device's link, and the update runs at the speed of the host's
-    memory. With a disk, masters and two moments are read and written in parallel, and the slower
-    one of the two counts.
+    Gradients and parameters cross the device's host link, and the update runs at the bandwidth of
+    host memory. With a disk, masters and moments are read and written in parallel with that, so
+    the slower of the two determines the time.
     """
     over_link = own * (size.gradient + size.parameter) / needed(device, "host_gb_per_s")
     seconds = over_link + own * size.update / needed(device, "host_memory_gb_per_s")
@@ -229,7 +244,7 @@ def _offloaded(own: float, tier: str, size: Bytes, device: Device) -> dict[str, 
 
 
 def needed(device: Device, name: str) -> float:
-    """Return the value `name` of a device. Raises ConfigError if the catalogue has none."""
+    """Return the device's value `name`. Raises ConfigError if the catalogue lacks it."""
     value = device.number(name)
     if value is None:
         raise ConfigError(

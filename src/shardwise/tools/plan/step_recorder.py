@@ -1,8 +1,8 @@
-"""StepRecorder records the operators of forward and backward, and the lifetime of their memory.
+"""StepRecorder: records the operators of a step, and the lifetimes of the tensors they create.
 
-Parameters are fake tensors (torch.subclasses.FakeTensorMode): they have shapes, but no memory. All
-tensors computed from them are fake too. Tensors that the script computes from its own data stay
-real. So masks and lengths have their values, and no layer costs memory or time.
+Parameters are fake tensors (torch.subclasses.FakeTensorMode), which have shapes but no memory. All
+tensors computed from them are fake as well. Tensors that the script computes only from its own data
+stay real. So masks and lengths have values, while layers take neither memory nor time.
 
     real batch ─┐
                 ├─▶ operator ─▶ fake result ─▶ ... ─▶ loss
@@ -48,12 +48,12 @@ _VALUES = {
     aten.equal.default: "torch.equal",
     aten.is_nonzero.default: "bool()",
 }
-"""Operators that need the value of a tensor."""
+"""Operators that read the value of a tensor, and their names in messages."""
 
 
 @dataclass(eq=False)
 class _Memory:
-    """A storage that is alive: its size, and the operation that made it."""
+    """A storage that is alive, with its size and the operation that created it."""
 
     nbytes: int
     born: int
@@ -67,7 +67,7 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Place:
-    """The unit, the user's line and the layer that an operator belongs to."""
+    """The unit, line of user code and layer of an operator."""
 
     unit: int
     line: str
@@ -76,7 +76,10 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Call:
-    """An operator that has run: its arguments, the tensors among them, and its results."""
+    """A completed operator call.
+
+    `inputs` are the tensors among its arguments, `outputs` those among its results.
+    """
 
     func: Any
     args: tuple[Any, ...]
@@ -87,7 +90,7 @@ class _Call:
 
 
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs the operators of a step on fake tensors, and records them while `active`.
+    """Executes operators on fake tensors, and records them while `active` is true.
 
     The engine sets `active`, `unit`, `layer` and `backward` as the step proceeds.
     """
@@ -96,7 +99,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.active = False
-        """Whether forward or backward of a training step is running."""
+        """Whether the forward or backward pass of a training step is running."""
         self.unit = -1
         self.layer = 0
         self.backward = False
@@ -107,18 +110,18 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, weakref.ref[Any]] = {}
         self._ignored: set[int] = set()
         self._origin: dict[int, _Place] = {}
-        """Where each forward operator ran, by autograd's sequence number."""
+        """The place of each forward operator, by autograd's sequence number."""
         self._last = _Place(-1, "", 0)
 
     # -- interface --------------------------------------------------------------------------
 
     def ignore(self, tensor: Tensor) -> None:
-        """Exclude the memory of `tensor`, a parameter or a buffer, from the activations."""
+        """Exclude the memory of `tensor` (a parameter or buffer) from the activations."""
         self._ignored.add(tensor.untyped_storage()._cdata)
 
     def end(self) -> None:
-        """End the step: tensors that are still alive lived until now."""
-        # A copy, because each death removes an entry.
+        """End the recording. Tensors that are still alive get a lifetime that ends now."""
+        # Iterate over a copy, because `_died` removes the entry.
         for key in list(self._alive):
             self._died(key, kept=True)
 
@@ -131,24 +134,24 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run `func` and record it."""
+        """Run the operator `func` and record it."""
         del types
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs))
         is_fake = any(isinstance(each, FakeTensor) for each in inputs)
-        # A fake tensor has no value. Continue as if it were 0, and report the assumption.
+        # A fake tensor has no value. Assume that it is 0, and report the assumption.
         if func in _VALUES and is_fake:
             return self._assume(func, args)
         if func is aten.nonzero.default and is_fake:
             return self._assume_nonzero(args[0])
-        # prim operators return facts, such as a device, and make no memory.
+        # prim operators only return properties such as the device, and allocate no memory.
         if not self.active or func.namespace == "prim":
             return func(*args, **kwargs)
         place = self._place()
         for tensor in inputs:
             key = _key(tensor)
             if key is not None and key not in self._alive and key not in self._ignored:
-                # No recorded operator made it: it is (part of) the batch.
+                # No recorded operator created this tensor, so it is (part of) the batch.
                 self._be_born(key, tensor, -1, "batch", -1, "")
         out = self._run(func, args, kwargs, inputs, is_fake, place.line)
         self._note(_Call(func, args, kwargs, out, inputs, _tensors(out)), place)
@@ -163,12 +166,16 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_fake: bool,
         line: str,
     ) -> Any:
-        """Return the result of `func`. Floating-point tensors without inputs become fake."""
-        # torch.zeros(...) in a script would otherwise take memory, and its results would be real.
+        """Run `func` and return its result.
+
+        Operators that create floating-point tensors without inputs return fake tensors.
+        """
+        # Otherwise torch.zeros(...) in a script would allocate memory, and everything computed from
+        # its result alone would be real.
         if not inputs and _makes_floats(func, kwargs):
             with self.fake:
                 return func(*args, **kwargs)
-        # torch has no fake implementation of some CPU kernels.
+        # torch has no usable fake implementation of some CPU kernels.
         if is_fake and (stand_in := STAND_INS.get(func)) is not None:
             return stand_in(*args, **kwargs)
         try:
@@ -183,7 +190,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ) from error
 
     def _assume(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Return zero for the value of a fake tensor, and record the assumption."""
+        """Return 0 or False in place of a fake tensor's value, and record the assumption."""
         value: Any = False
         dtype = args[0].dtype
         if func is aten._local_scalar_dense.default and dtype != torch.bool:
@@ -192,10 +199,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _assume_nonzero(self, mask: Tensor) -> Tensor:
-        """Return the indices of a mask without values.
+        """Return fake indices for `nonzero()` of a mask without values.
 
-        A vector has all of them. Any other mask has as many as its last dim is long, as if each
-        token went to one expert.
+        For a vector, assume that every element is set. For any other mask, assume that as many
+        elements are set as its last dim is long, as if each token were routed to one expert.
         """
         count = mask.shape[-1] if mask.ndim else 1
         self.assume(f"nonzero() of {tuple(mask.shape)} has {count} places")
@@ -203,21 +210,22 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.zeros((count, mask.ndim), dtype=torch.int64)
 
     def assume(self, what: str) -> None:
-        """Record an assumption in place of a missing value."""
+        """Record an assumption that was made in place of a missing value."""
         assumption = Assumption(what, user_line())
         self.assumed[assumption] = self.assumed.get(assumption, 0) + 1
 
     def _place(self) -> _Place:
-        """Return unit, line and layer of the operator. In backward they are its forward's."""
+        """Return the place of the running operator. Backward operators inherit their forward's."""
         if not self.backward:
-            # Autograd numbers its nodes as forward creates them, and backward reports the number.
+            # Autograd numbers its nodes as the forward pass creates them. Store the place under
+            # that number, because the backward pass reports it again.
             place = _Place(self.unit, user_line(), self.layer)
             self._origin.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
             self._last = place
             return place
-        # A node without a known forward, such as one that accumulates gradients, counts for the
-        # place of the operator before it. A unit is set in backward only while it is recomputed,
-        # and is more exact.
+        # A node without a recorded forward operator, such as one that accumulates gradients, gets
+        # the place of the previous operator. During a recomputation `self.unit` is set, and takes
+        # precedence because it is more accurate.
         node = torch._C._current_autograd_node()
         if node is not None and (origin := self._origin.get(node._sequence_nr())) is not None:
             self._last = origin
@@ -227,15 +235,15 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, call: _Call, place: _Place) -> None:
         number = len(self.operations)
-        # Views and in-place results share the storage of an input: they are not new memory.
+        # Views and in-place results share the storage of an input, so they are not new memory.
         before = set(self._alive) | self._ignored
         name = call.func._overloadpacket.__name__
         for tensor in call.outputs:
             key = _key(tensor)
             if key is not None and key not in before and key not in self._alive:
                 self._be_born(key, tensor, number, name, place.unit, place.line)
-        # Bytes read and written. A tensor changed in place is both, so it counts twice.
-        # A lower bound of the traffic: a kernel may read an input more than once.
+        # Bytes read and written. A tensor changed in place is both read and written, so it counts
+        # twice. This is a lower bound, because a kernel may read an input more than once.
         moved = sum(each.numel() * each.element_size() for each in (*call.inputs, *call.outputs))
         dtype = str(call.outputs[0].dtype).removeprefix("torch.") if call.outputs else ""
         self.operations.append(
@@ -266,14 +274,18 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             str(tensor.dtype).removeprefix("torch."),
             not self.backward,
         )
-        # Record its death when Python frees the storage, as a real run would free the memory.
+        # The lifetime ends when Python frees the storage, as the memory would be freed in a real
+        # run.
         self._references[key] = weakref.ref(storage, lambda _: self._died(key))
 
     def _died(self, key: int, *, kept: bool = False) -> None:
-        """Record the end of storage `key` after the last operator. `kept`: it is still alive."""
+        """Record that storage `key` was freed after the latest operator.
+
+        `kept` is True if the step has ended and the storage is still alive.
+        """
         memory = self._alive.pop(key, None)
         self._references.pop(key, None)
-        # Ignored storages have no entry. Empty ones take no memory.
+        # Ignored storages have no entry, and empty ones take no memory.
         if memory is None or memory.nbytes == 0:
             return
         self.tensors.append(
@@ -286,7 +298,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 memory.source,
                 memory.shape,
                 memory.dtype,
-                # Made by forward and freed in backward: autograd kept it in between.
+                # Created in the forward pass and freed in the backward pass, so autograd saved it.
                 saved=memory.forward and self.backward,
                 kept=kept and memory.born >= 0,
             )
@@ -294,11 +306,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def user_line() -> str:
-    """Return the innermost running line outside of libraries, as "train.py:41"."""
+    """Return the innermost stack frame outside library code, such as "train.py:41"."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # The innermost user frame is the line that users know; frames of torch and of this package
-        # are below it.
+        # Skip the frames of torch and of this package, to find the line that the user wrote.
         if _is_users(frame.f_code.co_filename):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
@@ -306,7 +317,7 @@ def user_line() -> str:
 
 
 def user_place(trace: TracebackType | None) -> str:
-    """Return the innermost line of an exception outside of libraries, as "train.py:41"."""
+    """Return the innermost traceback frame outside library code, such as "train.py:41"."""
     place = ""
     for frame, line in traceback.walk_tb(trace):
         if _is_users(frame.f_code.co_filename):
@@ -316,15 +327,15 @@ def user_place(trace: TracebackType | None) -> str:
 
 @cache
 def _is_users(path: str) -> bool:
-    """Return whether the code at `path` belongs to no library."""
+    """Return whether the code at `path` is user code rather than library code."""
     return not path.startswith("<") and not str(Path(path).resolve()).startswith(_LIBRARIES)
 
 
 def _key(tensor: Tensor) -> int | None:
     """Return the identity of a tensor's storage, or None for a sparse tensor."""
     try:
-        # The address of the C++ storage: equal for all views of it, and free to be reused after its
-        # end.
+        # The address of the C++ storage. It is the same for all views of the storage, and may be
+        # reused once the storage is freed.
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse
         return None
@@ -335,9 +346,9 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 
 def _makes_floats(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator without inputs makes a floating-point tensor."""
+    """Return whether an operator without inputs creates a floating-point tensor."""
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    # Whole numbers stay real: they are indices and lengths, whose values decide shapes.
+    # Integers stay real, because they are indices and lengths whose values determine shapes.
     name = func._overloadpacket.__name__
     if name in ("arange", "randint", "randperm", "lift_fresh", "scalar_tensor"):
         return False
@@ -347,7 +358,7 @@ def _makes_floats(func: Any, kwargs: dict[str, Any]) -> bool:
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     packet = func._overloadpacket
     counted = flop_registry.get(packet)
-    # torch's counter knows the attention of CUDA, but not the CPU's.
+    # torch's FLOP counter supports CUDA's attention kernels, but not the CPU's.
     if counted is None and packet.__name__ == "_scaled_dot_product_flash_attention_for_cpu":
         return int(sdpa_flop(*args[:3], out_val=out))
     return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))

@@ -1,7 +1,7 @@
-"""A transformer by formula: the operations of its layers, and the time of a step.
+"""A closed-form model of a transformer: the operations of its layers, and the time of a step.
 
-It is for published configurations. FLOPs follow Narayanan et al. (2021), bytes of activations
-Korthikanti et al. (2022).
+It is used to compare predictions with published results, which have no script to observe. FLOPs
+follow Narayanan et al. (2021), activation sizes Korthikanti et al. (2022).
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ RECOMPUTATIONS = (NONE, SELECTIVE, FULL)
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A GPT-like model.
+    """The shape of a GPT-like model.
 
-    `kv_heads` is for grouped attention, `ffn` for another width of the feed-forward. `gated` adds a
-    third matrix to the feed-forward (SwiGLU). `flash` does not write attention scores to memory.
+    Attributes:
+        layers: Number of layers.
+        hidden: Hidden size.
+        heads: Number of attention heads.
+        sequence: Tokens per sequence.
+        vocabulary: Size of the vocabulary.
+        kv_heads: Number of key and value heads for grouped-query attention (0: as many as `heads`).
+        ffn: Width of the feed-forward block (0: 4 * `hidden`).
+        gated: Whether the feed-forward block has a third matrix (SwiGLU).
+        flash: Whether attention is fused, so that its scores are not written to memory.
     """
 
     layers: int
@@ -36,25 +44,25 @@ class Transformer:
     gated: bool = False
     flash: bool = False
     causal: bool = False
-    """Whether attention computes only the half below the diagonal."""
+    """Whether attention computes only the lower triangle of the scores."""
     context: int = 1
-    """The number of devices that share a sequence (context parallelism). Each has its own queries
-    and gathers all keys and values, with equal work per device, as in Llama 3."""
+    """Number of devices that share a sequence (context parallelism). As in Llama 3, each device has
+    a part of the queries and gathers all keys and values, and the work is balanced."""
 
     @property
     def key_values(self) -> int:
-        """The width of the keys, and of the values."""
+        """The width of the keys, which is also the width of the values."""
         return self.hidden * (self.kv_heads or self.heads) // self.heads
 
     @property
     def feed_forward(self) -> int:
-        """The width of the feed-forward."""
+        """The width of the feed-forward block."""
         return self.ffn or 4 * self.hidden
 
     @property
     def layer_parameters(self) -> int:
-        """The number of elements of one layer."""
-        # Gated models (Llama) have neither biases nor a shift in their norms.
+        """The number of parameter elements per layer."""
+        # Gated models (Llama) have no biases in their layers or norms.
         h, matrices = self.hidden, 3 if self.gated else 2
         attention = 2 * h * h + 2 * h * self.key_values
         biases = 0 if self.gated else 3 * h + 2 * self.key_values + self.feed_forward
@@ -63,41 +71,43 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """The number of elements of the model.
+        """The number of parameter elements of the model.
 
-        It counts layers, word embeddings, the last norm, and position embeddings unless `gated`.
-        Gated models have a separate output head.
+        It includes the layers, the token embedding and the final norm. Gated models also have a
+        separate output head, the others a position embedding.
         """
-        # GPT learns an embedding of positions. Llama rotates queries and keys instead.
+        # GPT learns position embeddings. Llama uses rotary embeddings, which have no parameters.
         places = 0 if self.gated else self.sequence * self.hidden
         words = self.vocabulary * self.hidden * (2 if self.gated else 1)
         last = self.hidden if self.gated else 2 * self.hidden
         return self.layers * self.layer_parameters + words + places + last
 
     def model_flops(self, batch: int) -> float:
-        """Return the FLOPs of forward and backward of `batch` sequences, without recomputation.
+        """Return the FLOPs of a forward and backward pass without recomputation.
 
-        That is 6 per weight and token, plus attention: Korthikanti's 72BLsh²(1+s/6h+V/12hL) for a
-        plain GPT.
+        They are 6 per weight and token, plus attention. For a plain GPT and `batch` sequences, this
+        is 72BLsh²(1+s/6h+V/12hL) in Korthikanti et al.
         """
         h, s = self.hidden, self.sequence
         matrices = 3 if self.gated else 2
         weights = 2 * h * h + 2 * h * self.key_values + matrices * h * self.feed_forward
-        # Scores and their product with the values: s * h multiplications each per token.
+        # The scores and their product with the values take s * h multiplications each per token.
         attention = 2 * s * h * (0.5 if self.causal else 1.0)
         return 6.0 * batch * s * (self.layers * (weights + attention) + self.vocabulary * h)
 
     def forward(self, batch: int, tensor: int, *, sequence_parallel: bool) -> list[Work]:
-        """Return the operations of a layer's forward on one of `tensor` devices."""
+        """Return the operations of a layer's forward pass on one of `tensor` devices."""
         outside = self._outside_attention(batch, tensor, sequence_parallel=sequence_parallel)
         return outside + self.attention(batch, tensor)
 
     def backward(self, batch: int, tensor: int, *, sequence_parallel: bool) -> list[Work]:
-        """Return the operations of a layer's backward on one of `tensor` devices.
+        """Return the operations of a layer's backward pass on one of `tensor` devices.
 
-        Each product of forward becomes two. Traffic grows by half, because most operations read two
-        tensors where forward reads one. Fused attention recomputes its scores, so it has five
-        products where forward has two.
+        Each matrix product of the forward pass has two in the backward pass. Memory traffic is 1.5
+        times as high as in the forward pass, because most operations read two tensors instead of
+        one.
+        Fused attention recomputes its scores, so it has five products instead of the forward
+        pass's two.
         """
         outside = self._outside_attention(batch, tensor, sequence_parallel=sequence_parallel)
         attention = self.attention(batch, tensor)
@@ -107,12 +117,13 @@ class Transformer:
 
     def _outside_attention(self, batch: int, t: int, *, sequence_parallel: bool) -> list[Work]:
         tokens, h = batch * self.sequence / self.context, self.hidden
-        whole = t if sequence_parallel else 1  # norms and dropouts are split, or whole on each rank
+        whole = t if sequence_parallel else 1  # number of ranks that split norms and dropouts
         qkv = h + 2 * self.key_values
         wide = self.feed_forward * (2 if self.gated else 1)
-        # In order: norm, queries with keys and values, their bias or rotation, projection, dropout
-        # with residual; norm, feed-forward in, activation, out, dropout with residual. Elements
-        # have 2 bytes, so the traffic 4 n is one read and one write of n elements.
+        # Attention block: norm; QKV projection; bias or rotary embedding; output projection;
+        # dropout and residual. Feed-forward block: norm; first matrix; activation; second matrix;
+        # dropout and residual. Elements have 2 bytes, so traffic of 4 n bytes is one read and one
+        # write of n elements.
         return [
             _traffic(4 * tokens * h / whole),
             _product(tokens, h, qkv / t),
@@ -127,31 +138,39 @@ class Transformer:
         ]
 
     def attention(self, batch: int, t: int) -> list[Work]:
-        """Return scores, softmax, dropout and the product with the values, on one of `t` devices.
+        """Return the operations of attention itself on one of `t` devices.
 
-        Selective recomputation repeats these operations.
+        These are scores, softmax, dropout and the product with the values. Selective recomputation
+        repeats them.
         """
         s, h = self.sequence, self.hidden
-        # Queries with keys, or scores with values: both products are equally large.
+        # FLOPs of one of the two products, queries with keys and scores with values. They are
+        # equally large.
         flops = 2.0 * batch * s * s * h / t / self.context * (0.5 if self.causal else 1.0)
         if self.flash:
             return [Work(2 * flops, 0.0)]
-        # Without flash attention the scores, shape (batch, heads, s, s), pass through memory.
+        # Without fused attention, the scores of shape (batch, heads, s, s) pass through memory.
         scores = batch * self.heads * s * s / t / self.context
         product = Work(flops, 2 * scores + 4 * batch * s * h / t)
         return [product, _traffic(4 * scores), _traffic(5 * scores), product]
 
     def head(self, batch: int, tensor: int) -> list[Work]:
-        """Return the forward operations of output head and loss. Backward has twice as many."""
+        """Return the forward operations of the output head and the loss.
+
+        The backward pass takes twice as long.
+        """
         tokens, words = batch * self.sequence / self.context, self.vocabulary / tensor
         return [_product(tokens, self.hidden, words), _traffic(14 * tokens * words)]
 
     def activation_bytes(
         self, batch: int, tensor: int, recompute: str, *, sequence_parallel: bool
     ) -> float:
-        """Return the 16-bit bytes that a layer keeps for backward: Korthikanti et al., table 2."""
-        # Bytes per element of s * b * h, by the table: 34 in a layer outside of the scores, of
-        # which tensor parallelism alone divides 24.
+        """Return the bytes that a layer saves for the backward pass in 16-bit precision.
+
+        From table 2 of Korthikanti et al.
+        """
+        # The table gives bytes per element of s * b * h. Without the scores a layer has 34, of
+        # which tensor parallelism without sequence parallelism divides only 24.
         sbh, t = float(self.sequence * batch * self.hidden), tensor
         scores = 5 * self.heads * self.sequence / self.hidden
         if recompute == FULL:
@@ -163,7 +182,7 @@ class Transformer:
 
 
 def _product(rows: float, inner: float, columns: float) -> Work:
-    """Return a 16-bit matrix product."""
+    """Return the work of a 16-bit matrix product (rows, inner) x (inner, columns)."""
     return Work(2 * rows * inner * columns, 2 * (rows * inner + inner * columns + rows * columns))
 
 
@@ -172,18 +191,18 @@ def _traffic(count: float) -> Work:
 
 
 def _reversed(work: Work) -> Work:
-    """Return the backward of an operation."""
-    # The gradient of a product's inputs is two products of the same size.
+    """Return the work of an operation's backward pass."""
+    # A matrix product has two gradients, which are products of the same size.
     return Work(work.flops, 1.5 * work.bytes, count=2 if work.flops else 1)
 
 
 @dataclass(frozen=True)
 class Software:
-    """The overhead of a training system.
+    """The overhead of a training framework.
 
-    `host` is seconds of the host for a layer's forward (backward takes twice that),
-    `collective_host` for each tensor-parallel collective. `size` is bytes per element as stored,
-    reduced and updated.
+    `host` is the seconds that the host needs to launch a layer's forward pass (the backward pass
+    needs twice as long). `collective_host` is the same for each tensor-parallel collective. `size`
+    contains the bytes moved per element.
     """
 
     host: float = 0.0
@@ -194,22 +213,24 @@ class Software:
 def transformer_times(
     model: Transformer, run: Parallelism, cluster: Cluster, software: Software
 ) -> list[RankTime]:
-    """Return the time of a step on each rank of the pipeline, by kind, in seconds."""
+    """Return the time of a step on each pipeline rank, in seconds by kind."""
     stages = run.pipeline * run.stages_per_rank
     layer = _layer(model, run, cluster, software)
     units = [[layer] * count for count in _layers_of(model.layers, stages)]
-    # The first stage also has the embedding, and the last one the output head.
+    # The first stage also contains the embedding, and the last one the output head.
     units[0].insert(0, _embedding(model, run, cluster))
     units[-1].append(_head(model, run, cluster))
     sbh = 2.0 * run.micro_batch * model.sequence / model.context * model.hidden
-    boundary = sbh / run.tensor  # each tensor rank sends its part, and gathers inside its host
+    # Each tensor rank sends its part to the next stage, which gathers the parts within its host.
+    boundary = sbh / run.tensor
     return step_times(units, boundary, run, cluster, software.size)
 
 
 def _layers_of(layers: int, stages: int) -> list[int]:
     """Return the number of layers of each stage.
 
-    If the numbers work out, embedding and head count as one layer each, as in Llama 3.
+    If the layers then divide evenly, the embedding and the head count as a layer each, as in
+    Llama 3.
     """
     if stages > 1 and (layers + 2) % stages == 0:
         counts = [(layers + 2) // stages] * stages
@@ -218,7 +239,7 @@ def _layers_of(layers: int, stages: int) -> list[int]:
 
 
 def step_seconds(times: list[RankTime]) -> float:
-    """Return the time of the step. All ranks end it together."""
+    """Return the step time in seconds. All ranks finish a step at the same time."""
     return max(sum(each.by_kind.values()) for each in times)
 
 
@@ -235,14 +256,15 @@ def _layer(model: Transformer, run: Parallelism, cluster: Cluster, software: Sof
         each = all_reduce_seconds(whole, group)
     keys = 4.0 * b * model.sequence * model.key_values / t  # keys and values, 2 bytes each
     context = all_gather_seconds(keys, group_of(cluster, model.context, t))
-    # A layer has two tensor-parallel collectives per pass: after attention and after feed-forward.
+    # A layer has two tensor-parallel collectives per pass: after attention and after the
+    # feed-forward block.
     host = software.host + (2 * software.collective_host if t > 1 else 0.0)
-    passes = 2  # backward launches twice as many operations as forward
+    passes = 2  # the backward pass launches twice as many operations as the forward pass
     if run.recompute == FULL:
         backward, passes = backward + forward, passes + 1
     elif run.recompute == SELECTIVE:
         backward += busy(model.attention(b, t), device)
-    # Full recomputation repeats the two collectives of forward inside backward.
+    # Full recomputation repeats the forward pass's two collectives in the backward pass.
     spent = (4 if run.recompute == FULL else 2) * each
     return UnitWork(
         _hosted(forward, host, 2 * each),
@@ -254,9 +276,9 @@ def _layer(model: Transformer, run: Parallelism, cluster: Cluster, software: Sof
 
 
 def _hosted(work: Busy, host: float, beside: float) -> Busy:
-    """Return a sequence of operations that the host needs at least `host` seconds to launch.
+    """Return `work` with the launch time of a host that needs `host` seconds to launch it.
 
-    The device also spends `beside` seconds on collectives in between.
+    Launches are also hidden by the `beside` seconds that the device spends on collectives.
     """
     return replace(work, launch=max(work.launch, host - work.matmul - work.memory - beside))
 

@@ -1,4 +1,4 @@
-"""Gives pictures one look: colors, matplotlib's style, and SVGs in the colors of a page."""
+"""Defines the common style of all plots: colors, matplotlib settings, and SVGs for HTML pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ APRICOT, MINT, SAND, AMBER = "#f0915f", "#6cc795", "#b8a999", "#e0a458"
 RED = "#b3261e"
 
 SERIES = (ORANGE, GREEN, PURPLE, OCHRE, CRIMSON, TEAL, BROWN)
-"""Colors of lines in one plot, after BLUE."""
+"""Colors of the second and later lines of a plot. The first line is BLUE."""
 
 DARK = {
     INK: "#e6e9ee", GREY: "#9aa4b2", FAINT: "#3a414b",
@@ -25,8 +25,8 @@ DARK = {
     SLATE: "#aab4c4", INDIGO: "#98a5f0", ROSE: "#e3b7c8",
     APRICOT: "#d9622b", MINT: "#2f8f5b", SAND: "#8f7f6e", AMBER: "#a8752f",
 }  # fmt: skip
-"""The color that replaces each color of a picture on a dark screen. Two shades of one color swap
-places, so that they stay distinct."""
+"""Maps each color to its replacement in dark mode. A light and a dark shade of the same color swap
+roles, so that they stay distinct."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -39,7 +39,7 @@ STYLE: dict[Any, Any] = {
     "ytick.color": INK,
     "svg.fonttype": "none",  # text stays text, in the page's font
 }
-"""Settings of all pictures, for matplotlib.rc_context."""
+"""Settings of all plots, for matplotlib.rc_context."""
 
 GRID: dict[Any, Any] = {"axes.grid": True, "grid.color": FAINT, "grid.linewidth": 0.6}
 TITLES: dict[Any, Any] = {
@@ -47,7 +47,7 @@ TITLES: dict[Any, Any] = {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
 }
-"""Titles of several plots next to each other."""
+"""Settings for the titles of several plots in one figure."""
 
 
 def save_picture(
@@ -59,23 +59,24 @@ def save_picture(
     title: Mapping[str, Any] | None = None,
     formats: Sequence[str] = ("png",),
 ) -> str:
-    """Draw a picture and save it; return its SVG for a page.
+    """Draw a figure, save it to files, and return its SVG for an HTML page.
 
     Args:
-        file: where to save it, without the suffix.
-        size: width and height in inches.
-        draw: called with an empty matplotlib figure.
-        style: settings of matplotlib in addition to STYLE.
-        title: arguments of `Figure.suptitle`, for the files only: a page has its own heading.
-        formats: suffixes of the files.
+        file: Path of the files without the suffix.
+        size: Width and height in inches.
+        draw: Function that draws on an empty matplotlib figure.
+        style: matplotlib settings in addition to STYLE.
+        title: Arguments of `Figure.suptitle`. The title appears only in the files, because a page
+            has its own heading.
+        formats: Suffixes of the files to write.
     """
     import matplotlib as mpl
-    from matplotlib.figure import Figure  # unlike pyplot, it looks for no window system
+    from matplotlib.figure import Figure  # unlike pyplot, it needs no window system
 
     with mpl.rc_context(STYLE | dict(style) | {"svg.hashsalt": file.name}):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
-        # The SVG is saved before the title is added. A fixed date keeps its bytes reproducible.
+        # Save the SVG before adding the title. Without a date, its bytes are reproducible.
         svg = io.StringIO()
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
         if title is not None:
@@ -86,18 +87,18 @@ def save_picture(
 
 
 def _for_page(svg: str, name: str) -> str:
-    """Return `svg` with a flexible width, a page's colors, and ids that begin with `name`."""
-    # Without the XML declaration and doctype, which HTML does not allow inside of a page.
+    """Return `svg` with a flexible width, the page's colors, and ids prefixed with `name`."""
+    # Remove the XML declaration and the doctype, which HTML does not allow inside a page.
     svg = svg[svg.index("<svg") :]
     for color in DARK:
         svg = svg.replace(color, f"var(--{variable(color)})")
-    # Two pictures on one page would otherwise have the same ids.
+    # Without the prefix, two plots on the same page would have the same ids.
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    # References to these ids: clip paths and markers.
+    # Also update the references to these ids from clip paths and markers.
     svg = re.sub(r'(xlink:href="|url\()#', rf"\g<1>#{name}-", svg)
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=1)
 
 
 def variable(color: str) -> str:
-    """Return the name of a color in the style sheet of a page."""
+    """Return the name of the CSS variable for a color, without the leading dashes."""
     return f"c{color[1:]}"

@@ -1,4 +1,4 @@
-"""Output files of reports, and facts about the machine."""
+"""Writes the output files of reports, and collects facts about the machine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardwise.errors import LaunchError
 
 
 def is_stdout(file: Path | None) -> bool:
-    """Return whether `--json FILE` names standard output."""
+    """Return whether `file`, the value of `--json`, is "-" for standard output."""
     return str(file) == "-"
 
 
 def write_json(text: str, file: Path | None) -> None:
-    """Write `text` to the `file` of `--json`, if there is one."""
+    """Write `text` to `file`, the value of `--json`. Does nothing if it is None."""
     if is_stdout(file):
         click.echo(text)
     elif file is not None:
@@ -34,7 +34,7 @@ def write_json(text: str, file: Path | None) -> None:
 
 
 def check_can_draw(what: str) -> None:
-    """Raise LaunchError if the packages that `what` draws with are not installed."""
+    """Raise LaunchError if a package that `what` needs for its plots is not installed."""
     if missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]:
         raise LaunchError(
             f"{what} draws with {' and '.join(missing)}, which is not installed: "
@@ -43,7 +43,7 @@ def check_can_draw(what: str) -> None:
 
 
 def machine_facts() -> dict[str, str]:
-    """Return the machine, the versions and the date of a report."""
+    """Return the host name, the versions and the date for a report."""
     from shardwise import __version__
 
     return {
@@ -55,13 +55,13 @@ def machine_facts() -> dict[str, str]:
 
 
 def finite(value: float) -> float | None:
-    """Return `value`, or None if it is infinite or NaN, which JSON does not have."""
+    """Return `value`, or None if it is infinite or NaN, which JSON cannot represent."""
     return value if math.isfinite(value) else None
 
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Return a context manager that turns SIGTERM into SystemExit, so that runs are ended first."""
+    """Raise SystemExit on SIGTERM inside the block, so that running subprocesses are stopped."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -74,6 +74,6 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def last_words(output: str) -> str:
-    """Return the last non-empty line of a run's output: there the launcher prints the error."""
+    """Return the last non-empty line of a run's output, which contains the launcher's error."""
     lines = [line.strip() for line in output.splitlines()]
     return next((line for line in reversed(lines) if line), "it printed nothing")

@@ -1,4 +1,4 @@
-"""Renders HTML pages that are one file each and load nothing else."""
+"""Renders self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def write_page(file: Path, package: str, **values: Any) -> None:
 
 
 def render_page(package: str, **values: Any) -> str:
-    """Return the page of `package`. Its template extends "base", the template of this package."""
+    """Render `package`'s page.html.jinja, which extends this package's template as "base"."""
     from jinja2 import Environment, FunctionLoader
 
     def load(name: str) -> str:
         home = "shardwise.tools.report" if name == "base" else name
-        # Through importlib, so that templates are found in a wheel as well.
+        # importlib.resources also finds templates in a wheel.
         return resources.files(home).joinpath("page.html.jinja").read_text()
 
     environment = Environment(

@@ -1,4 +1,4 @@
-"""Estimates a rate and its confidence interval. Pure arithmetic."""
+"""Estimates the throughput of a run and its confidence interval. Does no I/O."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from itertools import pairwise
 from statistics import NormalDist
 
 MOST_GROUPS = 20
-"""Steps are divided into at most this many groups of neighbours."""
+"""Maximum number of groups into which consecutive steps are divided."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Samples per second, with the 95 % confidence interval (NaN if it cannot be estimated)."""
+    """Samples per second, with the bounds of a 95 % confidence interval (NaN if unknown)."""
 
     value: float
     low: float
@@ -22,22 +22,22 @@ class Rate:
 
 
 def rate(samples: Sequence[float], seconds: Sequence[float]) -> Rate:
-    """Return the rate of steps that trained on `samples` (over all ranks) in `seconds`.
+    """Return the throughput of a run, from the samples (over all ranks) and seconds of each step.
 
-    It is the ratio of the sums, so a short last batch has its proper weight. Neighbouring steps
-    are correlated, so each one tells less than an independent step. The interval is therefore
-    computed from the means of groups of neighbours (batch means; Law and Carson, 1979), with the
-    ratio estimator.
+    The rate is the ratio of the sums, so a short last batch has the correct weight. Consecutive
+    steps are correlated, so treating them as independent would make the interval too narrow. The
+    interval is therefore computed from groups of consecutive steps (batch means; Law and Carson,
+    1979), with the ratio estimator.
     """
     whole, time = math.fsum(samples), math.fsum(seconds)
     value = whole / time
     groups = min(MOST_GROUPS, len(seconds))
-    # One group has no spread.
+    # A single group has no spread to estimate the error from.
     if groups < 2:
         return Rate(value, math.nan, math.nan)
-    # Contiguous groups of almost equal length: correlation reaches only into the next group.
+    # Contiguous groups of almost equal length, so that only adjacent groups are correlated.
     cuts = [len(seconds) * group // groups for group in range(groups + 1)]
-    # The ratio estimator: its error is the spread of samples - rate * seconds over the groups.
+    # The error of the ratio estimator is the spread of samples - rate * seconds over the groups.
     residuals = [
         math.fsum(samples[first:end]) - value * math.fsum(seconds[first:end])
         for first, end in pairwise(cuts)
@@ -51,7 +51,7 @@ def rate(samples: Sequence[float], seconds: Sequence[float]) -> Rate:
 def student(p: float, degrees: int) -> float:
     """Return the quantile `p` of Student's t distribution (Abramowitz and Stegun, 1964, 26.7.5).
 
-    Exact for 1 and 2 degrees of freedom; from 3 on its error is below 5e-3.
+    It is exact for 1 and 2 degrees of freedom. For 3 or more, the error is below 5e-3.
     """
     if degrees == 1:
         return math.tan(math.pi * (p - 0.5))

@@ -1,4 +1,4 @@
-"""Measures a script at all sizes, shows progress, and writes the results."""
+"""Runs a script with each number of workers, shows progress, and writes the results."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from shardwise.tools.scale.runs import MeasuredRun, ScalingPlan
 
 
 def measure(plan: ScalingPlan) -> int:
-    """Measure all sizes, write the results to `plan.out`, and return the exit code.
+    """Measure all numbers of workers, write the results to `plan.out`, and return the exit code.
 
-    The exit code is 1 if a run failed. If interrupted, it writes the results so far. Raises
-    LaunchError if a package for the plots is not installed.
+    The exit code is 1 if a run failed. If the measurement is interrupted, the results so far are
+    written. Raises LaunchError if a package for the plots is not installed.
     """
-    check_can_draw("shardwise scale")  # before minutes of runs, not after them
+    check_can_draw("shardwise scale")  # before the runs, which take minutes
     console = Console(highlight=False, markup=False)
-    # Before the first run: a folder that cannot be made must not show only after hours.
+    # Create the folder before the first run, so that an error does not appear only after hours.
     plan.out.mkdir(parents=True, exist_ok=True)
     finished: list[MeasuredRun] = []
     with exit_on_sigterm():
         try:
             finished.extend(_all(plan, console))
         except (KeyboardInterrupt, SystemExit):
-            # A measurement takes hours. If it is interrupted, the finished sizes are still
-            # reported.
+            # A measurement can take hours, so report the finished runs if it is interrupted.
             if finished:
                 _tell(ScalingReport(plan=plan, runs=finished), console)
             raise
@@ -40,7 +39,7 @@ def measure(plan: ScalingPlan) -> int:
 
 
 def _tell(report: ScalingReport, console: Console) -> None:
-    """Write the results and print the table."""
+    """Write the results to files and print the table."""
     plan = report.plan
     reports.write(report, plan.out)
     from shardwise.tools.scale import plots  # imports matplotlib, which takes half a second
@@ -55,15 +54,15 @@ def _tell(report: ScalingReport, console: Console) -> None:
 
 
 def _all(plan: ScalingPlan, console: Console) -> Iterator[MeasuredRun]:
-    """Yield the runs, one after the other. A failure is printed, and the other runs continue."""
+    """Run the script with each number of workers. Yield each finished run, even if it failed."""
     sizes = [(kind, size) for kind in plan.kinds for size in plan.sizes]
     alone: MeasuredRun | None = None
     with _bar(console) as bar:
         task = bar.add_task("", total=len(sizes), what="")
         for kind, size in sizes:
-            # Without this, strong and weak scaling would both measure one worker.
+            # With one worker, strong and weak scaling are the same run, so measure it only once.
             if size == 1 and alone is not None:
-                run = replace(alone, kind=kind)  # with one worker both kinds are the same run
+                run = replace(alone, kind=kind)
             else:
                 run = _one(plan, kind, size, bar, task)
                 _say(run, console)
@@ -85,7 +84,7 @@ def _one(plan: ScalingPlan, kind: str, size: int, bar: Progress, task: object) -
 
 
 def _say(run: MeasuredRun, console: Console) -> None:
-    """Print a line about a finished run."""
+    """Print a line with the result of a finished run."""
     name = f"{run.kind:>6} · {run.workers} worker{'s' * (run.workers > 1)} · {run.wall:.0f} s"
     measured = run.measured
     if measured is None:

@@ -1,4 +1,4 @@
-"""The plots of a measurement (throughput, efficiency, curves by epoch), and its HTML page."""
+"""Draws a measurement's plots (throughput, efficiency, loss, accuracy) and writes its page."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ STYLES = ("-", "--")
 STYLE = GRID | {"font.size": 10.5, "savefig.transparent": False}
 SIZE = (5.6, 3.7)
 MARKED = 40
-"""Points of lines with at most this many have markers."""
+"""Lines with at most this many points have markers."""
 
 Draw = Callable[[Any, ScalingReport], None]
 
 
 def draw(report: ScalingReport, folder: Path) -> dict[str, str]:
-    """Save the plots that have data in `folder`. Return their SVG by name."""
+    """Save every plot that has data to `folder`, and return the SVGs by name."""
 
     def draw_one(on: Draw, figure: Any) -> None:
         on(figure.subplots(), report)
@@ -44,7 +44,7 @@ def draw(report: ScalingReport, folder: Path) -> dict[str, str]:
 
 def _plots(report: ScalingReport) -> Iterator[tuple[str, Draw]]:
     measured = [run.measured for run in report.runs if run.measured]
-    # All runs failed: a page without plots, but with their errors.
+    # If all runs failed, the page has no plots, only the errors.
     if not measured:
         return
     yield "throughput", _throughput
@@ -56,14 +56,14 @@ def _plots(report: ScalingReport) -> Iterator[tuple[str, Draw]]:
 
 
 def _throughput(axes: Any, report: ScalingReport) -> None:
-    """Plot samples per second with their intervals, and the ideal line from the smallest size."""
+    """Plot throughput with confidence intervals, and ideal scaling from the smallest size."""
     for kind in report.plan.kinds:
         rows = report.rows(kind)
         if not rows:
             continue
         workers = [row.run.workers for row in rows]
         rates = [row.measured.rate for row in rows]
-        # From the smallest measured size: one worker may not have been measured.
+        # Start from the smallest measured size, because one worker may not have been measured.
         ideal = [rates[0].value / workers[0] * count for count in workers]
         values = [each.value for each in rates]
         reach = [
@@ -89,7 +89,7 @@ def _throughput(axes: Any, report: ScalingReport) -> None:
 
 
 def _efficiency(axes: Any, report: ScalingReport) -> None:
-    """Plot the rate per worker, relative to the smallest size."""
+    """Plot the throughput per worker, relative to the smallest size."""
     for kind in report.plan.kinds:
         rows = report.rows(kind)
         counts = [row.run.workers for row in rows]
@@ -104,7 +104,7 @@ def _efficiency(axes: Any, report: ScalingReport) -> None:
 
 
 def _loss(axes: Any, report: ScalingReport) -> None:
-    """Plot losses by epoch, or by step if no run reached a second epoch."""
+    """Plot the loss against epochs, or against steps if no run reached a second epoch."""
     if any(run.measured and len(run.measured.loss) > 1 for run in report.runs):
         _curves(axes, report, lambda measured: measured.loss, "training loss", "epoch")
     else:
@@ -119,10 +119,11 @@ def _accuracy(axes: Any, report: ScalingReport) -> None:
 def _curves(
     axes: Any, report: ScalingReport, of: Callable[[Measured], Curve], label: str, unit: str
 ) -> None:
-    """Plot a line for each size by `unit`, which is epoch or step."""
-    # Lines may coincide: the first one is the widest, and each further one is thinner, on top.
+    """Plot one line per number of workers, against `unit` ("epoch" or "step")."""
+    # Lines may coincide. Make the first line the widest, and draw each next line thinner and on
+    # top, so that all of them are visible.
     sizes = sorted(report.plan.sizes)
-    # Less for many sizes, so that the first line stays narrower than its plot.
+    # With many sizes, use a smaller difference, so that the first line is not too wide.
     wider = min(1.6, 6 / len(sizes))
     for style, kind in zip(STYLES, report.plan.kinds, strict=False):
         for row in report.rows(kind):
@@ -141,7 +142,8 @@ def _curves(
                 )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     low, high = axes.get_ylim()
-    # Differences below 1 % are rounding between sizes: do not let them fill the axis.
+    # Differences below 1 % are only rounding differences between sizes. Do not let them fill the
+    # axis.
     if high - low < (least := 0.01 * max(abs(low), abs(high))):
         axes.set_ylim((low + high - least) / 2, (low + high + least) / 2)
     axes.ticklabel_format(axis="y", useOffset=False)
@@ -151,7 +153,7 @@ def _curves(
 
 
 def _workers(axes: Any, report: ScalingReport) -> None:
-    """Set the axis of the number of workers, linear so that ideal scaling is a straight line."""
+    """Set up the workers axis. It is linear, so that ideal scaling is a straight line."""
     axes.set_xlim(left=0)
     axes.set_xticks(sorted(report.plan.sizes))
     axes.set_xlabel("workers")
@@ -166,7 +168,7 @@ CAPTIONS = {
 
 
 def write_report_page(report: ScalingReport, pictures: Mapping[str, str], file: Path) -> None:
-    """Write the HTML page of a measurement. `pictures` are SVG plots by name."""
+    """Write the HTML page of a measurement. `pictures` maps the names of plots to their SVGs."""
     write_page(
         file,
         "shardwise.tools.scale",

@@ -1,4 +1,4 @@
-"""Reads the records of the ranks of a run (step_log.py), and computes its rate and curves."""
+"""Reads the step records of a run's ranks (see step_log.py), and computes throughput and curves."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from typing import Any
 from shardwise.tools.scale.estimates import Rate, rate
 
 Curve = dict[int, float]
-"""Values by epoch or by step, both counted from 0."""
+"""Values by epoch or by step, both numbered from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The result of a run of `steps` steps, without the first `dropped` for the rate.
+    """The result of a run.
 
-    `batch` is the total batch of a typical step, `seconds` its duration. `loss` is the mean loss of
-    each epoch, `losses` the loss of each step. `means` are the last values of Metrics in each
-    epoch, by name.
+    Attributes:
+        steps: Number of steps.
+        dropped: Number of warm-up steps that `rate` excludes.
+        batch: Median total batch size in samples.
+        seconds: Median duration of a step.
+        rate: Throughput in samples per second.
+        loss: Mean loss of each epoch.
+        losses: Loss of each step.
+        means: For each mean that sw.Metrics computed, its last value in each epoch.
     """
 
     steps: int
@@ -40,7 +46,10 @@ class TooFew(Exception):
 
 
 def read(folder: Path, ranks: int, warmup: int) -> Measured:
-    """Read the records of `ranks` ranks in `folder`. Raises TooFew."""
+    """Read the records of `ranks` ranks in `folder`, and drop `warmup` steps.
+
+    Raises TooFew if a record is missing or no steps remain to measure.
+    """
     paths = [folder / f"rank-{rank}.jsonl" for rank in range(ranks)]
     if missing := [str(rank) for rank, path in enumerate(paths) if not path.exists()]:
         raise TooFew(
@@ -49,9 +58,10 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
             "them share, under the same path."
         )
     rows = [list(_rows(path)) for path in paths]
-    # Other rows hold the means of sw.Metrics.
+    # Rows without a step contain the means of sw.Metrics.
     own = [[row for row in of_rank if "step" in row] for of_rank in rows]
-    # A run that is stopped may end between the ranks' writes: use the steps that all have.
+    # A run can be stopped when only some ranks have written a step, so use the steps that all ranks
+    # have written.
     count = min(map(len, own))
     if count == 0:
         raise TooFew(
@@ -64,7 +74,8 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
             "--warmup, or more steps."
         )
     steps = list(zip(*(of_rank[:count] for of_rank in own), strict=True))
-    # Of all ranks: with uneven shares no rank alone knows the batch.
+    # Sum over all ranks, because with uneven shares the total batch cannot be computed from one
+    # rank.
     samples = [sum(row["samples"] for row in step) for step in steps]
     if not sum(samples[warmup:]):
         raise TooFew(
@@ -78,7 +89,7 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
         batch=int(median(samples[warmup:])),
         seconds=median(seconds[warmup:]),
         rate=rate(samples[warmup:], seconds[warmup:]),
-        # An engine reports the same loss on every rank, so rank 0's record is enough.
+        # An engine reports the same loss on every rank, so rank 0's record is sufficient.
         loss=_loss(own[0][:count]),
         losses={n: row["loss"] for n, row in enumerate(own[0][:count]) if _is_loss(row)},
         means=_means(row for row in rows[0] if "means" in row),
@@ -86,7 +97,7 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
 
 
 def steps_made(folder: Path) -> int:
-    """Return the number of steps that rank 0 of a run has recorded so far."""
+    """Return the number of steps that rank 0 has recorded so far."""
     try:
         return (folder / "rank-0.jsonl").read_bytes().count(b'{"step"')
     except FileNotFoundError:
@@ -94,11 +105,12 @@ def steps_made(folder: Path) -> int:
 
 
 def _seconds(step: Sequence[Mapping[str, Any]]) -> float:
-    """Return how long a step took, from when the last rank asked for its data.
+    """Return the duration of a step, from the time when the last rank requested its batch.
 
-    All ranks end a step together, so the time between two ends is the same on all, up to jitter
-    that the mean removes. A rank that asked first has waited for ranks that were still busy
-    outside of the step, for example with an evaluation on rank 0 alone. That wait is not counted.
+    All ranks finish a step at the same time, so the time between the ends of two steps is the same
+    on all ranks, apart from jitter that the mean removes. A rank that requests its batch early
+    waits for ranks that are still busy outside the step, for example with an evaluation on rank 0
+    only. This wait is not counted.
     """
     between: list[float] = [row["between"] for row in step]
     whole: float = mean(row["between"] + row["seconds"] for row in step)
@@ -106,17 +118,17 @@ def _seconds(step: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a record. A crash may have cut off the last one."""
+    """Yield the complete lines of a record. After a crash, the last line may be incomplete."""
     for line in path.read_text().splitlines():
         try:
-            # Ranks append line by line, so only the last one can be incomplete.
+            # Ranks append line by line, so only the last line can be incomplete.
             yield json.loads(line)
         except json.JSONDecodeError:
             return
 
 
 def _loss(rows: list[dict[str, Any]]) -> Curve:
-    """Return the mean loss of each epoch, over all items."""
+    """Return the mean loss of each epoch, weighted by the number of items in each step."""
     sums: dict[int, tuple[float, float]] = {}
     for row in rows:
         if _is_loss(row):
@@ -127,12 +139,12 @@ def _loss(rows: list[dict[str, Any]]) -> Curve:
 
 
 def _is_loss(row: Mapping[str, Any]) -> bool:
-    """Return whether the step has a loss. Horovod's optimizer sees none."""
+    """Return whether a step has a loss. Steps of Horovod's optimizer do not have one."""
     return math.isfinite(row["loss"])
 
 
 def _means(rows: Iterator[dict[str, Any]]) -> dict[str, Curve]:
-    """Return the curves of the means by name, for training and evaluation."""
+    """Return the curve of each mean, named "training NAME" or "evaluation NAME"."""
     curves: dict[str, Curve] = {}
     for row in rows:
         of = "training" if row["training"] else "evaluation"

@@ -1,4 +1,4 @@
-"""Reports a measurement as numbers, a table, JSON and CSV."""
+"""Reports a measurement as a table, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from shardwise.tools.scale.runs import WEAK, MeasuredRun, ScalingPlan
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingRow:
-    """The result at one size. `speedup` and `efficiency` are relative to the smallest size."""
+    """The result for one number of workers.
+
+    `speedup` and `efficiency` are relative to the throughput per worker of the smallest successful
+    run.
+    """
 
     run: MeasuredRun
     measured: Measured
@@ -34,25 +38,24 @@ class ScalingRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingReport:
-    """All runs of a measurement, and the machine that made them."""
+    """All runs of a measurement."""
 
     plan: ScalingPlan
     runs: Sequence[MeasuredRun]
 
     @property
     def command(self) -> str:
-        """The script and its arguments, as given."""
+        """The script and its arguments, as the user wrote them."""
         return " ".join(self.plan.words)
 
     def rows(self, kind: str) -> list[ScalingRow]:
-        """Return the successful runs of a kind, smallest first."""
+        """Return the successful runs of a kind, sorted by number of workers."""
         measured_runs = [
             (run, run.measured) for run in self.runs if run.kind == kind and run.measured
         ]
         if not measured_runs:
             return []
-        # The rate per worker at the smallest size that succeeded, which may have more than one
-        # worker.
+        # The throughput per worker of the smallest successful run, which may have several workers.
         base = measured_runs[0][1].rate.value / measured_runs[0][0].workers
         return [
             ScalingRow(
@@ -66,12 +69,12 @@ class ScalingReport:
 
     @property
     def accuracies(self) -> str:
-        """The name of the mean shown as accuracy, such as "evaluation accuracy", or ""."""
+        """The name of the mean to show as accuracy, such as "evaluation accuracy", or ""."""
         results = [run.measured for run in self.runs if run.measured]
         return " or ".join(sorted({name for each in results if (name := accuracy_name(each))}))
 
     def machine(self) -> dict[str, str]:
-        """Return facts about the machine of the measurement."""
+        """Return facts about this machine."""
         threads = os.environ.get("OMP_NUM_THREADS", str(self.plan.threads))
         facts = machine_facts()
         return {
@@ -83,7 +86,7 @@ class ScalingReport:
 
     def notes(self) -> list[str]:
         """Return notes on how to read the figures."""
-        # The cores of this process, which a job may limit.
+        # Count the cores that this process may use, because a job may limit them.
         cores, most = usable_cores(), max(self.plan.sizes)
         lines = [
             "engine.resume, save and export do nothing during the runs (--trial): every size "
@@ -117,7 +120,7 @@ class ScalingReport:
 
 
 def table(report: ScalingReport) -> Table:
-    """Return the table for the terminal, without empty columns."""
+    """Return the results as a table for the terminal, without empty columns."""
     rows = {kind: lines(report, kind) for kind in report.plan.kinds}
     filled = [any(column) for column in zip(*chain(*rows.values()), strict=True)]
     grid = Table(
@@ -151,7 +154,7 @@ COLUMNS = {
 
 
 def lines(report: ScalingReport, kind: str) -> list[list[str]]:
-    """Return the cells of all runs of a kind as text, including runs that failed."""
+    """Return the table cells of all runs of a kind, including failed runs."""
     rows = {row.run.workers: row for row in report.rows(kind)}
     return [
         _cells(kind, rows[run.workers])
@@ -179,18 +182,21 @@ def _cells(kind: str, row: ScalingRow) -> list[str]:
 
 
 def figure(value: float) -> str:
-    """Format a rate with its significant digits."""
+    """Format a rate with about three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def accuracy_name(measured: Measured) -> str:
-    """Return the name of the mean to show as accuracy, preferably of an evaluation, or ""."""
+    """Return the name of the mean to show as accuracy, or "" without such a mean.
+
+    Evaluation means take precedence over training means.
+    """
     named = [name for name in measured.means if "acc" in name.split(" ", 1)[1].lower()]
     return min(named, default="")  # "evaluation ..." before "training ..."
 
 
 def accuracy(measured: Measured) -> Curve:
-    """Return the curve of the mean to show as accuracy."""
+    """Return the curve of the mean to show as accuracy, or an empty curve without such a mean."""
     name = accuracy_name(measured)
     return dict(measured.means[name]) if name else {}
 
@@ -232,7 +238,7 @@ _FLAT = (
 
 
 def as_json(report: ScalingReport) -> dict[str, Any]:
-    """Return all results as plain values. Unknown ones are null in JSON."""
+    """Return all results as values that JSON can represent. Unknown values are None."""
     return {
         "command": report.command,
         "flags": list(report.plan.flags),
@@ -268,7 +274,7 @@ def _result(report: ScalingReport, run: MeasuredRun) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the name of the processor."""
+    """Return the name of the CPU model."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -279,4 +285,4 @@ def _processor() -> str:
 
 
 BATCH_GROWS = {WEAK: "the same batch per worker", "strong": "the same total batch"}
-"""What stays equal at all sizes, by kind."""
+"""For each kind of scaling, the quantity that is the same for all numbers of workers."""

@@ -1,4 +1,4 @@
-"""Runs a script at one size after the other. Each run has its own record and log."""
+"""Runs a script once with a given number of workers, and reads the run's record."""
 
 from __future__ import annotations
 
@@ -23,11 +23,16 @@ LOG = "output.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPlan:
-    """The runs to make: `words` are the script and its arguments, `flags` are for `shardwise run`.
+    """The runs of a measurement: one for each number of workers and each kind of scaling.
 
-    There is a run for each size in `sizes` and each kind: "strong" keeps the total batch, "weak"
-    the batch per worker. The first `warmup` steps of a run are dropped. It ends after `steps` more,
-    or when the script does.
+    Attributes:
+        words: The script and its arguments.
+        flags: Flags of `shardwise run`.
+        sizes: The numbers of workers.
+        kinds: "strong" (constant total batch), "weak" (constant batch per worker), or both.
+        warmup: Number of steps to drop at the start of each run.
+        steps: Number of further steps, or None to run until the script ends.
+        out: Folder for the results.
     """
 
     words: tuple[str, ...]
@@ -40,18 +45,22 @@ class ScalingPlan:
 
     @property
     def threads(self) -> int:
-        """Threads per rank unless the user sets them: equal at every size, to compare workers."""
+        """Default number of threads per rank. It is the same for all runs, so that workers are
+        comparable."""
         return max(1, usable_cores() // max(self.sizes))
 
     @property
     def limit(self) -> int | None:
-        """The number of steps after which a run is stopped."""
+        """The total number of steps after which to stop a run, or None for no limit."""
         return None if self.steps is None else self.steps + self.warmup
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """A finished run with its result `measured`, or the `error` that ended it."""
+    """A finished run, with its result `measured` or the `error` that made it fail.
+
+    `wall` is its duration in seconds, `log` the file with its output.
+    """
 
     kind: str
     workers: int
@@ -62,11 +71,11 @@ class MeasuredRun:
 
 
 OnStep = Callable[[int], None]
-"""Called during the run with the number of steps so far."""
+"""Called during a run with the number of steps so far."""
 
 
 def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> MeasuredRun:
-    """Run the script once. On Ctrl-C, end the run and raise KeyboardInterrupt."""
+    """Run the script once. On Ctrl-C, stop the run and raise KeyboardInterrupt."""
     folder = _folder(plan.out / "runs" / f"{kind}-{workers}")
     log = folder / LOG
     start = time.monotonic()
@@ -76,12 +85,13 @@ def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> Measured
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # In this order the user's own OMP_NUM_THREADS wins.
+            # The user's own OMP_NUM_THREADS overrides the default.
             env={"OMP_NUM_THREADS": str(plan.threads), **os.environ},
         )
         code = program.wait_for(process, lambda: on_step(records.steps_made(folder)))
     ended = MeasuredRun(kind=kind, workers=workers, log=log, wall=time.monotonic() - start)
-    # A failed size is reported, and the others still run: the largest may just not fit into memory.
+    # Report a failed run without stopping the measurement, because other sizes may still succeed
+    # (one worker may not have enough memory, for example).
     if code:
         return replace(
             ended, error=f"exit code {code}: {last_words(log.read_text(errors='replace'))}"
@@ -93,8 +103,8 @@ def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> Measured
 
 
 def _folder(folder: Path) -> Path:
-    """Create the folder of a run, and remove log and records of an earlier run from it."""
-    # By name: --out may be a folder with files of the user.
+    """Create the folder of a run, and remove the log and records of an earlier run from it."""
+    # Remove only files with known names, because --out may contain the user's own files.
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.name == LOG or re.fullmatch(r"rank-\d+\.jsonl", path.name):
@@ -104,9 +114,9 @@ def _folder(folder: Path) -> Path:
 
 def _command(plan: ScalingPlan, kind: str, workers: int, folder: Path) -> list[str]:
     flags = ["-n", str(workers), *plan.flags, "--record", str(folder.resolve())]
-    # Last, so that they win over the user's flags.
+    # Added last, so that they override the user's flags.
     flags += ["--batch", "worker" if kind == WEAK else "total"]
-    flags += ["--trial"]  # otherwise a size would resume from the checkpoint of the one before
+    flags += ["--trial"]  # otherwise a run would resume from the previous run's checkpoint
     if plan.limit is not None:
         flags += ["--stop-after", str(plan.limit)]
     return [*python_words("shardwise"), "run", *flags, *plan.words]

@@ -1,17 +1,18 @@
-"""Simulates a run of days on many devices: the time lost to failures, saves and slow devices.
+"""Simulates the time that a long run loses to failures, checkpoints and slow devices.
 
-- failure_classes.py: the catalogue of failures: kinds, rates, and the hardware they take down
-- run_model.py: the model of a run, the causes of lost time, and the slowest of many devices
-- trial.py: one run from start to end, event by event
-- island_trial.py: the same with islands: a failure stops only the islands that it hits
-- outcome.py: the result of a run, and the account of its time
-- slow_links.py: the time of a boundary on the links between islands
+- failure_classes.py: reads failure classes: their rates, and the hardware that they take down
+- run_model.py: the parameters of a run, the causes of lost time, and the slowest of many devices
+- trial.py: one simulated run, event by event
+- island_trial.py: one simulated run with islands; a failure stops only the islands it hits
+- outcome.py: the result of a trial, and how it spent its time
+- slow_links.py: the time that a synchronisation takes on the links between islands
 - goodput.py: many trials, their spread, and the best interval between checkpoints
 - flags.py: the command `shardwise simulate`
 - command.py: runs the trials and shows the results
-- report.py: the request and the result, in sentences and as JSON
-- pictures.py: the plots and the page
+- report.py: the request, and the result as sentences and as JSON
+- pictures.py: the plots and the HTML page
 
-Equal ranks are simulated as one: failures of n components are one Poisson process of n times the
-rate, and the slowest of n devices is drawn from the n-th power of one device's distribution.
+Components are not simulated one by one. The failures of n components form a single Poisson process
+with n times the rate, and the slowest of n devices follows from the n-th power of a device's
+distribution function.
 """

@@ -1,4 +1,4 @@
-"""Runs `shardwise simulate`: makes the trials, and shows the results as tables, JSON and a page."""
+"""Runs `shardwise simulate`: runs trials, and shows the results as tables, JSON and a page."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from shardwise.tools.simulate.run_model import CAUSES, RunModel
 from shardwise.tools.simulate.slow_links import SlowLinks
 
 SEARCH_TRIALS = 5
-"""Trials of each interval during the search for the best one."""
+"""Number of trials per interval in the search for the best interval."""
 
 
 def run(request: SimulationRequest, out: Path, json_file: Path | None) -> int:
-    """Simulate the request and show the result. Raises ConfigError if it is impossible."""
+    """Simulate the requested run and show the result. Raises ConfigError for an invalid request."""
     cluster = parse_cluster(request.cluster, read_catalogue(request.hardware))
     failures = read_failures(request.failures)
     model = model_of(request, cluster, failures)
     with _progress(request, model) as tick:
         goodput, tried = _found(request, model, tick)
-        # To compare: what the same failures cost the run without islands.
+        # For comparison, also simulate the run without islands under the same failures.
         whole = None
         if model.islands > 1:
             whole, _ = _found(request, as_a_whole(request, model), tick)
@@ -64,9 +64,9 @@ def run(request: SimulationRequest, out: Path, json_file: Path | None) -> int:
 def _found(
     request: SimulationRequest, model: RunModel, tick: Callable[[], None]
 ) -> tuple[Goodput, list[tuple[float, Band]]]:
-    """Return the result of the trials, and the intervals that were tried.
+    """Return the result of the trials, and (interval, goodput) for each interval of the search.
 
-    Searches the best interval unless the request gives one.
+    If the request specifies no interval between checkpoints, search for the best one first.
     """
     tried: list[tuple[float, Band]] = []
     if request.save_every is None:
@@ -76,7 +76,7 @@ def _found(
 
 
 def model_of(request: SimulationRequest, cluster: Cluster, failures: Failures) -> RunModel:
-    """Return the model of the requested run. Raises ConfigError if it needs more hosts."""
+    """Return the model of the requested run. Raises ConfigError for invalid options."""
     if request.least is not None and request.least > cluster.hosts:
         raise ConfigError(f"--min-hosts {request.least}: the run has only {cluster.hosts} hosts.")
     topology = Topology(
@@ -93,8 +93,9 @@ def model_of(request: SimulationRequest, cluster: Cluster, failures: Failures) -
         failures=failures.classes,
         work=request.days,
         step=request.step,
-        # A first value: the interval must be a multiple of a round, which this model defines.
-        interval=request.days,  # replaced below: an interval is rounded to rounds of this model
+        # A placeholder, replaced below. The interval must be a multiple of a round, whose length
+        # follows from this model.
+        interval=request.days,
         save=request.save,
         restart=request.restart,
         background=request.background,
@@ -110,12 +111,15 @@ def model_of(request: SimulationRequest, cluster: Cluster, failures: Failures) -
 
 
 def _interval(request: SimulationRequest, model: RunModel) -> float:
-    """Return the requested interval in whole rounds, in seconds of work (default: all of it)."""
+    """Return the interval between saves in seconds of work, rounded to a multiple of a round.
+
+    By default, it is the length of the run.
+    """
     return in_rounds(min(request.save_every or request.days, request.days), model)
 
 
 def _refuse_ignored(request: SimulationRequest, islands: int) -> None:
-    """Raise ConfigError for options of islands, or of their links, that would have no effect."""
+    """Raise ConfigError for options of islands or their links that would have no effect."""
     of_links = {"--parameters": request.parameters, "--wire": request.wire, "--late": request.late}
     of_islands = {"--equal-every": request.equal_every, "--between": request.between, **of_links}
     if islands == 1 and (options := [name for name in of_islands if of_islands[name] is not None]):
@@ -131,10 +135,11 @@ def _refuse_ignored(request: SimulationRequest, islands: int) -> None:
 
 
 def _check_islands(request: SimulationRequest, cluster: Cluster, islands: int) -> None:
-    """Raise ConfigError if the hosts, or the devices of a single host, do not divide evenly."""
+    """Raise ConfigError if islands cannot have equal sizes, or if other options are incompatible
+    with them."""
     several = cluster.hosts > 1
     count = cluster.hosts if several else cluster.per_host
-    # All islands must have the same size, because each one has the same share of the work.
+    # All islands must have the same size, because each island has the same share of the work.
     if count % islands:
         raise ConfigError(
             f"--islands {islands}: {many(count, 'host' if several else 'device')} cannot be "
@@ -153,7 +158,10 @@ def _check_islands(request: SimulationRequest, cluster: Cluster, islands: int) -
 
 
 def _links(request: SimulationRequest, islands: int) -> SlowLinks | None:
-    """Return the links between islands, or None if their time is ignored. Raises ConfigError."""
+    """Return the links between islands, or None without --between.
+
+    Raises ConfigError if --between is set without --parameters.
+    """
     if request.between is None:
         return None
     if request.parameters is None:
@@ -165,9 +173,9 @@ def _links(request: SimulationRequest, islands: int) -> SlowLinks | None:
 
 
 def as_a_whole(request: SimulationRequest, model: RunModel) -> RunModel:
-    """Return the same run without islands.
+    """Return the model of the same run without islands.
 
-    Each failure stops all of it, and gradients cross the same links at every step.
+    Every failure stops the entire run, and gradients cross the same links in every step.
     """
     links = _links(request, model.islands)
     boundary = 0.0 if links is None else links.gradient_seconds
@@ -177,9 +185,9 @@ def as_a_whole(request: SimulationRequest, model: RunModel) -> RunModel:
 
 @contextmanager
 def _progress(request: SimulationRequest, model: RunModel) -> Iterator[Any]:
-    """Show the number of finished trials. Yields the function to call after each one."""
+    """Show a progress bar of the trials. Yields the function to call after each trial."""
     searched = len(FACTORS) * SEARCH_TRIALS if request.save_every is None else 0
-    # With islands the same run is also simulated without them, for comparison.
+    # With islands, the same run is also simulated without them for comparison.
     models = 1 + (model.islands > 1)
     pilot = SEARCH_TRIALS if searched and model.islands > 1 else 0
     console = Console(stderr=True)
@@ -189,7 +197,7 @@ def _progress(request: SimulationRequest, model: RunModel) -> Iterator[Any]:
 
 
 def show(report: SimulationReport, console: Console) -> None:
-    """Print the main result, the use of the time, and the failures."""
+    """Print the main result, a table of how the time was spent, and a table of failures."""
     console.print(headline(report), soft_wrap=True)
     lost = Table("where the time goes", "share")
     lost.columns[1].justify = "right"
@@ -210,7 +218,7 @@ def show(report: SimulationReport, console: Console) -> None:
 
 
 def write(report: SimulationReport, out: Path, json_file: Path | None) -> None:
-    """Write page and plot to `out`, and the JSON if requested."""
+    """Write the page and the plot to `out`, and the JSON to `json_file` unless it is None."""
     write_json(json.dumps(as_json(report), indent=1), json_file)
     from shardwise.tools.simulate import pictures  # imports matplotlib, which takes half a second
 

@@ -1,21 +1,22 @@
-"""The catalogue of failures: kinds, rates, and the hardware that they take down.
+"""Reads failure classes from TOML files: their rates, and the hardware that they take down.
 
-A file is TOML whose values have sources, as in the catalogue of devices. The rate of a class is a
-count over an observed run, or a number per 1,000 days of one component:
+Every value has a source, as in the catalogue of devices. The rate of a class is either a count in
+an observed run, or a number per component and 1,000 days:
 
     [class.gpu]
     title = "faulty GPU"
     scope = "device"                                    # device, host, rack, pod or job
     count = { value = 148, from = "table" }             # or per_1000_days
-    detect_seconds = { value = 60, from = "assumed" }   # from the failure until the run has ended
-    repair_hours = { value = 24, from = "assumed" }     # until hosts return; left out: they stay
+    detect_seconds = { value = 60, from = "assumed" }   # from the failure until the run has stopped
+    repair_hours = { value = 24, from = "assumed" }     # until hosts return (default: not removed)
 
-A failure that takes down no hardware (`scope = "job"`) is counted per job, of any size. With
-`per = { value = "device", from = "assumed" }` it is counted per device (or host, rack, pod). Its
-rate then grows with the run, like a software bug that any rank may trigger.
+A failure that takes down no hardware (`scope = "job"`) is by default counted per job, regardless of
+the job's size. With `per = { value = "device", from = "assumed" }` it is counted per device (or
+host, rack, pod). Its rate then grows with the size of the run. This suits a software bug that any
+rank may trigger.
 
-`planned = true`: the run saves first. With `slowdown` the run does not stop: for `lasts_hours` it
-runs at the pace of the slow component.
+With `planned = true`, the run saves before it stops. With `slowdown`, the run does not stop, but
+runs at the pace of the slow component for `lasts_hours`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _OBSERVED = ("days", "devices", "devices_per_host", "hosts_per_rack", "racks_per
 
 @dataclass(frozen=True)
 class Topology:
-    """The number of components of each scope in `hosts` hosts."""
+    """The arrangement of a cluster's devices in hosts, racks and pods."""
 
     hosts: int
     devices_per_host: int
@@ -50,11 +51,11 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """The total number of devices."""
         return self.hosts * self.devices_per_host
 
     def components(self, scope: str) -> int:
-        """Return the number of components of `scope`. The last rack and pod may not be full."""
+        """Return the number of components of `scope`, including a partly filled rack or pod."""
         racks = math.ceil(self.hosts / self.hosts_per_rack)
         return {
             "device": self.devices,
@@ -65,8 +66,8 @@ class Topology:
         }[scope]
 
     def hosts_at(self, scope: str, place: int) -> range:
-        """Return the hosts that fail with component `place` of `scope` (none for a job)."""
-        # A failure of the job takes down no hardware.
+        """Return the hosts that go down if component `place` of `scope` fails (none for a job)."""
+        # A failure of scope "job" takes down no hardware.
         if scope == "job":
             return range(0)
         if scope in ("device", "host"):
@@ -76,7 +77,7 @@ class Topology:
         return range(place * several, min((place + 1) * several, self.hosts))
 
     def hosts_of(self, scope: str) -> int:
-        """Return how many hosts fail with a component of `scope`."""
+        """Return how many hosts go down if a component of `scope` fails."""
         rack = min(self.hosts_per_rack, self.hosts)
         pod = min(rack * self.racks_per_pod, self.hosts)
         return {"device": 1, "host": 1, "rack": rack, "pod": pod, "job": 0}[scope]
@@ -84,13 +85,21 @@ class Topology:
 
 @dataclass(frozen=True)
 class FailureClass:
-    """A kind of failure. `rate` is per second and per component of `per`.
+    """A kind of failure.
 
-    `scope` is the hardware that fails. It differs from `per` for failures of the job that happen
-    more often on more hardware: then `per` is, for example, the device.
-
-    The failure stays unnoticed for `detect` seconds. Its hosts return after `repair` seconds on
-    average; with 0 they stay. `slowdown` above 1 only slows the run, for `lasts` seconds on average
+    Attributes:
+        name: Name in the catalogue.
+        title: Description.
+        scope: Hardware that the failure takes down: "device", "host", "rack", "pod", or "job" for
+            none.
+        rate: Failures per second and component of `per`.
+        per: Kind of component whose number the rate is proportional to. It differs from `scope`
+            only for failures of the job that are more frequent on more hardware.
+        detect: Seconds until the failure is noticed.
+        repair: Mean seconds until the hosts return, or 0 if they are not taken out of the run.
+        planned: True if the run saves before it stops.
+        slowdown: Slowdown factor of the run. If it is 1, the run stops instead.
+        lasts: Mean duration of the slowdown in seconds.
     """
 
     name: str
@@ -105,31 +114,32 @@ class FailureClass:
     lasts: float = 0.0
 
     def rate_over(self, topology: Topology) -> float:
-        """Return the failures per second of all components."""
+        """Return the failures per second of all components together."""
         return topology.components(self.per) * self.rate
 
 
 @dataclass(frozen=True)
 class Failures:
-    """The content of a file of the catalogue."""
+    """The content of a failure file."""
 
     title: str
     classes: tuple[FailureClass, ...]
     hosts_per_rack: int
     racks_per_pod: int
     sources: Mapping[str, Source] = field(default_factory=dict)
-    """The sources by class and key, such as "gpu.count"."""
+    """The source of each value by class and key, such as "gpu.count"."""
 
 
 def names() -> list[str]:
-    """Return the names of the package's files."""
+    """Return the names of the package's own failure files."""
     return sorted(each.stem for each in OWN.glob("*.toml"))
 
 
 def read_failures(name: str) -> Failures:
-    """Read the package's file with this name, or the file with this path.
+    """Read the package's failure file with this name, or the .toml file at this path.
 
-    "none" stands for no failures. Raises ConfigError with the first error in the file.
+    The name "none" means no failures. Raises ConfigError if there is no such file, or at the first
+    invalid entry.
     """
     if name == "none":
         return Failures("no failures", (), 1, 1)
@@ -145,7 +155,7 @@ def read_failures(name: str) -> Failures:
 
 
 class _Reading(SourcedFile):
-    """Reads the tables of one file of failures."""
+    """Reads the tables of one failure file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -208,7 +218,7 @@ class _Reading(SourcedFile):
     def _rate(
         self, where: str, per: str, values: Mapping[str, float], observed: Mapping[str, float]
     ) -> float:
-        """Return the failures per second and component."""
+        """Return the failures per second and component of `per`."""
         if ("count" in values) == ("per_1000_days" in values):
             raise self.wrong(f"{where} needs either count or per_1000_days.")
         if "per_1000_days" in values:
@@ -226,7 +236,7 @@ class _Reading(SourcedFile):
         return values["count"] / (observed["days"] * DAY * seen.components(per))
 
     def _per(self, entry: Mapping[str, Any], name: str, scope: str) -> str:
-        """Return the scope of the components that the rate is per."""
+        """Return the kind of component for `FailureClass.per` (`scope` by default)."""
         if "per" not in entry:
             return scope
         value, self._found[f"{name}.per"] = self.sourced(entry["per"], f"{name}.per")
@@ -238,6 +248,6 @@ class _Reading(SourcedFile):
         return str(value)
 
     def _number(self, entry: Any, where: str) -> float:
-        """Return a number, and keep its source."""
+        """Return the number in `entry`, and store its source under `where`."""
         value, self._found[where] = self.number(entry, where)
         return value

@@ -1,4 +1,4 @@
-"""The flags of `shardwise simulate`, and the run that they describe."""
+"""Defines the command `shardwise simulate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ shardwise simulate [flags]     needs no script and no device: you give the durat
 
 
 def command() -> Command:
-    """Return the command `simulate`."""
+    """Build the `simulate` command."""
     return Command(
         "simulate",
         top=TOP,

@@ -1,4 +1,4 @@
-"""Goodput: many trials of a run, their spread, and the best interval between checkpoints."""
+"""Estimates the goodput of a run from many trials, and finds the best checkpoint interval."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardwise.tools.simulate.run_model import CAUSES, RunModel, young
 from shardwise.tools.simulate.trial import Trial
 
 LOW, HIGH = 5, 95
-"""The percentiles of the trials that bound the band."""
+"""Percentiles of the trials that are the bounds of a band."""
 
 FACTORS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
-"""The intervals to try, as multiples of Young's."""
+"""Checkpoint intervals to try, as multiples of Young's interval."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """A figure over all trials: its mean, and its 5th and 95th percentile."""
+    """Statistics of a value over all trials: its mean, and its 5th and 95th percentiles."""
 
     mean: float
     low: float
@@ -30,18 +30,24 @@ class Band:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Band:
-        """Return the band of `values`, which has one value per trial."""
+        """Return the band of `values`, one per trial."""
         low, high = np.percentile(values, [LOW, HIGH])
         return cls(fmean(values), float(low), float(high))
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """The result of the trials of `model`.
+    """The result of many trials of `model`.
 
-    `goodput` is the fraction of the wall time that counts, `wall` the wall time in seconds, `lost`
-    the mean fraction of the wall time by cause, `failures` the mean count by class. `shown` is the
-    trial with the median goodput. `unfinished` trials were stopped before their work was done.
+    Attributes:
+        model: The model.
+        outcomes: The outcome of each trial.
+        goodput: Useful fraction of the wall time.
+        wall: Wall time in seconds.
+        lost: Lost fraction of the wall time by cause, over all trials.
+        failures: Mean number of failures per trial, by class.
+        shown: Outcome of the trial with the median goodput.
+        unfinished: Number of trials that were stopped before their work was done.
     """
 
     model: RunModel
@@ -55,7 +61,7 @@ class Goodput:
 
     @property
     def stop_rate(self) -> float:
-        """The number of stops of the whole run per second, over all trials."""
+        """The number of stops of the entire run per second, over all trials."""
         seconds = sum(each.wall for each in self.outcomes)
         return sum(each.stops for each in self.outcomes) / seconds
 
@@ -63,20 +69,20 @@ class Goodput:
 def simulate(
     model: RunModel, trials: int, seed: int, tick: Callable[[], None] = lambda: None
 ) -> Goodput:
-    """Simulate `model` in `trials` trials, and call `tick` after each.
+    """Simulate `model` in `trials` trials, and call `tick` after each trial.
 
-    Trial k draws from the seed (seed, k) for every model. So two models see the same random numbers
-    as far as they draw them in the same order.
+    The seed of trial k depends only on `seed` and k. Two models therefore see the same random
+    numbers as long as they draw them in the same order, which makes their comparison less noisy.
     """
     outcomes = []
     for number in range(trials):
-        # A large factor, so that trials of neighbouring seeds do not share random numbers.
+        # A large factor, so that trials with consecutive values of `seed` have different seeds.
         outcomes.append(run_trial(model, seed * 1_000_003 + number))
         tick()
-    # Weighted by time: a long trial has more of each cause.
+    # Weight the trials by their wall time, because a long trial has more lost time.
     wall = sum(each.wall for each in outcomes)
     names = dict.fromkeys(each.name for each in model.failures)
-    # The page shows the median run: an average of runs would show no single failure.
+    # The page shows the median trial, because an average of trials would not show single failures.
     by_goodput = sorted(outcomes, key=lambda each: each.goodput)
     return Goodput(
         model=model,
@@ -91,8 +97,9 @@ def simulate(
 
 
 def run_trial(model: RunModel, seed: int) -> Outcome:
-    """Simulate one run of `model`, with islands or as a whole."""
-    # A run without islands has a boundary at every step if gradients cross slow links.
+    """Simulate one run of `model`, with or without islands."""
+    # IslandTrial also simulates boundaries. A run without islands has one at every step if its
+    # gradients cross slow links.
     if model.islands > 1 or model.boundary:
         return IslandTrial(model, seed).run()
     return Trial(model, seed).run()
@@ -101,23 +108,24 @@ def run_trial(model: RunModel, seed: int) -> Outcome:
 def stops_per_second(
     model: RunModel, trials: int, seed: int, tick: Callable[[], None] = lambda: None
 ) -> float:
-    """Return how often a failure stops the whole run.
+    """Return how many failures per second stop the entire run.
 
-    Without islands every failure does. With islands the stops of some trials are counted. The
-    interval matters little for their number.
+    Without islands, every failure does. With islands, the rate is measured in some trials. Their
+    checkpoint interval hardly affects it.
     """
     if model.islands == 1:
         return model.failure_rate
-    # The rate of stops decides which intervals are worth trying, so it comes first.
+    # Use an arbitrary interval, because the rate is needed to choose the intervals to try.
     pilot = replace(model, interval=in_rounds(model.work / BINS, model))
     return simulate(pilot, trials, seed, tick).stop_rate
 
 
 def intervals_around(model: RunModel, rate: float) -> list[float]:
-    """Return the intervals to try, in seconds of work, if the run stops `rate` times per second.
+    """Return the checkpoint intervals to try, in seconds of work.
 
-    They range from a quarter of Young's interval (1974) to four times that, but at most the whole
-    work, in whole rounds. Without failures the only interval is the whole work.
+    They range from a quarter of Young's interval (1974) to four times that interval, for a run that
+    stops `rate` times per second. They are rounded to whole rounds, and are at most the length of
+    the run. Without failures, that length is the only interval.
     """
     if not model.failure_rate:
         return [in_rounds(model.work, model)]
@@ -127,14 +135,14 @@ def intervals_around(model: RunModel, rate: float) -> list[float]:
 
 
 def in_rounds(interval: float, model: RunModel) -> float:
-    """Round `interval` to whole rounds of `model`, at least one, in seconds of work."""
+    """Round `interval` (seconds of work) to whole rounds of `model`, at least one."""
     return max(1, round(interval / model.round)) * model.round
 
 
 def best_interval(
     model: RunModel, trials: int, seed: int, tick: Callable[[], None] = lambda: None
 ) -> tuple[float, list[tuple[float, Band]]]:
-    """Return the interval with the best mean goodput, and the goodput of each that was tried."""
+    """Return the interval with the best mean goodput, and all (interval, goodput) pairs tried."""
     tried = []
     for interval in intervals_around(model, stops_per_second(model, trials, seed, tick)):
         goodput = simulate(replace(model, interval=interval), trials, seed, tick)

@@ -1,16 +1,16 @@
-"""IslandTrial: one simulated run with islands. A failure stops only the islands that it hits.
+"""IslandTrial: simulates one run with islands. A failure stops only the islands it hits.
 
-Present islands run in step: a round of steps, then a boundary that makes their parameters equal,
-and at some rounds a save. An island that fails loses its work of that round. It restarts while the
-others continue, and rejoins at a boundary with their common parameters:
+The present islands run in lockstep. A round consists of steps, a boundary that synchronises their
+parameters, and in some rounds a save. An island that fails loses its work of the current round. It
+restarts while the others continue, and rejoins at a boundary with their common parameters:
 
     island 0   steps │ boundary │ steps │ boundary │ steps │ boundary │ steps
     island 1   steps │ boundary │ st†     detection, restart, rejoining │ steps
 
-Before an island rejoins, the present islands stop and save a checkpoint for it. At a boundary they
-wait for a failed island until the failure is noticed. If no island is left, all of them go back to
-the newest checkpoint. The run is done when all islands together have made as many seconds of steps
-as the run has for each: the others make up for the steps of an absent island.
+Before an island rejoins, the present islands stop and save a checkpoint for it. At a boundary, they
+wait for a failed island until its failure is noticed. If no island is left, all of them return to
+the newest checkpoint. The run ends when all islands together have done the total work, so the
+present islands make up for the steps of an absent one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from shardwise.tools.simulate.outcome import BINS, GIVES_UP, USEFUL, Outcome, Ti
 from shardwise.tools.simulate.run_model import RunModel
 
 WORK, BOUNDARY, SAVE = "work", "boundaries", "saves"
-"""The parts of a round, in order. The last two are causes of lost time, too."""
+"""The parts of a round, in order. The last two are also causes of lost time."""
 
 
 @dataclass(eq=False)
 class _Absence:
-    """An island that is absent: the cause that its time is counted under, and until when.
+    """The state of an absent island.
 
-    `missing` is the number of units (RunModel.units_per_host) that it lacks. `awaited`: the others
-    have not noticed the failure, and wait for the island at the boundary.
+    Attributes:
+        cause: Current cause of the absence, one of CAUSES.
+        until: Time when this cause ends.
+        missing: Number of units that the island lacks (see RunModel.units_per_host).
+        awaited: True if the other islands have not noticed the failure yet, and so wait for this
+            island at the boundary.
     """
 
     cause: str
@@ -44,7 +48,7 @@ class _Absence:
 
 
 class IslandTrial:
-    """Simulates `model` with the random numbers of `seed`."""
+    """Simulates `model` with random numbers from `seed`."""
 
     def __init__(self, model: RunModel, seed: int) -> None:
         self._model = model
@@ -54,18 +58,18 @@ class IslandTrial:
         self._sums = np.cumsum(rates)
         self._slowest = model.slowest
         self._units = model.topology.hosts * model.units_per_host // model.islands
-        """The number of units of an island."""
+        """Number of units per island."""
         self._stops = 0
         self._time = TimeSpent(model.work / BINS)
         self._away: dict[int, _Absence] = {}
         self._left: list[tuple[str, float]] = []
-        """The rest of the round: parts and their seconds (of work at the speed of an even step)."""
+        """Remaining parts of the round, with their seconds (for WORK, seconds of work)."""
         self._round = 0.0
-        """Work of this round that each present island has done."""
+        """Work that each present island has done in this round."""
         self._saves_in = self._rounds_between_saves
         self._kept = 0.0
         self._written: list[tuple[float, float]] = []
-        """Checkpoints being written: when each is complete, and the work that it contains."""
+        """Checkpoints being written, as (time of completion, work that it contains)."""
         self._free = model.spares
         self._returns: list[float] = []
         self._slow: list[tuple[float, float]] = []
@@ -74,7 +78,7 @@ class IslandTrial:
         self._next = self._draw_next()
 
     def run(self) -> Outcome:
-        """Run to the end, or until GIVES_UP times the work has passed."""
+        """Simulate the run until it ends, or until GIVES_UP times its work has passed."""
         limit = GIVES_UP * self._model.work
         while not self._is_done and self._time.now < limit:
             ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
@@ -90,17 +94,17 @@ class IslandTrial:
 
     @property
     def _work(self) -> float:
-        """Work done, as seconds of all islands."""
+        """Total work of all islands, in seconds of the entire run."""
         return self._time.totals[USEFUL]
 
     @property
     def _is_done(self) -> bool:
-        # Sums of many parts: exact equality would leave a rest of a few rounding errors.
+        # The work is a sum of many parts, so allow for rounding errors.
         return self._work >= self._model.work * (1 - 1e-9)
 
     @property
     def _share(self) -> float:
-        """The fraction of the islands that is present."""
+        """The fraction of islands that are present."""
         return 1 - len(self._away) / self._model.islands
 
     @property
@@ -110,7 +114,7 @@ class IslandTrial:
 
     @property
     def _length(self) -> float:
-        """Work of a whole round."""
+        """Seconds of work in a full round."""
         return self._model.every * self._model.step
 
     @property
@@ -118,7 +122,7 @@ class IslandTrial:
         return max(1, round(self._model.interval / self._length))
 
     def _go_on(self, until: float) -> None:
-        """Run rounds until the second `until`, or until the work is done."""
+        """Run rounds until time `until`, or until the work is done."""
         while self._time.now < until and not self._is_done:
             if not self._share:
                 self._spend(until - self._time.now, {})
@@ -131,29 +135,30 @@ class IslandTrial:
             self._pass(until)
 
     def _begin_round(self) -> None:
-        """Begin a round. Waiting islands rejoin, from a checkpoint that must be complete first."""
+        """Begin a round. Islands that wait for the boundary rejoin."""
         away = {n: each for n, each in self._away.items() if each.cause != "rejoining"}
-        # Somebody rejoins, and somebody is present to save for it. If all were absent, they load
-        # the newest checkpoint.
+        # True if an island rejoins and a present island saves a checkpoint for it. If all islands
+        # were absent, they load the newest checkpoint instead.
         admits = len(away) < len(self._away) < self._model.islands
-        # Rejoining islands have waited for exactly this moment.
         self._away, self._round = away, 0.0
-        # Fewer islands need longer for the rest, because together they do the work of all.
+        # Fewer islands need longer for the remaining work, because they also do the work of the
+        # absent ones.
         needed = (self._model.work - self._work) / self._share
         self._left = [(WORK, min(self._length, needed)), (BOUNDARY, self._model.boundary)]
-        # A checkpoint for a rejoining island blocks until it is written. Other saves finish in the
-        # background.
+        # A save for a rejoining island blocks until the checkpoint is written. Other saves finish
+        # in the background.
         if admits:
             self._left.insert(0, (SAVE, self._model.save + self._model.background))
         if self._saves_in <= 1:
             self._left.append((SAVE, self._model.save))
 
     def _repeat(self, until: float) -> None:
-        """Run at once all rounds that end before `until`, the next save and the last round."""
-        # A round with a boundary that waits for a failed island is not like the others.
+        """Skip ahead over all rounds that end before `until`, the next save and the last round."""
+        # A round whose boundary waits for a failed island differs from the other rounds.
         if any(each.awaited for each in self._away.values()):
             return
-        # Walking through each round of a run of months would take minutes.
+        # Compute the identical rounds at once, because simulating each round of a run of months
+        # would take minutes.
         seconds = self._length * self._pace + self._model.boundary
         whole = int((self._model.work - self._work) / self._share / self._length) - 1
         count = min(int((until - self._time.now) / seconds), self._saves_in - 1, whole)
@@ -165,11 +170,12 @@ class IslandTrial:
             self._begin_round()
 
     def _pass(self, until: float) -> None:
-        """Run the next part of the round, up to the second `until`."""
+        """Run the next part of the round, at most until time `until`."""
         kind, left = self._left[0]
         room = until - self._time.now
         if kind == BOUNDARY and any(each.awaited for each in self._away.values()):
-            self._spend(room, {"detection": room})  # the detection is an event, at `until` or later
+            # The detection is an event, which happens at `until` or later.
+            self._spend(room, {"detection": room})
             self._time.now = until
             return
         pace = self._pace if kind == WORK else 1.0
@@ -192,19 +198,22 @@ class IslandTrial:
         }
 
     def _end(self, kind: str) -> None:
-        """End the first of the remaining parts of the round."""
+        """Finish the current part of the round, of kind `kind`."""
         del self._left[0]
         if kind == BOUNDARY:
-            self._round = 0.0  # the common parameters contain it: a failure cannot lose it now
+            self._round = 0.0  # the common parameters contain this work, so failures cannot lose it
             self._saves_in -= 1
         elif kind == SAVE:
-            if self._saves_in < 1:  # otherwise this save was for a rejoining island
+            if self._saves_in < 1:  # otherwise, this save was for a rejoining island
                 self._saves_in = self._rounds_between_saves
             self._written.append((self._time.now + self._model.background, self._work))
 
     def _spend(self, seconds: float, parts: dict[str, float]) -> None:
-        """Spend `seconds`: `parts` on the present islands, and the causes of absent ones."""
-        # Each island has an equal share of the wall time.
+        """Account for `seconds` of wall time.
+
+        Present islands spend it on `parts`. Absent islands spend it on their causes.
+        """
+        # The wall time is divided equally among the islands.
         one = 1 / self._model.islands
         spent = {kind: value * self._share for kind, value in parts.items()}
         for each in self._away.values():
@@ -227,16 +236,17 @@ class IslandTrial:
             heapq.heappop(self._returns)
             self._take_back_host()
         for each in self._away.values():
-            # Causes without a fixed end have an infinite `until`: a host or a boundary ends them.
+            # Causes without a fixed end have an infinite `until`. A returning host or a boundary
+            # ends them.
             if each.until <= now:
                 self._advance(each)
         if not self._share and any(each.cause == "rejoining" for each in self._away.values()):
-            self._begin_round()  # no island is present, so rejoining need not wait for a boundary
+            self._begin_round()  # no island is present, so there is no boundary to wait for
         if self._next <= now:
             self._strike()
 
     def _take_back_host(self) -> None:
-        """Give a repaired host to an island that lacks one, or keep it as a spare."""
+        """Assign a repaired unit to an island that lacks one, or keep it as a spare."""
         lacking = next((each for each in self._away.values() if each.missing), None)
         if lacking is None:
             self._free += 1
@@ -246,7 +256,7 @@ class IslandTrial:
             self._enter(lacking, "restart", self._model.restart)
 
     def _advance(self, each: _Absence) -> None:
-        """Move an absent island to the next cause after the current one has ended."""
+        """Move an absent island on to its next cause, because the current one has ended."""
         each.awaited = False
         if each.cause == "restart":
             self._enter(each, "rejoining", math.inf)
@@ -261,14 +271,15 @@ class IslandTrial:
     # -- failures -----------------------------------------------------------------------------
 
     def _strike(self) -> None:
-        """Handle a failure that happens now."""
-        # The class is drawn in proportion to its rate.
+        """Handle a failure at the current time."""
+        # Draw the class of the failure in proportion to the rates.
         drawn = self._random.random() * self._rate
         failure = self._model.failures[int(np.searchsorted(self._sums, drawn, side="right"))]
         self._next = self._draw_next()
         hit = self._hit(failure)
         working = [island for island in hit if island not in self._away]
-        # Nothing happens to an island that is absent, unless the failure takes more of its hosts.
+        # If all affected islands are already absent, the failure matters only if it takes down more
+        # of their hosts.
         if not working and (not hit or failure.planned or failure.slowdown > 1):
             return
         self._failures[failure.name] = self._failures.get(failure.name, 0) + 1
@@ -282,9 +293,9 @@ class IslandTrial:
             self._fail(failure, hit, working)
 
     def _hit(self, failure: FailureClass) -> dict[int, int]:
-        """Return the islands that a failure hits, and the number of units that it hits in each.
+        """Return the islands that a failure hits, with the number of failed units in each.
 
-        Islands that wait for hosts are idle, and idle hosts do not fail.
+        Islands that wait for hosts are not included, because idle hosts do not fail.
         """
         topology = self._model.topology
         if failure.scope == "job":
@@ -299,9 +310,8 @@ class IslandTrial:
         return {n: c for n, c in gone.items() if n not in away or away[n].cause != "waiting"}
 
     def _leave(self, islands: list[int]) -> None:
-        """Stop islands as planned. Their work is kept, by a save if no island remains."""
-        # No island remains that could give the others its parameters, so a checkpoint must keep the
-        # work.
+        """Handle a planned stop of `islands`, which loses no work."""
+        # If no island remains to provide the parameters, save a checkpoint so that no work is lost.
         if len(self._away) + len(islands) == self._model.islands:
             self._spend(self._model.save, {SAVE: self._model.save})
             self._kept = self._work
@@ -309,20 +319,20 @@ class IslandTrial:
         self._send_away(islands, "restart", self._model.restart)
 
     def _fail(self, failure: FailureClass, hit: dict[int, int], working: list[int]) -> None:
-        """Handle a failure: the islands lose their work of the round.
+        """Handle a failure. The islands that it hits lose their work of the current round.
 
         If no island is left, the run loses all work that is not in a checkpoint.
         """
         detect = min(failure.detect, self._model.detect)
-        # `_round` is the work since the boundary. Work counts in seconds of all islands.
+        # `_round` is the work of each island since the boundary, so scale it to the entire run.
         self._time.lose(self._round * len(working) / self._model.islands)
         self._send_away(working, "detection", detect)
         back = self._time.now
-        if failure.repair:  # one draw: all hosts of a rack return together
+        if failure.repair:  # a single draw, because all hosts of a rack return together
             back += float(self._random.exponential(failure.repair))
         for island in hit:
             each = self._away[island]
-            # A failure during the restart: it starts over with the detection.
+            # A failure during a restart starts over with the detection.
             if each.cause in ("restart", "rejoining"):
                 self._enter(each, "detection", detect)
             if failure.repair:
@@ -336,7 +346,7 @@ class IslandTrial:
             self._away[island] = _Absence(cause, until, awaited=cause == "detection")
 
     def _go_back(self) -> None:
-        """Go back to the newest complete checkpoint, because no island is left."""
+        """Return to the newest complete checkpoint, because no island is left."""
         self._stops += 1
         while self._written and self._written[0][0] <= self._time.now:
             self._kept = self._written.pop(0)[1]
@@ -344,12 +354,12 @@ class IslandTrial:
         self._time.lose(self._work - self._kept)
         self._saves_in = self._rounds_between_saves
         for each in self._away.values():
-            # Nobody is left to wait for it.
+            # No island is left that could wait for this one.
             each.awaited = False
 
     def _take_away(self, each: _Absence, units: int, back: float) -> None:
-        """Send units of an island to repair until `back`, and replace them by spares."""
-        # Units in repair cannot fail again.
+        """Remove units of an island for repair until time `back`, and replace them with spares."""
+        # Units that are already in repair cannot fail again.
         gone = min(units, self._units - each.missing)
         spares = min(gone, self._free)
         self._free -= spares

@@ -1,4 +1,4 @@
-"""The result of a simulated run, and the account of its time."""
+"""Records how a simulated run spends its time, and holds its result."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ from dataclasses import dataclass
 from shardwise.tools.simulate.run_model import CAUSES
 
 BINS = 100
-"""Number of bins per run without losses. A trial records the use of its wall time in each bin."""
+"""Number of time bins for a run that loses no time. Trials record how they spend each bin."""
 
 GIVES_UP = 20.0
-"""A run that takes this many times its work is stopped, because it may never end."""
+"""A trial is stopped if it takes this many times its work, because it might never end."""
 
 USEFUL = "useful"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a trial, in seconds.
+    """The result of a trial. Times are in seconds.
 
-    `wall` is the total time, `useful` the work that counts, and `lost` the rest by cause.
-    `failures` are counts by class, `moments` their times. `bins` are the seconds by USEFUL and
-    cause in bins of `width`. `whole`: the work was completed. `stops` counts the failures that
-    stopped the whole run.
+    Attributes:
+        wall: Total wall time.
+        useful: Time spent on work that was not lost.
+        lost: Lost time by cause.
+        failures: Number of failures by class.
+        moments: Time and class of each failure.
+        bins: For USEFUL and each cause, the time spent in each bin.
+        width: Width of a bin.
+        whole: True if the run completed its work.
+        stops: Number of failures that stopped the entire run.
     """
 
     wall: float
@@ -37,12 +43,12 @@ class Outcome:
 
     @property
     def goodput(self) -> float:
-        """The fraction of the wall time that was useful work."""
+        """The fraction of the wall time spent on useful work."""
         return self.useful / self.wall
 
 
 class TimeSpent:
-    """The use of the wall time, in total and by bins of `width` seconds."""
+    """Accumulates how the wall time is spent, in total and in bins of `width` seconds."""
 
     def __init__(self, width: float) -> None:
         self.now = 0.0
@@ -51,18 +57,18 @@ class TimeSpent:
         self.bins: dict[str, list[float]] = {kind: [0.0] for kind in self.totals}
 
     def spend(self, parts: dict[str, float]) -> None:
-        """Spend the seconds of `parts`, evenly mixed."""
+        """Advance the time by the sum of `parts` (seconds by kind), spread evenly over it."""
         wall = sum(parts.values())
         if wall <= 0:
             return
         end = self.now + wall
         for kind, seconds in parts.items():
             self.totals[kind] += seconds
-        # Divide the span among the bins that it covers, in proportion to the time in each.
+        # Divide the interval among the bins that it covers, in proportion to the overlap.
         while self.now < end:
             number = int(self.now / self.width)
             until = min(end, (number + 1) * self.width)
-            if until <= self.now:  # rounding at the edge of a bin: use the next one
+            if until <= self.now:  # rounding error at the edge of a bin, so use the next bin
                 number, until = number + 1, min(end, (number + 2) * self.width)
             share = (until - self.now) / wall
             for kind, seconds in parts.items():
@@ -70,10 +76,10 @@ class TimeSpent:
             self.now = until
 
     def lose(self, work: float) -> None:
-        """Count the last `work` useful seconds as lost."""
+        """Reclassify the last `work` useful seconds as lost."""
         self.totals[USEFUL] -= work
         self.totals["lost"] += work
-        # From the newest bin backwards: a failure loses the most recent work.
+        # Start with the newest bin, because a failure loses the most recent work.
         useful = self.bins[USEFUL]
         number = len(useful) - 1
         while work > 0 and number >= 0:
@@ -106,6 +112,6 @@ class TimeSpent:
 
 
 def _row(values: list[float], number: int) -> list[float]:
-    """Return `values`, extended to contain index `number`."""
+    """Extend `values` with zeros up to index `number`, and return it."""
     values.extend([0.0] * (number + 1 - len(values)))
     return values

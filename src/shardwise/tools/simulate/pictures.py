@@ -1,4 +1,4 @@
-"""Plots the use of a simulated run's time, and writes the page."""
+"""Plots how a simulated run spends its time, and writes the HTML page."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COLORS = {
 
 
 def draw(report: SimulationReport, folder: Path) -> Path:
-    """Save simulate.png and simulate.html in `folder`. Return the path of the page."""
+    """Save simulate.png and simulate.html to `folder`. Return the path of simulate.html."""
 
     def draw_both(figure: Any) -> None:
         over_time, second = figure.subplots(1, 2, width_ratios=(2, 1))
@@ -73,7 +73,7 @@ def draw(report: SimulationReport, folder: Path) -> Path:
 
 
 def _over_time(axes: Any, report: SimulationReport) -> None:
-    """Plot the use of time of the median run, with its failures as marks above."""
+    """Plot how the median run spends its time, and mark its failures above the plot."""
     shown = report.goodput.shown
     kinds = [USEFUL, *(cause for cause in COLORS if shown.lost[cause] > 0)]
     longest = max(len(shown.bins[kind]) for kind in kinds)
@@ -92,7 +92,7 @@ def _over_time(axes: Any, report: SimulationReport) -> None:
             color=BLUE if kind == USEFUL else COLORS[kind],
             label="steps that count" if kind == USEFUL else CAUSES[kind],
         )
-        # Stacked bars: each kind starts on top of the ones before.
+        # Stack the bars, so that each kind starts on top of the previous kinds.
         base = [low + more for low, more in zip(base, share, strict=True)]
     moments = [moment / DAY for moment, _ in shown.moments]
     axes.plot(moments, [1.03] * len(moments), "|", color=INK, markersize=6, alpha=0.6)
@@ -120,7 +120,7 @@ def _intervals(axes: Any, report: SimulationReport) -> None:
     axes.plot(minutes, [b.mean for b in bands], color=BLUE, marker="o")
     axes.axvline(report.model.interval / 60, color=GREY, linestyle=":")
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # labels of all ten would overlap
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # more labels would overlap
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -129,7 +129,7 @@ def _intervals(axes: Any, report: SimulationReport) -> None:
 
 
 def _causes(axes: Any, report: SimulationReport) -> None:
-    """Plot the share of each cause over all runs."""
+    """Plot the share of each cause of lost time, over all trials."""
     causes = [cause for cause in COLORS if report.goodput.lost[cause] > 0][::-1]
     axes.set_title("lost, over all runs")
     if not causes:
@@ -138,7 +138,7 @@ def _causes(axes: Any, report: SimulationReport) -> None:
         return
     shares = [report.goodput.lost[cause] for cause in causes]
     axes.barh(range(len(causes)), shares, color=[COLORS[cause] for cause in causes], height=0.4)
-    # Labels are above the bars: next to them they would take half of the width.
+    # Put the labels above the bars. Next to them, they would take up half of the width.
     for place, cause in enumerate(causes):
         axes.text(0, place + 0.26, CAUSES[cause], fontsize=8.5, va="bottom")
     axes.set_ylim(-0.5, len(causes) - 0.2)

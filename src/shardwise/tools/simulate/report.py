@@ -1,4 +1,4 @@
-"""Reports a simulation: the request and the result, in sentences and as JSON."""
+"""Reports the result of a simulation, as sentences and as JSON."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ NOT_YET = (
     "--elastic-islands and without --late; a planned stop, or a failure of the last island, ends "
     "the run; the steps of an absent island are not made up for, but counted here as done later."
 )
-"""A note on every simulation of islands."""
+"""A note that every simulation of islands prints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationRequest:
-    """The request of the command line. Durations are in seconds; `save_every` None searches."""
+    """The arguments of `shardwise simulate`. Durations are in seconds.
+
+    If `save_every` is None, the simulation searches for the best interval between checkpoints.
+    """
 
     cluster: str
     failures: str
@@ -48,11 +51,14 @@ class SimulationRequest:
     late: int | None = None
     parameters: float | None = None
     between: float | None = None
-    """Mbit/s of the link that joins each island to the others, or None to ignore its time."""
+    """Bandwidth of each island's link to the others in Mbit/s, or None to ignore its time."""
 
     @property
     def rule(self) -> IslandRule:
-        """The settings of islands, with the defaults of a run. Raises ConfigError."""
+        """The settings of islands, with the same defaults as a run.
+
+        Raises ConfigError if a setting is invalid.
+        """
         default = IslandRule()
         return IslandRule(
             every=self.equal_every or default.every,
@@ -65,7 +71,8 @@ class SimulationRequest:
 class SimulationReport:
     """A simulated run and its result.
 
-    `tried` are pairs of intervals in seconds and their goodput, if the best one was searched.
+    If the best checkpoint interval was searched, `tried` contains each interval in seconds with its
+    goodput.
     """
 
     request: SimulationRequest
@@ -78,17 +85,17 @@ class SimulationReport:
 
     @property
     def model(self) -> RunModel:
-        """The model of the run."""
+        """The model of the simulated run."""
         return self.goodput.model
 
     @property
     def dollars(self) -> tuple[float, float] | None:
-        """The cost in dollars at the lowest and the highest price of the devices.
+        """The cost in dollars at the lowest and the highest price, including spare hosts.
 
-        It includes lost time and spares. None if the catalogue has no price.
+        None if the catalogue has no price for the device.
         """
         prices = [self.cluster.device.number(f"dollars_{end}") for end in ("low", "high")]
-        # Spares are rented for the whole run, whether they are used or not.
+        # Spare hosts are rented for the entire run, regardless of whether they are used.
         hosts = self.cluster.hosts + self.request.spares
         hours = self.goodput.wall.mean / HOUR * hosts * self.cluster.per_host
         low, high = prices
@@ -107,7 +114,7 @@ def headline(report: SimulationReport) -> str:
 
 
 def sentences(report: SimulationReport) -> list[str]:
-    """Return further results, the most important first."""
+    """Return further results as sentences, most important first."""
     lines = [*_given_up(report.goodput), *_on_islands(report), *_on_checkpoints(report)]
     if report.dollars is not None:
         low, high = report.dollars
@@ -122,12 +129,12 @@ def sentences(report: SimulationReport) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Format with three digits, or more for a large number, without an exponent."""
+    """Format a number without an exponent, with three significant digits or all integer digits."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _given_up(goodput: Goodput) -> Iterator[str]:
-    """Yield how many runs did not end, if any."""
+    """Yield a sentence on the runs that were stopped, if any."""
     if goodput.unfinished:
         yield (
             f"{goodput.unfinished} of {len(goodput.outcomes)} runs were stopped, because they "
@@ -136,11 +143,11 @@ def _given_up(goodput: Goodput) -> Iterator[str]:
 
 
 def _on_checkpoints(report: SimulationReport) -> Iterator[str]:
-    """Yield how often the whole run stops, and how far apart checkpoints are."""
+    """Yield a sentence on how often the run stops, and on the checkpoint interval."""
     goodput, model = report.goodput, report.model
     apart = f"checkpoints are {model.interval:,.6g} s of steps apart"
-    # Young's formula needs the rate of stops of the whole run. With islands it was counted in the
-    # trials.
+    # Young's formula needs the stop rate of the entire run. With islands, use the rate that the
+    # trials measured.
     rate = goodput.stop_rate if model.islands > 1 else model.failure_rate
     if rate:
         formulas = [each(rate, model.save) / model.pace for each in (young, daly)]
@@ -155,8 +162,8 @@ def _on_checkpoints(report: SimulationReport) -> Iterator[str]:
 
 
 def _on_islands(report: SimulationReport) -> Iterator[str]:
-    """Yield the effect of several islands, and the result of the run without them."""
-    # `shardwise run` supports less than this simulation: see NOT_YET.
+    """Yield sentences on the effect of islands, and on the same run without them."""
+    # `shardwise run` supports less than this simulation (see NOT_YET).
     model, whole = report.model, report.whole
     if whole is None:
         return
@@ -182,7 +189,7 @@ def _on_islands(report: SimulationReport) -> Iterator[str]:
 
 
 def as_json(report: SimulationReport) -> dict[str, Any]:
-    """Return the report as plain values: seconds, and fractions of the wall time."""
+    """Return the results, in seconds and fractions of the wall time, as JSON-compatible values."""
     goodput, model = report.goodput, report.model
     return {
         "on": str(report.cluster),

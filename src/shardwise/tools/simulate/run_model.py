@@ -1,4 +1,4 @@
-"""The model of a run, the causes of lost time, and the slowest of many devices."""
+"""Models a run: its parameters, the causes of lost time, and the slowest of many devices."""
 
 from __future__ import annotations
 
@@ -21,22 +21,31 @@ CAUSES = {
     "restart": "restarting",
     "rejoining": "islands that wait for the next boundary",
 }
-"""The causes of lost time, in words."""
+"""The causes of lost time, with their descriptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunModel:
-    """A run of `work` seconds of steps on all hosts of `topology`. Durations are in seconds.
+    """The parameters of a run. All durations are in seconds.
 
-    A step takes `step` on average over the devices. Each device varies from step to step by the
-    fraction `jitter` (standard deviation). After every `interval` of work all devices wait for
-    `save`; the checkpoint is complete after another `background`. A failure is noticed after at
-    most `detect`, and a restart takes `restart` until its first step. `spares` hosts stand by. With
-    at least `least` hosts the run continues without the missing ones, at a lower speed.
-
-    `islands` are groups of neighbouring hosts, or of neighbouring devices of a single host. They
-    synchronise every `every` steps, which stops them for `boundary`. A failure stops only the
-    islands that it hits.
+    Attributes:
+        topology: Hosts and devices of the run.
+        failures: Kinds of failures.
+        work: Total duration of the steps without any losses.
+        step: Mean duration of a step over all devices.
+        interval: Work between two checkpoints.
+        save: Time that a save blocks all devices.
+        restart: Duration of a restart until its first step.
+        background: Further time until a checkpoint is complete.
+        detect: Maximum time until a failure is noticed.
+        jitter: Standard deviation of a device's step time, as a fraction of `step`.
+        spares: Number of spare hosts.
+        least: Minimum number of hosts. With fewer hosts than at the start, the run continues at a
+            lower speed. If it is 0, the run always needs all hosts.
+        islands: Number of islands. They are groups of adjacent hosts, or of adjacent devices if
+            there are more islands than hosts. A failure stops only the islands that it hits.
+        every: Number of steps between two synchronisations of the islands.
+        boundary: Time that a synchronisation blocks the islands.
     """
 
     topology: Topology
@@ -57,32 +66,39 @@ class RunModel:
 
     @property
     def failure_rate(self) -> float:
-        """Failures per second of all components that stop the run, or an island of it.
+        """The number of failures per second that stop the run or one of its islands.
 
-        Planned failures are not counted.
+        Planned stops are not included.
         """
-        # Slow devices and planned stops lose no work, so they do not matter for the interval of
-        # saves.
+        # Slow devices and planned stops lose no work, so they do not affect the best checkpoint
+        # interval.
         stopping = (each for each in self.failures if each.slowdown == 1 and not each.planned)
         return sum(each.rate_over(self.topology) for each in stopping)
 
     @property
     def round(self) -> float:
-        """Seconds of work between two boundaries. Intervals of checkpoints are multiples of it."""
+        """Seconds of work between two boundaries. Checkpoint intervals are multiples of it."""
         return self.every * self.step
 
     @property
     def pace(self) -> float:
-        """Wall seconds per second of work with boundaries, without saves or slow devices."""
+        """Wall seconds per second of work, including boundaries and jitter.
+
+        It excludes saves and temporary slowdowns.
+        """
         return self.slowest + self.boundary / self.round
 
     @property
     def units_per_host(self) -> int:
-        """The units per host that islands consist of: 1 for whole hosts, else its devices."""
+        """The number of units per host.
+
+        Islands consist of whole units. A unit is a host, or a device if islands are smaller than
+        a host.
+        """
         return self.topology.devices_per_host if self.islands > self.topology.hosts else 1
 
     def units_at(self, scope: str, place: int) -> range:
-        """Return the units that fail with component `place` of `scope` (none for a job)."""
+        """Return the units that go down if component `place` of `scope` fails (none for a job)."""
         if scope == "device" and self.units_per_host > 1:
             return range(place, place + 1)
         hosts = self.topology.hosts_at(scope, place)
@@ -90,29 +106,31 @@ class RunModel:
 
     @property
     def slowest(self) -> float:
-        """The slowdown of a step by the random variation of devices.
+        """The slowdown of steps that jitter causes, as a factor.
 
-        Each step waits for the slowest device of its island, and each boundary for the slowest
+        Each step waits for the slowest device of an island, and each boundary for the slowest
         island.
         """
-        # Per island: only devices of the same island wait for each other at every step.
+        # Only devices of the same island wait for each other in every step.
         mean, deviation = largest_of(self.topology.devices // self.islands)
-        # Variations average out over a round: its deviation is a step's, divided by the square root
-        # of the number of steps.
+        # Variations partly average out over a round: the standard deviation of the mean is the
+        # standard deviation of a step, divided by the square root of the number of steps.
         islands = largest_of(self.islands)[0] * deviation / math.sqrt(self.every)
         return 1.0 + self.jitter * (mean + islands)
 
 
 @cache
 def largest_of(count: int) -> tuple[float, float]:
-    """Return mean and standard deviation of the largest of `count` standard normal numbers.
+    """Return the mean and standard deviation of the largest of `count` standard normal numbers.
 
-    These are the moments of F^-1(U^(1/count)) over a uniform U.
+    These are the moments of F^-1(U^(1/count)) for the normal distribution function F and a uniform
+    random number U.
     """
     normal, points = NormalDist(), 4000
     if count == 1:
         return 0.0, 1.0
-    # The midpoint rule over log(-log U): there the integrand is smooth for large counts.
+    # Integrate over log(-log U) with the midpoint rule. In this variable, the integrand is smooth
+    # even for large counts.
     low, high = math.log(1e-12), math.log(40.0)
     width = (high - low) / points
     total = squares = mass = 0.0
@@ -136,10 +154,16 @@ def slowest_of(count: int, jitter: float) -> float:
 
 
 def young(rate: float, save: float) -> float:
-    """Return the interval sqrt(2 save / rate) of Young (1974) in seconds; `rate` is per second."""
+    """Return Young's (1974) checkpoint interval sqrt(2 save / rate) in seconds.
+
+    `rate` is the number of stops per second, `save` the duration of a save in seconds.
+    """
     return math.sqrt(2 * save / rate) if rate else math.inf
 
 
 def daly(rate: float, save: float) -> float:
-    """Return Daly's (2006) first-order interval in seconds: Young's less the save itself."""
+    """Return Daly's (2006) first-order checkpoint interval in seconds: Young's minus the save.
+
+    It is at least `save`.
+    """
     return max(young(rate, save) - save, save)

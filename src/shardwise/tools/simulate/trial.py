@@ -1,8 +1,9 @@
-"""Trial: one simulated run from its start to its end, event by event.
+"""Trial: simulates one run without islands, event by event.
 
-Nothing changes between two events, so any number of steps and saves between them is one
-computation. Events are failures of any component (one Poisson process of the summed rates, whose
-class is drawn), hosts that return from repair, and the ends of slow periods.
+The events are failures, hosts returning from repair, and the ends of slow periods. Nothing changes
+between two events, so all steps and saves between them are computed at once. Failures of all
+components form a single Poisson process with the sum of the rates, and the class of each failure is
+drawn.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from shardwise.tools.simulate.run_model import RunModel
 
 
 class Trial:
-    """Simulates `model` with the random numbers of `seed`.
+    """Simulates `model` with random numbers from `seed`.
 
-    If `moments` (rising, in seconds) are given, failures happen then.
+    If `moments` (increasing, in seconds) is not None, failures happen at these times instead of
+    random ones.
     """
 
     def __init__(self, model: RunModel, seed: int, moments: Sequence[float] | None = None) -> None:
@@ -30,25 +32,25 @@ class Trial:
         self._random = np.random.default_rng(seed)
         rates = [each.rate_over(model.topology) for each in model.failures]
         self._rate = sum(rates)
-        # One draw for all components: the time of the next failure, then its class by these sums.
+        # The cumulative rates, for drawing the class of a failure.
         self._sums = np.cumsum(rates)
         self._slowest = model.slowest
         self._time = TimeSpent(model.work / BINS)
         self._work = 0.0
-        """Work done, in seconds of even steps."""
+        """Work done so far, in seconds of steps without jitter or slowdowns."""
         self._kept = 0.0
         """Work in the newest complete checkpoint."""
         self._written: list[tuple[float, float]] = []
-        """Checkpoints being written: when each is complete, and the work that it contains."""
+        """Checkpoints being written, as (time of completion, work that it contains)."""
         self._since = 0.0
-        """Work since the last save began."""
+        """Work done since the last save."""
         self._hosts = model.topology.hosts
         self._least = model.least or model.topology.hosts
         self._free = model.spares
         self._returns: list[float] = []
-        """A heap of times when hosts return from repair."""
+        """Heap of the return times of hosts in repair."""
         self._slow: list[tuple[float, float]] = []
-        """A heap of slow periods: when each ends, and its slowdown."""
+        """Heap of slow periods, as (end time, slowdown)."""
         self._stops = 0
         self._failures: dict[str, int] = {}
         self._moments: list[tuple[float, str]] = []
@@ -56,7 +58,7 @@ class Trial:
         self._next = self._draw_next()
 
     def run(self) -> Outcome:
-        """Run to the end, or until GIVES_UP times the work has passed."""
+        """Simulate the run until it ends, or until GIVES_UP times its work has passed."""
         while not self._is_done and self._time.now < self._limit:
             ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
             self._go_on(min(*ends, self._limit))
@@ -81,11 +83,11 @@ class Trial:
         return max((factor for _, factor in self._slow), default=1.0)
 
     def _go_on(self, until: float) -> None:
-        """Work and save until the second `until`, or until the work is done."""
+        """Work and save until time `until`, or until the work is done."""
         model = self._model
-        # The work is divided among fewer hosts: each second of it takes longer.
+        # With fewer hosts, each second of work takes longer.
         hosts = model.topology.hosts / self._hosts
-        pace = self._slowest * self._slow_factor * hosts  # wall seconds of a second of work
+        pace = self._slowest * self._slow_factor * hosts  # wall seconds per second of work
         while self._time.now < until and not self._is_done:
             left = min(model.interval - self._since, model.work - self._work)
             if self._time.now + left * pace > until:
@@ -95,8 +97,8 @@ class Trial:
             self._spend_working(left)
             if not self._is_done:
                 self._repeat(until, pace)
-                # A save that `until` cuts short makes no checkpoint.
-                # An event may interrupt a save. Then it has cost time without making a checkpoint.
+                # An event at `until` may interrupt the save. In that case the save takes time but
+                # produces no checkpoint.
                 seconds = min(model.save, until - self._time.now)
                 self._time.spend({"saves": seconds})
                 if seconds >= model.save:
@@ -104,7 +106,7 @@ class Trial:
                     self._since = 0.0
 
     def _spend_working(self, work: float, saves: float = 0.0) -> None:
-        """Spend `work` seconds of work, and `saves` seconds of saves mixed with it."""
+        """Advance by `work` seconds of work, interleaved with `saves` seconds of saves."""
         slowest, slow = self._slowest, self._slow_factor
         hosts = self._model.topology.hosts / self._hosts
         self._time.spend(
@@ -120,13 +122,14 @@ class Trial:
         self._since += work
 
     def _repeat(self, until: float, pace: float) -> None:
-        """If a save is due, run all whole cycles of a save and an interval of work at once.
+        """Skip ahead over all full cycles, which consist of a save and an interval of work.
 
-        The cycles end before `until` and before the work is done. Afterwards a save is due again.
+        It is called when a save is due, and a save is due again afterwards. The cycles end before
+        `until`, and before the work is done.
         """
         model = self._model
         cycle = model.save + model.interval * pace
-        # Less a little in the second bound: no save follows the last interval.
+        # The small term excludes the last interval of the run, which no save follows.
         room = min(
             (until - self._time.now) / cycle, (model.work - self._work) / model.interval - 1e-9
         )
@@ -136,7 +139,7 @@ class Trial:
         self._spend_working(cycles * model.interval, cycles * model.save)
         self._since = model.interval
         now, work = self._time.now, self._work
-        # Only the newest checkpoints can still be incomplete, or the newest complete one.
+        # Record only the checkpoints that can still be incomplete, and the newest complete one.
         behind = min(cycles, math.ceil(model.background / cycle) + 1)
         for back in range(behind, 0, -1):
             ended = now - (back - 1) * cycle - model.interval * pace
@@ -145,7 +148,7 @@ class Trial:
     # -- events -------------------------------------------------------------------------------
 
     def _draw_next(self) -> float:
-        """Return when the next failure of any component happens."""
+        """Return the time of the next failure of any component."""
         if self._given is not None:
             while self._given and self._given[0] < self._time.now:
                 self._given.popleft()
@@ -159,7 +162,7 @@ class Trial:
         now = self._time.now
         while self._slow and self._slow[0][0] <= now:
             heapq.heappop(self._slow)
-        # A missing host is back. Using it takes a restart, which is planned and loses no work.
+        # To use a returned host, the run needs a restart, which is planned and loses no work.
         if self._take_returns():
             self._stop_as_planned()
         if self._next <= now:
@@ -170,11 +173,11 @@ class Trial:
                 self._stop(failure)
 
     def _take_returns(self) -> bool:
-        """Take back repaired hosts. Return whether the run was missing one of them."""
+        """Return repaired hosts to the run, or to the spares. Return True if the run gained one."""
         missed = False
         while self._returns and self._returns[0] <= self._time.now:
             heapq.heappop(self._returns)
-            # The run itself comes before the spares.
+            # Replace missing hosts of the run first, then add to the spares.
             if self._hosts < self._model.topology.hosts:
                 self._hosts, missed = self._hosts + 1, True
             else:
@@ -182,14 +185,14 @@ class Trial:
         return missed
 
     def _strike(self) -> FailureClass | None:
-        """Draw the failure that happens now. Return None if it hits an absent host."""
+        """Draw the class of the current failure. Return None if it hits an absent host."""
         model = self._model
         drawn = self._random.random() * self._rate
         failure = model.failures[int(np.searchsorted(self._sums, drawn, side="right"))]
         self._next = self._draw_next()
         absent = 1 - self._hosts / model.topology.hosts
-        # The drawn rate counts all hosts. Ignoring failures of absent ones keeps the process
-        # Poisson for the others.
+        # The rate includes absent hosts. Discarding their failures leaves a Poisson process of the
+        # present hosts.
         if failure.scope != "job" and absent and self._random.random() < absent:
             return None
         self._failures[failure.name] = self._failures.get(failure.name, 0) + 1
@@ -202,12 +205,12 @@ class Trial:
         return failure
 
     def _take_away(self, failure: FailureClass) -> None:
-        """Send the hosts of a failure to repair, and replace them by spares."""
+        """Remove the failed hosts for repair, and replace them with spares."""
         gone = min(self._model.topology.hosts_of(failure.scope), self._hosts)
         spares = min(gone, self._free)
         self._free -= spares
         self._hosts -= gone - spares
-        # One draw: all hosts of a rack or pod return together.
+        # A single draw, because all hosts of a rack or pod return together.
         back = self._time.now + float(self._random.exponential(failure.repair))
         for _ in range(gone):
             heapq.heappush(self._returns, back)
@@ -215,7 +218,7 @@ class Trial:
     # -- stops --------------------------------------------------------------------------------
 
     def _stop(self, failure: FailureClass) -> None:
-        """Go back to the newest complete checkpoint, and restart."""
+        """Handle a failure: return to the newest complete checkpoint, and restart."""
         now = self._time.now
         self._stops += 1
         # A background save that was not complete at the failure is lost.
@@ -229,28 +232,28 @@ class Trial:
 
     def _stop_as_planned(self) -> None:
         """Save, and restart with the hosts that are present."""
-        # Nothing runs afterwards, so the background part of the save is waited for, too.
+        # The run stops after this save, so it also waits for the background part.
         self._time.spend({"saves": self._model.save + self._model.background})
         self._written.clear()
         self._kept, self._since = self._work, 0.0
         self._start_again()
 
     def _start_again(self) -> None:
-        """Wait for enough hosts, and start. A failure during the start begins it again."""
+        """Wait for enough hosts, and restart. A failure during the restart starts it over."""
         while self._time.now < self._limit:
             self._take_returns()
-            # Draw the next failure again after waiting, because idle hosts do not fail.
+            # Idle hosts do not fail, so redraw the next failure after waiting.
             while self._hosts < self._least and self._time.now < self._limit:
                 self._time.spend({"waiting": max(0.0, self._returns[0] - self._time.now)})
                 self._take_returns()
                 self._next = self._draw_next()
             starts = self._time.now + self._model.restart
-            # The exponential distribution has no memory: a failure after the start needs no new
-            # draw.
+            # If the next failure is after the restart, keep it. The exponential distribution is
+            # memoryless, so no new draw is needed.
             if self._next > starts:
                 self._time.spend({"restart": self._model.restart})
                 return
-            # Failures during detection, while nothing runs, still take down their hosts.
+            # A failure during the restart or detection also takes down its hosts.
             self._time.spend({"restart": max(0.0, self._next - self._time.now)})
             failure = self._strike()
             if failure is not None and failure.slowdown == 1 and not failure.planned:

@@ -1,4 +1,4 @@
-"""`shardwise timeline FILE`: shows where the time of a run's steps went."""
+"""Implements `shardwise timeline FILE`, which shows how a run's steps spent their time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.messages.printable import plain_console, printable
 
 SHOWN = 5
-"""How many steps are shown individually without --steps."""
+"""Number of steps to show individually without --steps."""
 
 
 @click.command(short_help="Show where the time of a run's steps went.")
@@ -27,10 +27,10 @@ SHOWN = 5
 def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | None) -> int:
     """Show where the time of a run's steps went, per rank, and which rank was slowest.
 
-    FILES are the output of `shardwise run --timeline FILE`. Files of other hosts, which have the
-    host's name in theirs, are read too if they are in the same folder.
+    FILES are the output of `shardwise run --timeline FILE`. Files that other hosts of the same run
+    wrote are read too if they are in the same folder.
     """
-    # Imported here, so that `shardwise --help` stays fast.
+    # Import here, so that `shardwise --help` stays fast.
     from shardwise.tools.timeline import reading, tables
     from shardwise.tools.timeline.slowest import counted
     from shardwise.tools.timeline.steps import steps_of

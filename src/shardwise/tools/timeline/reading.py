@@ -1,4 +1,4 @@
-"""Reads timelines: one file, or the files of several hosts, complete or cut off."""
+"""Reads timelines from one file or from one file per host, even if they are truncated."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ Event = dict[str, Any]
 
 
 def read(paths: Sequence[Path]) -> list[Event]:
-    """Return the events of `paths`, and of files next to them from other hosts of the same run.
+    """Return the events in `paths`, and in files of other hosts of the same run next to them.
 
-    Raises ConfigError if a file is not our timeline, or if files belong to different runs.
+    Raises ConfigError if a file is not a Shardwise timeline, or if the files belong to different
+    runs.
     """
     by_path = {path.resolve(): _events(path) for path in paths}
     runs = {_run(path, by_path[path.resolve()]) for path in paths}
     if len(runs) > 1:
         names = ", ".join(map(str, paths))
         raise ConfigError(f"{names} belong to different runs: give the files of one run.")
-    # Each host writes its own file. Users often name only one of them.
+    # Each host writes its own file, and users often name only one of them.
     for beside in [other for path in paths for other in siblings(path)]:
         if beside.resolve() not in by_path and _run_of(beside) in runs:
             by_path[beside.resolve()] = _events(beside)
@@ -31,7 +32,10 @@ def read(paths: Sequence[Path]) -> list[Event]:
 
 
 def merge(events: Iterable[Event], path: Path) -> None:
-    """Write the events to one file for viewers. Raises ConfigError."""
+    """Write the events to one file for a viewer such as Perfetto.
+
+    Raises ConfigError if the file cannot be written.
+    """
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     try:
         path.write_text(f"[{lines}]\n")
@@ -62,8 +66,12 @@ def _events(path: Path) -> list[Event]:
 
 
 def _cut_off(text: str) -> object:
-    """Parse an array whose end is missing, as Chrome's format allows."""
-    # A writer that was killed leaves a comma, or half of an event, after the last complete one.
+    """Parse an array without its closing bracket, which Chrome's format allows.
+
+    Returns None if the text is not a JSON array.
+    """
+    # If the writer was killed, the last complete event is followed by a comma or by a partial
+    # event.
     for end in (text.rstrip().rstrip(","), text.rpartition("\n")[0].rstrip().rstrip(",")):
         try:
             return json.loads(end + "]")
@@ -73,7 +81,10 @@ def _cut_off(text: str) -> object:
 
 
 def _run(path: Path, events: Sequence[Event]) -> str:
-    """Return the name of the run in the header, even if another tool has moved the header."""
+    """Return the run's name from the header event, wherever the header is in the file.
+
+    Other tools may reorder events. Raises ConfigError if there is no header.
+    """
     headers = (event for event in events if event.get("name") == NAME)
     match next(headers, None):
         case {"args": {"run": str(run)}}:

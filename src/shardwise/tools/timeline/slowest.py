@@ -1,4 +1,4 @@
-"""Finds the slowest rank and the cause, in seconds. No I/O."""
+"""Finds the slowest rank and the kind of work that slows it down. Does no I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import mean, median
 from shardwise.tools.timeline.steps import EXPOSED, KINDS, StepTimes
 
 NOTABLE = 0.05
-"""A rank is named only if it is slower than the others by this fraction of a step."""
+"""A rank is reported only if it is slower than the others by this fraction of a step."""
 
 _WHERE = {
     "data": "waiting for its next batch (more num_workers in the Loader, or a faster disk)",
@@ -26,8 +26,8 @@ _WHERE = {
 class Slowest:
     """The slowest rank.
 
-    Per step it is busy `seconds` longer than the median of the others; `more` of these seconds are
-    in `kind`. It was the last one in `times` of `steps` steps.
+    In each step, it is busy for `seconds` longer than the median of the other ranks. Work of `kind`
+    accounts for `more` seconds of that. It was the slowest rank in `times` of `steps` steps.
     """
 
     rank: int
@@ -46,43 +46,45 @@ class Slowest:
 
 
 def counted(steps: Mapping[int, Sequence[StepTimes]]) -> dict[int, list[StepTimes]]:
-    """Return the steps to compute figures from: all except each rank's first, if there are others.
+    """Return the steps to compute statistics from, without the first step of each rank.
 
-    The first step includes the start of the run.
+    The first step includes the start of the run. It is kept only if a rank has no other step.
     """
     return {rank: list(own[1:] if len(own) > 1 else own) for rank, own in steps.items() if own}
 
 
 def means(steps: Sequence[StepTimes]) -> dict[str, float]:
-    """Return the mean seconds per step by kind."""
+    """Return the mean time per step, in seconds by kind."""
     return {kind: mean(step.spent[kind] for step in steps) for kind in KINDS}
 
 
 def slowest(steps: Mapping[int, Sequence[StepTimes]]) -> Slowest | None:
-    """Return the rank that the others wait for, or None if all are similar or one is alone.
+    """Return the rank that the others wait for.
 
-    A rank with less work waits longer, so ranks are compared by their time without waiting.
+    Returns None if all ranks take about the same time or there is only one rank. Ranks are compared
+    by their time excluding waits, because a rank with less work waits longer.
     """
     ranks = [rank for rank, own in steps.items() if own]
-    # Nobody waits for a rank that is alone.
+    # A single rank does not delay any other rank.
     if len(ranks) < 2:
         return None
     busy = {rank: mean(step.busy for step in steps[rank]) for rank in ranks}
-    # By work rather than by time: all steps end together, so all ranks take equally long.
+    # Compare busy time rather than total time: steps end at the same time on all ranks, so their
+    # total times are equal.
     last = max(busy, key=lambda rank: busy[rank])
     others = [rank for rank in ranks if rank != last]
-    # The median, because several ranks of a slow host may be slow.
+    # Use the median, because several ranks on a slow host may be slow.
     behind = busy[last] - median(busy[rank] for rank in others)
     if behind < NOTABLE * mean(step.seconds for step in steps[last]):
         return None
     work = {rank: means(steps[rank]) for rank in ranks}
-    # Waiting is part of the exposed communication: subtract it from there.
+    # Waits are part of exposed communication, so subtract them from it.
     for rank, own in work.items():
         own[EXPOSED] -= mean(min(step.waited, step.exposed) for step in steps[rank])
     more = {kind: work[last][kind] - median(work[r][kind] for r in others) for kind in KINDS}
-    # The kind of work in which it differs most from the median of the others names the cause.
+    # The cause is the kind of work with the largest difference from the median of the others.
     kind = max(more, key=lambda kind: more[kind])
-    # The steps that all ranks have, with the times of each rank.
+    # For each step that all ranks recorded, collect the times of every rank.
     by_number = [{step.number: step for step in own} for own in steps.values() if own]
     common = sorted(set.intersection(*map(set, by_number)))
     together = [{own[number].rank: own[number] for own in by_number} for number in common]

@@ -1,6 +1,6 @@
-"""Divides each rank's steps into kinds of work, from the events of a timeline. In seconds, no I/O.
+"""Divides each rank's steps into kinds of work, from a timeline's events. Does no I/O.
 
-Spans of a rank may overlap. Each moment belongs to the first kind in this order that covers it:
+Spans of a rank may overlap. Each moment counts for the first kind in this list that covers it:
 
     exposed communication > checkpoint > data > update > backward > forward > other
 """
@@ -19,27 +19,32 @@ from shardwise.timeline.recorder import WAIT, WAIT_BESIDE, Row
 EXPOSED = "communication"
 OTHER = "other"
 KINDS = ("data", "forward", "backward", EXPOSED, "update", "checkpoint", OTHER)
-"""The kinds of time in a step. They add up to the step."""
+"""The kinds of time in a step. Together they make up the full step."""
 
 _SYNCHRONIZE = "synchronize"
-"""A span of a Horovod script: the rank waits for its communication thread."""
+"""Name of a span in a Horovod script during which the rank waits for its communication thread."""
 
 _BLOCKING = {"reduce", "exchange", "publish", "gather", _SYNCHRONIZE}
-"""Spans of a rank that only communicates."""
+"""Names of spans that consist of communication only."""
 
 _FIRST = (EXPOSED, "checkpoint", "data", "update", "backward", "forward")
-"""The order of precedence: of two kinds that cover a moment, the first one gets it."""
+"""The order of precedence. If two kinds cover the same moment, it counts for the earlier one."""
 
 _LAUNCHED = Row.COMMUNICATION.title
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The time of one step on one rank, by kind.
+    """The time of one step on one rank.
 
-    `spent` is seconds by kind. Collectives were in flight for `exposed` + `hidden` seconds: during
-    `exposed` the rank did nothing else, during `hidden` it computed. `waited` is the time that it
-    slept until other ranks arrived. `nbytes` went into collectives.
+    Attributes:
+        rank: The rank.
+        number: The step number.
+        seconds: Total duration in seconds.
+        spent: Seconds by kind.
+        hidden: Seconds that a collective was in flight while the rank did other work.
+        waited: Seconds that the rank slept until other ranks arrived.
+        nbytes: Bytes that the rank passed to collectives.
     """
 
     rank: int
@@ -57,16 +62,16 @@ class StepTimes:
 
     @property
     def busy(self) -> float:
-        """Seconds that the rank did not wait for others."""
+        """Seconds that the rank did not wait for other ranks."""
         return self.seconds - self.waited
 
 
 def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[StepTimes]]:
-    """Return the steps of each rank in order. With several engines, only the first one counts."""
+    """Return each rank's steps in order. With several engines, use the first engine's steps."""
     complete: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
-        # Complete events. Others are counters, metadata, and events of other tools in a merged
-        # file.
+        # "X" marks complete events. Skip counters, metadata, and other tools' events in merged
+        # files.
         if event.get("ph") == "X" and "cat" in event:
             complete[event["pid"]].append(event)
     return {rank: _of_rank(rank, complete[rank]) for rank in sorted(complete)}
@@ -74,15 +79,16 @@ def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[StepTimes]]:
 
 def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
     marks = [event for event in events if event["cat"] == Row.STEPS.title]
-    # The steps of several engines (a GAN) alternate. One of them must define what a step is.
+    # The steps of several engines (as in a GAN) alternate, so one engine must define the steps.
     first = min((mark["args"]["engine"] for mark in marks), default=0)
     marks = [mark for mark in marks if mark["args"]["engine"] == first]
     kinds = _kinds(events)
     waits = _waits(events)
     launched = [event for event in events if event["cat"] == _LAUNCHED]
-    # Hidden: a collective is in flight while the rank is not blocked in communication.
+    # Communication is hidden if a collective is in flight while the rank is not blocked by
+    # communication.
     under_way = minus(union(map(_ends, launched)), kinds[EXPOSED])
-    # Running totals by end time, so that the bytes of a step are the difference of two lookups.
+    # Compute running totals by end time, so that a step's bytes are the difference of two lookups.
     ended = sorted((_ends(event)[1], event["args"]["bytes"]) for event in launched)
     ends = [end for end, _ in ended]
     sent = [0, *accumulate(nbytes for _, nbytes in ended)]
@@ -91,8 +97,8 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
         begin, end = _ends(mark)
         spent = {kind: _seconds(kinds[kind], begin, end) for kind in _FIRST}
         seconds = (end - begin) / 1e6
-        # The kinds do not overlap, so the rest is the script's own code. Rounding may make it
-        # negative.
+        # The kinds do not overlap, so the remaining time is the script's own code. Rounding errors
+        # could make it negative.
         spent[OTHER] = max(0.0, seconds - sum(spent.values()))
         steps.append(
             StepTimes(
@@ -109,7 +115,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
 
 
 def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Return the intervals of each kind of work on a rank. None of them overlap."""
+    """Return the intervals of each kind of work on a rank. No two of them overlap."""
     covered: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if (kind := _kind(event)) is not None:
@@ -119,29 +125,29 @@ def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, f
     for kind in _FIRST:
         whole = union(covered[kind])
         intervals[kind] = minus(whole, taken)
-        # Later kinds get only the moments that no earlier kind has.
+        # Later kinds get only the moments that no earlier kind covers.
         taken = union([*taken, *whole])
     return intervals
 
 
 def _waits(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Return the intervals when a rank waited for others.
+    """Return the intervals when a rank waited for other ranks.
 
-    Waits of its communication thread count only while the rank waits for that thread.
+    Waits of its communication thread count only while the rank is waiting for that thread.
     """
     waits = [_ends(event) for event in events if event["cat"] == WAIT]
     beside = union(_ends(event) for event in events if event["cat"] == WAIT_BESIDE)
     for event in events:
         if event["cat"] == Row.COMPUTE.title and event["name"] == _SYNCHRONIZE:
-            # The communication thread may wait for others while the rank computes, which costs no
-            # time.
+            # Waits of the communication thread cost no time while the rank computes, so count only
+            # those inside this span.
             waits += clipped(beside, *_ends(event))
     return union(waits)
 
 
 def _kind(event: Mapping[str, Any]) -> str | None:
     category, name = event["cat"], event["name"]
-    # A collective itself runs in parallel. Only the time that the rank is blocked by it is exposed.
+    # A collective runs in parallel with other work. It is exposed only while it blocks the rank.
     if category == WAIT or (category == Row.COMPUTE.title and name in _BLOCKING):
         return EXPOSED
     if category in (Row.DATA.title, Row.CHECKPOINT.title):
@@ -164,7 +170,7 @@ Intervals = Sequence[Interval]
 
 
 def union(several: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals, sorted and disjoint."""
+    """Return the union of the intervals, as sorted disjoint intervals."""
     merged: list[Interval] = []
     for begin, end in sorted(several):
         if merged and begin <= merged[-1][1]:
@@ -189,7 +195,8 @@ def minus(whole: Intervals, taken: Intervals) -> list[Interval]:
 
 def clipped(whole: Intervals, begin: float, end: float) -> list[Interval]:
     """Return the part of `whole` between `begin` and `end`."""
-    # Start at the last interval that begins before `begin`: a timeline has too many to scan all.
+    # Start at the last interval that begins before `begin`, because a timeline has too many
+    # intervals to scan all of them.
     first = max(0, bisect_right(whole, (begin, float("inf"))) - 1)
     parts = []
     for number in range(first, len(whole)):
@@ -202,5 +209,5 @@ def clipped(whole: Intervals, begin: float, end: float) -> list[Interval]:
 
 
 def length(whole: Intervals) -> float:
-    """Return the total length of intervals."""
+    """Return the total length of disjoint intervals."""
     return sum(end - begin for begin, end in whole)

@@ -33,7 +33,7 @@ _MEANINGS = {
 
 
 def per_rank(steps: Steps) -> Table:
-    """Return a table with a row per rank: the mean time of a step by kind."""
+    """Return a table with one row per rank: the mean time per step by kind."""
     count = max(map(len, steps.values()))
     table = _table(f"Milliseconds per step, mean of {count}", ["rank"])
     for rank, own in steps.items():
@@ -42,7 +42,7 @@ def per_rank(steps: Steps) -> Table:
 
 
 def per_step(steps: Iterable[StepTimes]) -> Table:
-    """Return a table with a row for each step of each rank."""
+    """Return a table with one row per step and rank."""
     table = _table("Step by step", ["step", "rank"])
     for step in sorted(steps, key=lambda step: (step.number, step.rank)):
         table.add_row(str(step.number), str(step.rank), *_cells([step]))
@@ -50,23 +50,23 @@ def per_step(steps: Iterable[StepTimes]) -> Table:
 
 
 def longest(steps: Steps, count: int) -> list[StepTimes]:
-    """Return the steps of all ranks with the `count` numbers that took longest."""
+    """Return the `count` longest steps. Each one is included for all ranks."""
     worst: dict[int, float] = {}
     for step in (step for own in steps.values() for step in own):
         worst[step.number] = max(step.seconds, worst.get(step.number, 0.0))
-    # By number, so that all ranks are shown for each of these steps.
+    # Select by step number, to include every rank's time for each of these steps.
     kept = set(sorted(worst, key=lambda number: -worst[number])[:count])
     return [step for own in steps.values() for step in own if step.number in kept]
 
 
 def legend() -> list[str]:
-    """Return a line about each column of the tables."""
+    """Return one line per column of the tables, which explains the column."""
     width = max(map(len, _MEANINGS))
     return [f"{heading:>{width}}  {meaning}" for heading, meaning in _MEANINGS.items()]
 
 
 def words(steps: Steps) -> list[str]:
-    """Return sentences that interpret the tables."""
+    """Return sentences on hidden communication and on the slowest rank."""
     every = [step for own in steps.values() for step in own]
     exposed, hidden = mean(s.exposed for s in every), mean(s.hidden for s in every)
     lines = []
@@ -86,7 +86,10 @@ def words(steps: Steps) -> list[str]:
 
 
 def as_json(steps: Steps, every: Steps) -> dict[str, Any]:
-    """Return all figures in seconds. `every` includes the steps that the means leave out."""
+    """Return all results, in seconds, as values that JSON can represent.
+
+    `steps` are the steps that the means are computed from. `every` are all steps.
+    """
     last = slowest(steps)
     return {
         "ranks": [

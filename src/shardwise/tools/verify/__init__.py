@@ -1,1 +1,1 @@
-"""The command `shardwise verify`: compares a script's training with its single-process run."""
+"""The command `shardwise verify`: compares a distributed run of a script with a run on one rank."""

@@ -1,17 +1,17 @@
 """Alters a script's behaviour to test a possible cause of a difference.
 
-A cause is named only if the difference between placements disappears without it.
+`verify` reports a cause only if the difference between placements disappears without it.
 
-    sampler      every DistributedSampler yields all samples, as on one rank
-    batches      a DataLoader that a library splits has the same number of rows over all workers
-    split        random_split uses a fixed generator, the same on all ranks
-    draws        random numbers after a step are the same on all ranks
-    loss         losses are multiplied by a number
-    weight       losses are weighed by what their graphs show; weight= and reduction= are ignored
-    lr           learning rates are taken from the reference, step by step
-    dropout      nothing is dropped
-    sum          sums over ranks that the script makes return their input
-    averaged     tensors of modules, by name, are averaged over the ranks at each step
+    sampler      every DistributedSampler yields all samples, as on a single rank
+    batches      divides a library's batch size per worker, so that the total stays the same
+    split        random_split uses the same fixed generator on all ranks
+    draws        all ranks draw the same random numbers after each step
+    loss         multiplies losses by a factor
+    weight       ignores weight= and reduction=, so that losses are weighted by their graphs
+    lr           uses the reference's learning rates, step by step
+    dropout      disables dropout
+    sum          the script's own sums over ranks return their input
+    averaged     averages the named module tensors across ranks after each step
     rank         the script sees rank 0 on every rank
     size         the script sees a world of one rank
 """
@@ -35,11 +35,11 @@ from shardwise.world import randomness
 from shardwise.world.world import World, current
 
 MAKE_LOADERS = ("transformers.", "shardwise.deepspeed.")
-"""Modules that make a DataLoader out of the user's dataset and batch size."""
+"""Modules that create a DataLoader from the user's dataset and batch size."""
 
 
 def apply(alter: Mapping[str, Any]) -> None:
-    """Make every alteration that `alter` names, with its value, for the life of this process."""
+    """Apply the alterations in `alter` (values by name) for the lifetime of this process."""
     for name, value in alter.items():
         _ALTERATIONS[name](value)
 
@@ -50,7 +50,7 @@ def _sampler(value: Any) -> None:
 
     @wraps(plain)
     def alone(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
-        # Arguments of DistributedSampler after the dataset, in the order of its signature.
+        # Map positional arguments to names, in the order of DistributedSampler's signature.
         more = dict(
             zip(("num_replicas", "rank", "shuffle", "seed", "drop_last"), args, strict=False)
         )
@@ -65,12 +65,12 @@ def _batches(size: int) -> None:
 
     @wraps(plain)
     def divided(self: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
-        # A library wraps the user's loader in further ones, whose batch size is divided already.
-        # Some libraries make the first one themselves.
+        # Divide the batch size only of the loader that the user, or a library for the user,
+        # creates. Libraries wrap it in further loaders, whose batch size is already divided.
         first = watching.caller(1) is not None or watching.module_of(1).startswith(MAKE_LOADERS)
         if first and batch_size and current().size > 1:
             batch_size = max(1, batch_size // size)
-        # Other workers do the same, so the total over all workers is the script's batch size.
+        # All workers do the same, so the total over all workers is the script's batch size.
         plain(self, dataset, batch_size, *args, **kwargs)
 
     kind.__init__ = divided
@@ -89,7 +89,7 @@ def _split(value: Any) -> None:
 
 def _draws(value: Any) -> None:
     def after(engine: Any) -> None:
-        # A seed that is new at each step, and the same on all ranks.
+        # The seed is different in each step, and the same on all ranks.
         randomness.seed_everything(randomness.seed_from(current().seed, "alike", engine.steps))
 
     _around_step(after=after)
@@ -116,7 +116,7 @@ def _weight(value: Any) -> None:
     def unweighted(plain: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(plain)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # The engine then weighs losses by what it finds in their graphs.
+            # Without these arguments, the engine derives the weights of losses from their graphs.
             return plain(self, *args, **{**kwargs, "weight": None, "reduction": "mean"})
 
         return call
@@ -126,12 +126,12 @@ def _weight(value: Any) -> None:
 
 
 def _lr(rates: Mapping[str, list[list[float]]]) -> None:
-    """Set learning rates: `rates` maps each engine to the rates of its steps, by group."""
+    """Override learning rates. `rates` maps each engine to its rates by step and group."""
     held: dict[int, list[float]] = {}
     numbers: dict[int, int] = {}
 
     def before(engine: Any) -> None:
-        # Engines that never step have no rates: number only those that do.
+        # Number only engines that step, because `rates` contains no others.
         number = numbers.setdefault(id(engine), len(numbers))
         groups = _groups(engine)
         held[id(engine)] = [group["lr"] for group in groups]
@@ -140,7 +140,8 @@ def _lr(rates: Mapping[str, list[list[float]]]) -> None:
         for group, rate in zip(groups, reference_rates, strict=True):
             group["lr"] = rate
 
-    # Restore the rate after the step: a scheduler multiplies the rate that it finds.
+    # Restore the script's rates after the step, because a scheduler computes the next rate from the
+    # current one.
     def after(engine: Any) -> None:
         for group, rate in zip(_groups(engine), held[id(engine)], strict=True):
             group["lr"] = rate
@@ -156,8 +157,8 @@ def _dropout(value: Any) -> None:
     for name in watching.DROPOUTS:
         plain = getattr(F, name)
         setattr(F, name, _undropped(name, plain))
-    # Attention takes the probability as its fifth argument, and nn.RNN as an attribute, because
-    # its kernel never calls F.dropout.
+    # Attention and nn.RNN never call F.dropout. Attention takes the probability as its fifth
+    # argument, nn.RNN as an attribute.
     attend: Any = F.scaled_dot_product_attention
 
     @wraps(attend)
@@ -183,7 +184,7 @@ def _dropout(value: Any) -> None:
 def _undropped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def undropped(*args: Any, **kwargs: Any) -> Any:
-        if name == "rrelu":  # has no p: in evaluation it multiplies by a fixed slope
+        if name == "rrelu":  # it has no p, but uses a fixed slope in evaluation mode
             return plain(args[0], training=False)
         return plain(args[0], p=0.0)
 
@@ -195,7 +196,7 @@ def _sum(value: Any) -> None:
 
     @wraps(plain)
     def unsummed(self: World, tensor: Tensor, groups: Any = None) -> Tensor:
-        # Only sums in the user's own lines: the library and metrics need theirs.
+        # Alter only calls from user code, because the library and metrics need their own sums.
         if watching.caller(1) is None:
             return plain(self, tensor, groups)
         return tensor.detach().clone()
@@ -233,7 +234,7 @@ def _rank(value: Any) -> None:
 
 
 def _size(value: Any) -> None:
-    # A script that sees one rank must see itself as rank 0, or it would index past the end.
+    # A script that sees a world of one rank must also see rank 0, or it would index out of range.
     _rank(value)
     for name in watching.SIZES:
         vars(World)[name].pretended = 1
@@ -253,7 +254,7 @@ def _pretend(owner: Any, name: str, value: int) -> None:
 
     @wraps(plain)
     def pretending(*args: Any, **kwargs: Any) -> Any:
-        # The library itself still gets the true value.
+        # Calls from the library itself still return the true value.
         mine = watching.caller(1)
         return plain(*args, **kwargs) if mine is None else value
 
@@ -261,8 +262,8 @@ def _pretend(owner: Any, name: str, value: int) -> None:
 
 
 def _pretend_in_environment(*names: str) -> None:
-    """Set environment variables with the rank to 0 after `sw.init`."""
-    # Not earlier: `sw.init` reads its own rank from them.
+    """Set the environment variables `names` to 0 after `sw.init`."""
+    # Not before, because `sw.init` reads this process's rank from them.
     plain = shardwise.init
 
     @wraps(plain)

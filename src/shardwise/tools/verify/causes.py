@@ -1,4 +1,4 @@
-"""Finds why a placement trains differently, by trial: removes a suspect and compares again.
+"""Finds the cause of a difference by experiment: removes a suspect and compares the runs again.
 
 suspects.py lists the suspects.
 """
@@ -12,10 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Suspect:
-    """A possible cause.
+    """A possible cause of a difference.
 
-    `alter` holds the alterations that remove it, made in the reference too if `in_reference`.
-    `settings` are flags that remove it.
+    Attributes:
+        name: Short name.
+        words: Sentence to print if this is the cause.
+        alter: Alterations that remove it (see alterations.py).
+        settings: Settings of the run that remove it.
+        in_reference: Whether the alterations must also be applied to the reference.
     """
 
     name: str
@@ -24,39 +28,43 @@ class Suspect:
     settings: Mapping[str, str] = field(default_factory=dict)
     in_reference: bool = False
     joint_words: str = ""
-    """What to add to the words of another suspect if both are one error."""
+    """Text to append to the words of another suspect if both are part of the same error."""
 
 
 @dataclass(frozen=True)
 class FoundCauses:
-    """The causes that were found, and a clue for the user if there is no cause."""
+    """The causes that were found, or a clue for the user if none was found."""
 
     causes: Sequence[Suspect]
     clue: str = ""
 
 
 Agrees = Callable[[Sequence[Suspect]], bool]
-"""Whether reference and placement train the same without all of these suspects."""
+"""Returns whether the reference and the placement agree once the given suspects are removed."""
 
 
 def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> FoundCauses:
-    """Return the first suspect whose removal removes the difference, or the fewest together."""
+    """Return the first suspect whose removal alone eliminates the difference.
+
+    Otherwise return a minimal set of suspects whose removal together eliminates it, or `clue` if no
+    such set exists.
+    """
     for suspect in suspects:
         if agrees([suspect]):
             return FoundCauses([suspect])
 
-    # Without "rank": the alteration "size" makes every worker rank 0 already.
+    # Leave out "rank", because the alteration "size" also makes every worker see rank 0.
     plain = [each for each in suspects if each.name != "rank"]
-    # All suspects together do not remove the difference, so no subset can be named.
+    # If removing all suspects together does not eliminate the difference, no subset is the cause.
     if len(plain) < 2 or not agrees(plain):
         return FoundCauses([], clue)
     needed = list(plain)
-    for suspect in reversed(plain):  # drop general ones first, so that the particular ones stay
+    for suspect in reversed(plain):  # drop general suspects first, to keep the specific ones
         fewer = [each for each in needed if each is not suspect]
         if len(fewer) > 1 and agrees(fewer):
             needed = fewer
-    # One error may involve the number of workers in two ways: a batch per worker has
-    # TOTAL // workers rows, and a sum made by hand is divided by them.
+    # A single error may use the number of workers in two places. For example, the script uses
+    # TOTAL // workers rows per worker, and divides its own sum by the number of workers.
     particular = [each for each in needed if each.name != "size"]
     if len(needed) == 2 and len(particular) == 1:
         [size] = (each for each in needed if each.name == "size")

@@ -1,4 +1,4 @@
-"""Runs `shardwise verify`: makes the runs, shows progress and prints the verdicts."""
+"""Implements `shardwise verify`: launches the runs, shows progress and prints the verdicts."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from shardwise.tools.verify.verdicts import Result
 
 FAILED = 1
 LOGS = "verify-logs"
-"""The folder for the output of each run, in the folder of the report."""
+"""Name of the folder for the output of each run, inside the folder of the report."""
 
 PROGRESS_INTERVAL = 30.0
-"""Seconds between two progress lines of one run if there is no terminal."""
+"""Seconds between two progress lines of the same run if the output is not a terminal."""
 
 LINES_OF_OUTPUT = 60
-"""How many of the last output lines of a failed run are shown: enough for its traceback."""
+"""Number of output lines to show of a run that failed, enough for its traceback."""
 
 
 class ProgressDisplay:
-    """Shows progress: one changing line on a terminal.
+    """Shows progress on standard error.
 
-    Elsewhere it prints a line for each run, and another one every `PROGRESS_INTERVAL` seconds.
+    On a terminal it updates a single line. Otherwise it prints a line at the start of each run, and
+    another line every `PROGRESS_INTERVAL` seconds.
     """
 
     def __init__(self) -> None:
-        # Standard output is reserved for the verdict or the JSON.
+        # Standard output is reserved for the verdicts or the JSON.
         self._console = Console(highlight=False, markup=False, stderr=True)
         self._bar = Progress(
             SpinnerColumn(),
@@ -55,7 +56,7 @@ class ProgressDisplay:
         self._printed_at = -math.inf
 
     def show(self, number: int, words: str, steps: int, most: int) -> None:
-        """Show that run `number`, described by `words`, has made `steps` of `most` steps."""
+        """Show that run `number`, described by `words`, has completed `steps` of `most` steps."""
         far = printable(f"run {number} · {words} · step {steps} of {most}")
         self._bar.update(self._task, what=far)
         if self._bar.disable and (
@@ -75,7 +76,7 @@ class ProgressDisplay:
 
 @dataclass
 class RunMaker:
-    """Makes runs on ranks forked from `warm` processes, with one log per run in `folder`."""
+    """Executes runs on ranks forked from `warm` processes, with one log per run in `folder`."""
 
     folder: Path
     progress: ProgressDisplay
@@ -83,9 +84,12 @@ class RunMaker:
     names: list[str] = field(default_factory=list)
 
     def __call__(self, run: Run, words: str) -> RecordedTraining:
-        """Make one run, described by `words`. Raises RunFailed."""
+        """Execute one run, described by `words`, and return its record.
+
+        Raises RunFailed if the run exits with an error.
+        """
         self.names.append(words)
-        # Logs are numbered in the order of the runs, which the progress lines show too.
+        # Logs have the same numbers as the runs in the progress lines.
         number = len(self.names)
         log = self.folder / f"{number:02d}.txt"
         self.progress.show(number, words, 0, run.steps)
@@ -101,11 +105,12 @@ class RunMaker:
 
 
 def verify(plan: VerifyRequest, json_file: Path | None) -> int:
-    """Do what `plan` asks for and return the exit code of the worst verdict, or 1 if a run failed.
+    """Verify the placements of `plan`, print the verdicts and write the report.
 
-    Raises LaunchError if the script cannot be verified or a package for the plots is missing.
+    Returns the exit code of the worst verdict, or 1 if a run failed. Raises LaunchError if the
+    script cannot be verified or a package for the plots is missing.
     """
-    check_can_draw("shardwise verify")  # before minutes of runs, not after them
+    check_can_draw("shardwise verify")  # before the runs, which take minutes
     to_stdout = is_stdout(json_file)
     if json_file is not None and not json_file.parent.is_dir():
         raise LaunchError(
@@ -120,12 +125,11 @@ def verify(plan: VerifyRequest, json_file: Path | None) -> int:
             ProgressDisplay() as progress,
         ):
             verification = Verification(plan, RunMaker(_log_folder(plan.out), progress, warm))
-            # Fails early: without a reference that trains with an engine, no placement is worth a
-            # run.
+            # Check the reference first, to fail before running any placement.
             verification.check()
             for placement in plan.placements:
                 result = verification.judge(placement)
-                # Verdicts are printed as they come, since a placement may take minutes.
+                # Print each verdict immediately, because a placement may take minutes.
                 results.append(result)
                 console.print(f"{result.placement}", style="bold", soft_wrap=True)
                 for number, sentence in enumerate(verdicts.sentences(result)):
@@ -143,8 +147,8 @@ def verify(plan: VerifyRequest, json_file: Path | None) -> int:
 
 
 def _log_folder(out: Path) -> Path:
-    """Return the folder of logs in `out`, without the files of earlier verifications."""
-    # Remove only files whose names are ours: `--out` may be a folder with files of the user.
+    """Create the folder for logs in `out`, and remove the files of earlier verifications."""
+    # Remove only files with known names, because `--out` may contain the user's own files.
     folder = out / LOGS
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
@@ -158,7 +162,7 @@ def _log_folder(out: Path) -> Path:
 
 
 def _print_failure(error: RunFailed, console: Console) -> None:
-    """Print the last lines that the failed run wrote, and why nothing was proved."""
+    """Print the last output lines of the failed run, and the error."""
     for line in error.output.strip().splitlines()[-LINES_OF_OUTPUT:]:
         console.print(printable(line), style="dim", soft_wrap=True)
     console.print(

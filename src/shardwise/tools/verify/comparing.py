@@ -1,4 +1,4 @@
-"""Compares two recorded trainings step by step. Pure arithmetic."""
+"""Compares two recorded runs step by step. Does no I/O."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from dataclasses import dataclass, replace
 from shardwise.tools.verify.records import Key, RecordedTraining, Step, WholeTensor
 
 FLOOR = 1e-3
-"""The smallest scale of a relative difference, as a part of the largest tensor of the same kind.
+"""Lower bound of the scale of relative differences, as a fraction of the largest similar value.
 
-A gradient that is zero except for rounding has no meaningful relative difference. The same holds
-for a loss or norm near zero, which is compared with the largest of all steps."""
+A tensor that is zero except for rounding has no meaningful relative difference, so its scale is at
+least this fraction of the largest tensor of the same kind. Losses and norms near zero are treated
+in the same way, with the largest value over all steps."""
 
 COUNTED = ("model", "optimizer", "buffer", "average", "gradient")
-"""The kinds of tensors that are compared. A plain attribute of a module may hold anything."""
+"""The kinds of tensors to compare. Plain attributes of modules are excluded, because they may
+contain anything."""
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor whose bits differ.
+    """A tensor that is not bit-identical in both runs.
 
-    `relative` is the difference relative to the tensor, or to `FLOOR` if that is larger. `strays`
-    are the ranks whose copy differs from the first rank's. If `exact`, the values themselves were
-    compared: they differ most at element `worst`, which is `theirs` in the reference and `ours` in
-    the other run.
+    Attributes:
+        kind: Kind of tensor, such as "model" or "optimizer".
+        name: Name of the tensor.
+        relative: Difference relative to the size of the tensor (see FLOOR for the scale).
+        strays: Ranks whose copy differs from the first rank's copy.
+        exact: True if the values themselves were compared, not only their fingerprints.
+        worst: Index of the element with the largest difference, if `exact`.
+        theirs: Value of that element in the reference.
+        ours: Value of that element in the other run.
     """
 
     kind: str
@@ -39,15 +46,16 @@ class TensorDifference:
     theirs: float = math.nan
     ours: float = math.nan
     missing: bool = False
-    """Whether only one side has the tensor."""
+    """Whether the tensor exists in only one of the runs."""
 
 
 @dataclass(frozen=True)
 class StepDifference:
     """The differences in one step of `engine`. Number 0 is the state before the first step.
 
-    The figures are relative differences, 0 if the bits are equal. `tensors` are in the order of the
-    forward.
+    `loss`, `grad_norm` and `weight` are relative differences, 0 if the values are identical.
+    `rows` are the numbers of rows that the models received in the reference and in the other run.
+    `tensors` are sorted in forward order.
     """
 
     engine: int
@@ -56,63 +64,66 @@ class StepDifference:
     grad_norm: float
     weight: float
     fed: bool
-    """Whether the models were fed the same numbers."""
+    """Whether the models received the same inputs."""
     rows: tuple[int, int]
     tensors: Sequence[TensorDifference]
     skipped: float = 0.0
-    """Infinite if one run updated and the other skipped the step, otherwise 0."""
+    """Infinite if only one of the runs skipped the update, otherwise 0."""
     samples: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Samples that only the reference trains on, and samples that only the other run trains on. A
-    sample is listed once for each time that one run uses it more often."""
+    """Samples that only the reference trains on, and samples that only the other run trains on. If
+    both use a sample, but one uses it k more times, it is listed k times."""
 
     @property
     def largest(self) -> float:
-        """The largest difference of all figures and tensors."""
+        """The largest difference in the loss, norm, weight and tensors."""
         apart = (each.relative for each in self.tensors)
         return max((self.loss, self.grad_norm, self.weight, self.skipped, *apart), default=0.0)
 
     def beyond(self, tolerance: float) -> list[TensorDifference]:
         """Return the tensors that differ by more than `tolerance`."""
-        # `not <=` instead of `>` here and below: NaN must count as a difference.
+        # `not <=` instead of `>`, here and below, because NaN must count as a difference.
         return [each for each in self.tensors if not each.relative <= tolerance]
 
     @property
     def in_training(self) -> float:
-        """The largest difference without the weight, which only counts items."""
+        """The largest difference, ignoring the weight, which is only a number of items."""
         apart = (each.relative for each in self.tensors)
         return max((self.loss, self.grad_norm, self.skipped, *apart), default=0.0)
 
     @property
     def same_bits(self) -> bool:
-        """Whether nothing differs at all."""
+        """Whether the step is bit-identical in both runs."""
         figures = (self.loss, self.grad_norm, self.weight, self.skipped)
         return not self.tensors and not any(figures)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All steps that both runs made. `counts` holds the two numbers of steps of each engine."""
+    """The comparison of two runs, over the steps that both runs completed.
+
+    `counts` maps each engine to its numbers of steps in the reference and in the other run.
+    """
 
     steps: Sequence[StepDifference]
     counts: Mapping[int, tuple[int, int]]
 
     @property
     def same_bits(self) -> bool:
-        """Whether everything is equal to the last bit."""
+        """Whether the runs are bit-identical."""
         return self.same_counts and all(step.same_bits for step in self.steps)
 
     @property
     def same_counts(self) -> bool:
-        """Whether every engine made the same number of steps in both runs."""
+        """Whether every engine completed the same number of steps in both runs."""
         return all(one == other for one, other in self.counts.values())
 
     @property
     def largest(self) -> float:
-        """The largest difference of all steps."""
+        """The largest difference in any step."""
         return max((step.largest for step in self.steps), default=0.0)
 
     def within(self, tolerance: float) -> bool:
-        """Return whether the counts are equal and nothing differs by more than `tolerance`."""
+        """Return whether the step counts match and no difference exceeds `tolerance`."""
         return self.same_counts and self.largest <= tolerance
 
     @property
@@ -122,22 +133,22 @@ class Comparison:
         return Comparison(steps, self.counts)
 
     def trains_the_same(self, tolerance: float) -> bool:
-        """Return whether nothing differs by more than `tolerance`, except weights and counts."""
+        """Return whether no difference exceeds `tolerance`, ignoring weights and step counts."""
         return all(step.in_training <= tolerance for step in self.steps)
 
     def first(self, tolerance: float) -> StepDifference | None:
-        """Return the first step that differs by more than `tolerance`."""
+        """Return the first step that differs by more than `tolerance`, or None."""
         return next((step for step in self.steps if not step.largest <= tolerance), None)
 
 
 def compare(
     reference: RecordedTraining, other: RecordedTraining, *, steps: int | None = None
 ) -> Comparison:
-    """Compare `other` with `reference`, over at most `steps` steps."""
+    """Compare `other` with `reference`, over at most `steps` steps (default: all)."""
     differences: list[StepDifference] = []
     counts: dict[int, tuple[int, int]] = {}
-    # Hooks on torch's optimizers record less than an engine does: what only one side recorded is
-    # a difference only between two engines.
+    # Hooks on torch's optimizers record less than an engine does. So a value that only one side
+    # recorded counts as a difference only if engines recorded both sides.
     is_complete = reference.driver == other.driver == "engine"
     for engine in sorted(reference.engines.keys() | other.engines.keys()):
         theirs = reference.engines.get(engine, [])[: _end(steps)]
@@ -150,13 +161,13 @@ def compare(
             differences.append(
                 _step(engine, one, two, order, renamed, least, is_complete=is_complete)
             )
-    # By time: later differences follow from the first one.
+    # Sort by step, because later differences result from the first one.
     differences.sort(key=lambda step: (step.number, step.engine))
     return Comparison(differences, counts)
 
 
 def _least(steps: Sequence[Step]) -> tuple[float, float]:
-    """Return the smallest scales that losses and norms are compared with."""
+    """Return the lower bounds of the scales for losses and for norms."""
     losses, norms = ([abs(getattr(step, name)) for step in steps] for name in ("loss", "grad_norm"))
     return (
         FLOOR * max(filter(math.isfinite, losses), default=0.0),
@@ -171,7 +182,7 @@ def _end(steps: int | None) -> int | None:
 def _renaming(reference: RecordedTraining, other: RecordedTraining, engine: int) -> dict[str, str]:
     """Map parameter names of `reference` to those in `other`, by their order in the optimizers.
 
-    Empty if the names are the same, or if the number or shapes of the parameters differ.
+    The map is empty if the names are the same, or if the number or shapes of the parameters differ.
     """
     one = [p for each in reference.parameters.get(engine, []) for p in each]
     two = [p for each in other.parameters.get(engine, []) for p in each]
@@ -192,7 +203,12 @@ def _step(
     *,
     is_complete: bool,
 ) -> StepDifference:
-    """Return the differences in a step. `is_complete`: engines recorded both sides."""
+    """Return the differences in a step.
+
+    `is_complete` is True if engines recorded both sides. `renamed` maps the reference's parameter
+    names to the other run's, `order` maps modules to their position in forward order, and `least`
+    contains the lower bounds of the scales for the loss and the norm.
+    """
     before = {
         (kind, _renamed(name, renamed)): whole for (kind, name), whole in theirs.tensors.items()
     }
@@ -207,7 +223,7 @@ def _step(
         if name in ours.numbers
         and (relative := _relative(value, ours.numbers[name], is_complete=True))
     ]
-    # Sample numbers are compared only if both sides recorded them.
+    # Compare sample indices only if both sides recorded them.
     known_samples = bool(theirs.samples and ours.samples)
     one, two = (Counter(each.samples if known_samples else ()) for each in (theirs, ours))
     return StepDifference(
@@ -225,7 +241,7 @@ def _step(
 
 
 def _renamed(name: str, renamed: Mapping[str, str]) -> str:
-    """Return the name of a parameter, or of a state of it, in the other training."""
+    """Return the other run's name of a parameter, or of an optimizer state "PARAMETER.KEY"."""
     if name in renamed:
         return renamed[name]
     head, _, key = name.rpartition(".")
@@ -233,9 +249,10 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
 
 
 def _relative(theirs: float, ours: float, least: float = 0.0, *, is_complete: bool) -> float:
-    """Return the relative difference of two numbers, with `least` as the smallest scale.
+    """Return the difference of two numbers relative to `theirs`, or to `least` if that is larger.
 
-    A NaN in the reference was not recorded, and counts as equal, unless the records are complete.
+    If the records are not complete, a NaN in the reference means that the value was not recorded,
+    and counts as equal.
     """
     if theirs == ours or (math.isnan(theirs) and (math.isnan(ours) or not is_complete)):
         return 0.0
@@ -243,24 +260,25 @@ def _relative(theirs: float, ours: float, least: float = 0.0, *, is_complete: bo
 
 
 def _ratio(apart: float, size: float) -> float:
-    """Return `apart` / `size`, infinite if either is NaN."""
-    # 0 / inf and 0 / nan must stay 0.
+    """Return `apart` / `size`, or infinity if the result is NaN."""
+    # 0 / inf and 0 / nan must be 0.
     ratio = apart / size if apart else 0.0
     return math.inf if math.isnan(ratio) else ratio
 
 
 def _fed_the_same(theirs: Step, ours: Step) -> bool:
-    """Return whether the models were fed the same numbers.
+    """Return whether the models received the same inputs.
 
-    Compares hashes first, then sums.
+    Inputs are the same if their hashes match, or if their sums agree up to rounding.
     """
     one, two = theirs.fed, ours.fed
     if one.elements != two.elements:
         return False
     if one.hashes == two.hashes:
         return True
-    # A model may be fed the output of another one (an encoder), which differs by rounding. The sum
-    # may cancel to nothing, so it is bounded by Cauchy-Schwarz: sqrt(n * sum of squares).
+    # A model may receive the output of another model (an encoder, for example), which differs by
+    # rounding. The sum itself may cancel to 0, so use its Cauchy-Schwarz bound as the scale:
+    # sqrt(n * sum of squares).
     scale = max(abs(one.sums[1]), 1e-300)
     return abs(one.sums[1] - two.sums[1]) <= 1e-6 * scale and abs(
         one.sums[0] - two.sums[0]
@@ -270,14 +288,14 @@ def _fed_the_same(theirs: Step, ours: Step) -> bool:
 def _tensors(
     theirs: Mapping[Key, WholeTensor], ours: Mapping[Key, WholeTensor], *, is_complete: bool
 ) -> Iterator[TensorDifference]:
-    """Yield the tensors whose bits differ, or whose copies differ between ranks.
+    """Yield the tensors that are not bit-identical in both runs and on all ranks.
 
-    If the records are complete, also yield tensors that only one side has.
+    If the records are complete, also yield the tensors that exist in only one of the runs.
     """
     floors = _floors(theirs)
     for key in theirs.keys() | ours.keys():
         kind, name = key
-        # Plain attributes may be anything, such as a cache of the last batch.
+        # Plain attributes may contain anything, such as a cache of the last batch.
         if kind not in COUNTED:
             continue
         if key not in theirs or key not in ours:
@@ -296,21 +314,23 @@ def _difference(
 ) -> TensorDifference:
     strays = tuple(two.strays)
     norm = max(one.fingerprint.norm, floor[1], 1e-300)
-    # A fingerprint contains a sketch of the values, which estimates the norm of the difference.
+    # A fingerprint contains a random sketch of the values, which allows estimating the norm of the
+    # difference.
     apart = _ratio(max(one.fingerprint.distance(copy) for copy in two.copies.values()), norm)
     if one.values is None or two.values is None or one.values.shape != two.values.shape:
         return TensorDifference(kind, name, apart, strays)
     if not one.values.numel():
         return TensorDifference(kind, name, 0.0, strays)
-    # Relative to the largest value, not element by element: elements near zero are only rounding.
+    # Compare relative to the largest value, because elements near zero may consist of rounding
+    # errors only.
     theirs, ours = one.values.double(), two.values.double()
     away = (theirs - ours).abs()
-    # NaN in the same place of both runs is equal.
+    # NaN at the same position in both runs counts as equal.
     away[theirs.isnan() & ours.isnan()] = 0.0
     worst = int(away.nan_to_num(nan=math.inf).argmax())
     largest = float(away[worst])
     relative = _ratio(largest, max(one.fingerprint.largest, floor[0], 1e-300))
-    if strays:  # only the first copy has values; fingerprints cover the others
+    if strays:  # only the first copy has values, so use fingerprints for the other copies
         relative = max(relative, apart)
     return TensorDifference(
         kind, name, relative, strays, True, worst, float(theirs[worst]), float(ours[worst])
@@ -318,13 +338,16 @@ def _difference(
 
 
 def _group(key: Key) -> Key:
-    """Return the group of tensors of comparable size: for optimizer state, the same state."""
+    """Return the group of tensors with comparable values.
+
+    For optimizer state and buffers, it contains those with the same last part of the name.
+    """
     kind, name = key
     return kind, name.rpartition(".")[2] if kind in ("optimizer", "buffer") else ""
 
 
 def _floors(tensors: Mapping[Key, WholeTensor]) -> dict[Key, tuple[float, float]]:
-    """Return `FLOOR` times the largest magnitude and the largest norm of each group."""
+    """Return `FLOOR` times the largest absolute value and the largest norm of each group."""
     floors: dict[Key, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for key, whole in tensors.items():
         largest, norm = floors[_group(key)]
@@ -336,7 +359,7 @@ def _floors(tensors: Mapping[Key, WholeTensor]) -> dict[Key, tuple[float, float]
 
 
 def _forward_key(name: str, order: Mapping[str, int]) -> tuple[int, list[str]]:
-    """Return a sort key: when the module of a tensor first ran. Unused modules are last."""
+    """Return a sort key by the module's first run, with unused modules last."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if (place := order.get(".".join(parts[:end]))) is not None:
@@ -346,12 +369,12 @@ def _forward_key(name: str, order: Mapping[str, int]) -> tuple[int, list[str]]:
 
 
 def natural_key(name: str) -> list[str]:
-    """Return a sort key that puts layer 10 after layer 9."""
+    """Return a sort key that compares numbers in names by value, so that layer 10 follows 9."""
     return [part.zfill(8) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def largest_by_step(comparison: Comparison) -> list[tuple[int, float]]:
-    """Return the largest difference of each step, in order of steps."""
+    """Return (step number, largest difference) for each step, sorted by step."""
     by_step: dict[int, float] = defaultdict(float)
     for step in comparison.steps:
         by_step[step.number] = max(by_step[step.number], step.largest)

@@ -1,4 +1,4 @@
-"""The flags of `shardwise verify`, and the request that they make."""
+"""Defines the flags of `shardwise verify`, and builds a request from them."""
 
 import os
 import shlex
@@ -29,11 +29,11 @@ LAUNCHER = {
     "interface": "--interface",
     "host_timeout": "--host-timeout",
 }
-"""Flags of the launcher that a placement may contain: parameter name to spelling."""
+"""Launcher flags that a placement may contain: maps parameter names to flags."""
 
 
 def command() -> Command:
-    """Return the command `verify`. It takes the settings of `run`, except those it sets itself."""
+    """Build the `verify` command, with the options of `run` except the ones `verify` sets."""
     own_settings = {"record", "record_tensors", "stop_after", "trial", "time_layers"}
     shared = {"words", "module", "size", "config", "adopt", *LAUNCHER, *config.FIELDS}
     return Command(
@@ -65,7 +65,7 @@ def _verify(
     adopt: tuple[str, ...] | None,
     **run_flags: Any,
 ) -> int:
-    """Run the command `verify`. `run_flags` holds the flags of the first placement."""
+    """Run the `verify` command. `run_flags` are the flags of the first placement."""
     if not words:
         raise LaunchError("No script given. Example: shardwise verify -n 2 train.py")
     if stock:
@@ -85,11 +85,11 @@ def _verify(
         if not program.is_script(name):
             raise LaunchError(f"--against takes a Python script and its arguments, not {name!r}.")
         program.command(name, original[1:], module=False)  # raises if the script does not exist
-    # Imported here: these modules import torch, and `shardwise --help` must start without it.
+    # Import here, because these modules import torch, and `shardwise --help` must start without it.
     placements = import_module("shardwise.tools.verify.placements")
     first = _placement(run_flags)
-    # --also describes a placement only. All placements take the training (precision, seed, batch)
-    # from the first one, because they are compared with the same reference.
+    # --also describes only a placement. All placements use the first one's training settings
+    # (precision, seed, batch), because they are compared with the same reference.
     shared = {k: v for k, v in first.settings.items() if k in placements.TRAINING}
     further = [placement_of(text) for text in also]
     spread = [first, *(p.with_settings(**{**shared, **p.settings}) for p in further)]
@@ -149,7 +149,10 @@ def _verify_stock(
 
 
 def placement_of(text: str) -> Any:
-    """Parse flags of `shardwise run` into a placement. Raises LaunchError for anything else."""
+    """Parse flags of `shardwise run` into a placement.
+
+    Raises LaunchError if `text` contains a script, --adopt, or anything but flags.
+    """
     flags = command().make_context("--also", _words_of(text, "--also")).params
     if flags["words"]:
         raise LaunchError(
@@ -165,7 +168,10 @@ def placement_of(text: str) -> Any:
 
 
 def _words_of(text: str, flag: str) -> list[str]:
-    """Split the command line in `text` into words. Raises LaunchError if a quote is not closed."""
+    """Split a command line into words. Raises LaunchError if a quote is not closed.
+
+    `flag` is the flag that contains it, for the error message.
+    """
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -173,9 +179,9 @@ def _words_of(text: str, flag: str) -> list[str]:
 
 
 def _placement(run_flags: dict[str, Any]) -> Any:
-    """Return the placement that `run_flags` describe.
+    """Build a placement from `run_flags`.
 
-    Without a number of workers it has one per GPU, or two.
+    The default number of workers is one per GPU, or two without GPUs.
     """
     settings = {
         name: command_line.as_text(value)

@@ -1,11 +1,13 @@
-"""Decides which runs a verification makes, and what follows from them.
+"""Decides which runs a verification needs, and what their results mean.
 
-reference, placement as the script is    same bits, or 1e-8 apart: done
-the same two in fp64                     within 1e-8: equal within rounding
-the same two with values                 names the first elements that differ
-the reference again                      differs: the script is not repeatable
-smaller placements                       the smallest that still differs
-that one without each suspect            names the cause
+runs                                        result
+-----------------------------------------------------------------------------------------
+reference and placement, unchanged          done if they are identical or within 1e-8
+both in fp64                                within 1e-8: equal within rounding
+both in fp64, recording values              the first elements that differ
+the reference again                         differs: the script is not repeatable
+smaller placements                          the smallest placement that still differs
+smallest placement, without a suspect       no longer differs: the suspect is the cause
 """
 
 from __future__ import annotations
@@ -27,19 +29,19 @@ from shardwise.tools.verify.verdicts import TOLERANCE, Result, TrainingVerdict
 
 WIDE = "fp64"
 VALUES = 8
-"""For how many tensors the values are recorded if not for all."""
+"""Maximum number of tensors whose values are recorded when locating the first difference."""
 LOSSES = (
     "Losses are not compared: the original calls backward on something other than the one mean "
     "that engine.step() returns (several losses, a sum, or a penalty that is added elsewhere)."
 )
 
 Make = Callable[[Run, str], RecordedTraining]
-"""Makes a run, described by a few words. Raises RunFailed."""
+"""Executes a run, described by a few words, and returns its record. Raises RunFailed on error."""
 
 
 @dataclass
 class Verification:
-    """The runs of a plan, made by `make`. A run that is needed twice is made once."""
+    """Verifies the placements of a plan. It executes runs with `make`, the reference only once."""
 
     plan: VerifyRequest
     make: Make
@@ -49,11 +51,10 @@ class Verification:
         self._why = ""
 
     def check(self) -> RecordedTraining:
-        """Make the reference and check that there is something to compare.
+        """Run the reference and check that there is something to compare.
 
-        Raises LaunchError if the script trains without an engine.
+        Raises LaunchError if the script makes no step, or trains without an engine or Horovod.
         """
-        # The reference is needed first: it shows whether the script trains with an engine at all.
         reference = self._reference()
         if self.plan.against is None:
             _check_driver(reference, self.plan.script.words[0])
@@ -65,7 +66,7 @@ class Verification:
         return reference
 
     def judge(self, placement: RunPlacement) -> Result:
-        """Compare the training under `placement` with the reference."""
+        """Compare the run under `placement` with the reference, and explain any difference."""
         reference = self._reference()
         own = self._run(placement, str(placement))
         _check_driver(own, self.plan.script.words[0])
@@ -76,13 +77,14 @@ class Verification:
             return result
         if result.own.within(TOLERANCE):
             return replace(result, verdict=TrainingVerdict.ROUNDING)
-        # In fp64 rounding is about 1e-16, so a difference above the tolerance has another cause.
+        # In fp64, rounding errors are about 1e-16, so a difference above the tolerance must have a
+        # different cause.
         try:
             wide_reference = self._reference(wide=True)
             wide = self._run(_in_fp64(placement), f"{placement} in fp64")
         except RunFailed as error:
-            # Without fp64 nothing is proved. Losses and norms within 1e-3 look like rounding;
-            # anything larger is a difference.
+            # Without fp64 runs, nothing is proved. Differences of losses and norms up to 1e-3 may
+            # be rounding. Larger ones count as differences.
             steps = result.own.steps
             figures = (max(each.loss, each.grad_norm, each.weight, each.skipped) for each in steps)
             is_near = result.own.same_counts and max(figures, default=0.0) <= 1e-3
@@ -98,8 +100,9 @@ class Verification:
         return self._explain(result, wide_reference, wide) if self.plan.causes else result
 
     def _only_losses(self, compared: Comparison) -> bool:
-        """Return whether everything except the loss agrees with an original script."""
-        # Hooks on the original see what backward is called on, not the loss that the user means.
+        """Return whether everything except the loss agrees with the original script."""
+        # Hooks on the original script see the argument of the backward call, which may differ from
+        # the loss that the user means.
         if self.plan.against is None or compared.within(TOLERANCE):
             return False
         return compared.without_losses.within(TOLERANCE)
@@ -121,10 +124,10 @@ class Verification:
         )
 
     def _with_values(self, result: Result) -> Result:
-        """Return `result` with the values of the first tensors that differ."""
-        # Runs of large models record only fingerprints, which cannot name an element. So make both
-        # runs again up to that step, and record the values of the tensors that differ.
-        # Values are compared in fp64, because the verdict is about the fp64 runs.
+        """Add the values of the first tensors that differ to a copy of `result`."""
+        # Runs of large models record only fingerprints, which cannot locate an element. So repeat
+        # both runs up to that step, and record the values of the tensors that differ. Use fp64,
+        # because the verdict is based on the fp64 runs.
         assert result.wide is not None
         first = result.wide.first(TOLERANCE)
         names = [] if first is None else [t.name for t in first.beyond(TOLERANCE) if not t.exact]
@@ -154,20 +157,22 @@ class Verification:
     def _explain(
         self, result: Result, reference: RecordedTraining, wide: RecordedTraining
     ) -> Result:
-        """Return `result` with the smallest placement that still differs, and the cause."""
+        """Add the smallest placement that still differs, and the cause, to a copy of `result`."""
         if (found_causes := self._find_noise(reference)) is not None:
             return replace(result, found=found_causes)
         assert result.wide is not None
         first = result.wide.first(TOLERANCE)
-        # One step more than the first that differs: a state may differ one step before the loss.
+        # Run one more step than the first that differs, because a state may differ one step before
+        # the loss does.
         steps = min(max(first.number if first is not None else 1, 1) + 1, self.plan.steps)
-        # Keeps the trainings of all tried placements, so that the smallest one need not run again.
+        # Keep the records of all placements that were tried, so that the smallest one need not run
+        # again.
         trainings = {str(result.placement): wide}
 
         def differs(placement: RunPlacement) -> bool:
             try:
                 training = self._run(_in_fp64(placement), f"smaller: {placement}", steps=steps)
-            except RunFailed:  # a smaller placement may not run at all, which proves nothing
+            except RunFailed:  # a smaller placement may not run at all, so skip it
                 return False
             trainings[str(placement)] = training
             return not compare(reference, training, steps=steps).within(TOLERANCE)
@@ -177,24 +182,25 @@ class Verification:
         return replace(result, smallest=smallest, found=found_causes)
 
     def _find_noise(self, reference: RecordedTraining) -> FoundCauses | None:
-        """Return why two runs of the reference differ, or None if they agree."""
+        """Return the reason why two runs of the reference differ, or None if they agree."""
 
         def same(
             words: str, before: RecordedTraining | None, **more: Any
         ) -> tuple[bool, RecordedTraining]:
-            # The other warm process has another hash seed, so an order of a set shows.
+            # Use the other warm process, which has a different hash seed, so that the iteration
+            # order of sets differs too.
             server = int(before is not None)
             training = self._run(self._alone(), words, against=True, server=server, **more)
             return before is not None and compare(before, training).within(TOLERANCE), training
 
-        # Before anything else: if two equal runs differ, a difference between placements is noise.
+        # If two runs of the reference differ, a difference between placements may be noise.
         if same("the reference again", reference)[0]:
             return None
         for suspect, words, more in (
             (causes.UNSEEDED, "with --seed 0", {"settings": {"seed": "0"}}),
             (causes.SETS, "with PYTHONHASHSEED=0", {"environ": {"PYTHONHASHSEED": "0"}}),
         ):
-            # The original of --against may have no sw.init to take a seed.
+            # The original script of --against may not call sw.init, which sets the seed.
             if suspect is causes.UNSEEDED and self.plan.against is not None:
                 continue
             _, one = same(f"the reference {words}", None, **more)
@@ -209,13 +215,13 @@ class Verification:
         other: RecordedTraining,
         steps: int,
     ) -> FoundCauses:
-        """Find the suspects without which the difference disappears, on the smallest placement."""
+        """Find the suspects whose removal eliminates the difference on the smallest placement."""
         compared = compare(reference, other, steps=steps)
         size = smallest.size or self.plan.max_size
         tried = suspects.list_suspects(reference, other, compared, TOLERANCE, size)
 
         def agrees(several: Sequence[Suspect]) -> bool:
-            # Suspects are removed together, so their alterations are merged.
+            # Merge the alterations, to remove all of these suspects in the same run.
             alter: dict[str, Any] = {}
             settings: dict[str, str] = {}
             for each in several:
@@ -233,14 +239,14 @@ class Verification:
                 training = self._run(spread, f"{smallest} {words}", steps, alter)
             except RunFailed:
                 return False
-            # Without comparing weights and counts: an alteration such as a larger share of the
-            # batch changes them.
+            # Do not compare weights and step counts, because some alterations change them (for
+            # example by giving a worker more rows).
             seen = compare(base, training, steps=steps)
-            if self.plan.against is not None:  # hooks know too little about the original's losses
+            if self.plan.against is not None:  # the original's recorded losses are not reliable
                 seen = seen.without_losses
             return seen.trains_the_same(TOLERANCE)
 
-        # Only the weight differs: each worker trained on the whole batch.
+        # If only the weight differs, each worker trained on the full batch.
         if compared.trains_the_same(TOLERANCE) and compared.same_counts:
             return FoundCauses([causes.UNSHARED])
         hint = clue(compared, other, against=self.plan.against is not None)
@@ -254,7 +260,7 @@ class Verification:
 
     def _reference(self, *, wide: bool = False) -> RecordedTraining:
         key = WIDE if wide else "own"
-        # Every comparison needs the reference, and it is always the same run.
+        # Run the reference only once, because every comparison needs the same run.
         if key not in self._references:
             placement = self._alone() if wide else self.plan.reference
             words = "the reference in fp64" if wide else "the reference"
@@ -281,7 +287,8 @@ class Verification:
             script, placement = self.plan.against, None
         if placement is not None:
             placement = placement.with_settings(**(settings or {}))
-            # Under a launcher the placement's flags decide. Otherwise the recorder casts the model.
+            # Under a launcher, the placement's flags set the precision. Otherwise the recorder
+            # casts the model to `precision`.
             precision = placement.settings.get("precision", "fp32")
         run = Run(
             script=script,
@@ -298,7 +305,7 @@ class Verification:
 
 
 def _in_fp64(placement: RunPlacement) -> RunPlacement:
-    """Return the placement in fp64, without settings that only 16-bit training has."""
+    """Return the placement in fp64, without settings that only apply to 16-bit training."""
     return placement.without("reduce_dtype").with_settings(precision=WIDE)
 
 
@@ -324,10 +331,10 @@ _FIX_ORDER = (
 
 
 def clue(compared: Comparison, other: RecordedTraining, *, against: bool) -> str:
-    """Return what to look at if no trial has removed the difference.
+    """Return advice on where to look, for a difference that no suspect explains.
 
-    `against` says that the reference is an original script. Then only the user can make both
-    scripts read the data in the same order.
+    `against` is True if the reference is a different script. In that case only the user can make
+    both scripts read the data in the same order.
     """
     first = compared.first(TOLERANCE)
     if first is None:

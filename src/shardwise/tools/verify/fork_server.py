@@ -1,10 +1,10 @@
-"""A warm process: it imports torch and the script's packages once, then forks ranks.
+"""Fork server: a process that imports torch and the script's packages once, then forks ranks.
 
     python -m shardwise.tools.verify.fork_server FD MODULES
 
-Imports take most of the time of a short run. rank_client.py requests ranks over a socket, and a
-rank ends when its client ends. The end of standard input ends all ranks. This process has no
-threads and never touches an accelerator, because a fork would copy neither correctly.
+Imports take up most of the time of a short run. rank_client.py requests a rank over a socket. The
+rank is killed if its client exits, and all ranks are killed when standard input is closed. The
+server has no threads and never uses an accelerator, because neither survives a fork.
 
     rank_client  ── arguments, environment, files ─▶  fork_server  ── fork ─▶  rank
                  ── signals, one byte each ────────▶               ── kill ─▶
@@ -35,7 +35,8 @@ PACKAGES = (
     *("numpy", "torch", "torch._dynamo", "torch.utils.data", "torch.distributed.pipelining"),
     *("shardwise.engine.engine", "shardwise.data.loader", "shardwise.tools.verify.script"),
 )
-"""What every rank imports. The compiler is imported with the first optimizer."""
+"""Modules that every rank needs. torch._dynamo is included because the first optimizer imports
+it."""
 
 PATIENCE = 2.0
 """Seconds that processes started by a rank may outlive it."""
@@ -43,29 +44,32 @@ PATIENCE = 2.0
 
 @dataclass
 class Child:
-    """A forked rank: its process, which leads a process group, and the socket of its client."""
+    """A forked rank: its process, which leads a process group, and its client's socket."""
 
     pid: int
     line: socket.socket
 
 
 class ForkServer:
-    """Forks a rank for each client of `listener`. `serve` returns in the forked process."""
+    """Forks a rank for each client of `listener`. `serve` also returns in each forked process."""
 
     def __init__(self, listener: socket.socket, reserved: list[int]) -> None:
         self._listener = listener
         self._reserved = reserved
         self._children: dict[int, Child] = {}
         self._orphans: dict[int, float] = {}
-        """Process groups whose leader has ended, and when to kill the rest of each."""
+        """Process groups whose leader has exited, and when to kill their remaining processes."""
         self._woken, self._wakes = socket.socketpair()
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> list[str] | None:
-        """Serve until standard input ends, then return None. In a rank, return its arguments."""
+        """Serve until standard input is closed, then return None. In a rank, return its arguments.
+
+        A forked rank leaves this loop and runs its script.
+        """
         self._wakes.setblocking(False)
-        # A handler is necessary for set_wakeup_fd: an ignored signal writes no byte. select() then
-        # wakes up when a child ends.
+        # set_wakeup_fd makes select() return when a child exits. It needs a handler, because an
+        # ignored signal writes no byte.
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         for ready in (sys.stdin, self._listener, self._woken):
@@ -73,7 +77,7 @@ class ForkServer:
         while True:
             for key, _ in self._selector.select(PATIENCE if self._orphans else None):
                 if key.fileobj is sys.stdin:
-                    # The verifier has ended: kill the ranks and the processes they started.
+                    # The verifier has exited, so kill the ranks and the processes they started.
                     for group in (*self._children, *self._orphans):
                         _signal(group, signal.SIGKILL)
                     for pid in self._children:
@@ -96,9 +100,9 @@ class ForkServer:
             head, files, _, _ = socket.recv_fds(line, 8, FREE)
             request = json.loads(_receive(line, struct.unpack("!Q", head)[0]))
         except (OSError, ValueError, struct.error):
-            line.close()  # the client ended before its request was complete
+            line.close()  # the client exited before its request was complete
             return None
-        # Torch is imported already, so the rank starts in milliseconds instead of seconds.
+        # torch is already imported, so the rank starts in milliseconds instead of seconds.
         pid = os.fork()
         if pid == 0:
             line.close()
@@ -106,7 +110,7 @@ class ForkServer:
             return list(request["arguments"])
         for fd in files:
             os.close(fd)
-        # Both here and in the rank: then the group exists before either side can use it.
+        # Both this process and the rank set the group, so that it exists before either uses it.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         self._children[pid] = Child(pid, line)
@@ -114,7 +118,7 @@ class ForkServer:
         return None
 
     def _become_rank(self, request: dict[str, Any], files: list[int]) -> None:
-        """Turn this forked process into the rank: its files, environment, folder and group."""
+        """Turn this forked process into a rank: set its files, environment, folder and group."""
         self._selector.close()
         for each in (self._listener, self._woken, self._wakes):
             each.close()
@@ -122,8 +126,8 @@ class ForkServer:
             child.line.close()
         for fd in self._reserved:
             os.close(fd)
-        # In two steps through high numbers, because a received file may have a number that is the
-        # target of another one.
+        # Move the files via high numbers, because a received file may have a number that is the
+        # target of a different file.
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 4 * FREE) for fd in files]
         for fd in files:
             os.close(fd)
@@ -132,11 +136,11 @@ class ForkServer:
             os.close(fd)
         os.setpgid(0, 0)
         os.chdir(request["folder"])
-        # Processes that multiprocessing spawns look for the script from this folder.
+        # Processes spawned by multiprocessing look for the script relative to this folder.
         vars(import_module("multiprocessing.process"))["ORIGINAL_DIR"] = request["folder"]
         begin_anew(request["environ"])
-        # A process that starts draws its own seeds. After a fork `random` does so by itself. Of
-        # torch's generators, only that of the CPU starts with a drawn seed.
+        # A new process has random seeds, so reseed NumPy and torch. `random` reseeds itself after a
+        # fork. Of torch's generators, only the CPU's starts with a random seed.
         import_module("numpy").random.seed()
         import_module("torch").default_generator.seed()
 
@@ -152,7 +156,7 @@ class ForkServer:
             self._selector.unregister(child.line)
 
     def _reap(self) -> None:
-        """Report the exit codes of ranks, and end the processes they left behind."""
+        """Send the exit codes of exited ranks to their clients, and kill remaining processes."""
         for pid, child in list(self._children.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if not ended:
@@ -160,7 +164,7 @@ class ForkServer:
             del self._children[pid]
             with contextlib.suppress(KeyError):
                 self._selector.unregister(child.line)
-            with contextlib.suppress(OSError):  # the client may have ended
+            with contextlib.suppress(OSError):  # the client may have exited
                 child.line.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
             child.line.close()
             self._orphans[pid] = time.monotonic() + PATIENCE
@@ -190,18 +194,21 @@ def _receive(line: socket.socket, length: int) -> bytes:
 
 
 def main(fd: str, modules: str) -> None:
-    """Be the warm process that listens at `fd`. A forked rank runs its script here, too."""
-    # Reserve low file numbers. A rank inherits files with these numbers from its client, and
-    # nothing that is opened during the imports may have one of them.
+    """Import `modules` (separated by spaces) and serve the clients of the socket `fd`.
+
+    This function also runs the script in each forked rank.
+    """
+    # Reserve the low file numbers. A rank receives files with these numbers from its client, so
+    # files opened during the imports must not use them.
     reserved = [os.open(os.devnull, os.O_RDONLY) for _ in range(3, FREE)]
     with socket.socket(fileno=int(fd)) as listener:
-        # Packages check for a GPU when they are imported. With this variable the check does not
-        # start the driver, which forked processes could not use. Ranks get their own environment.
+        # Some packages check for a GPU on import. With this variable, the check does not initialise
+        # CUDA, which forked processes could not use. Ranks receive their client's environment.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         for name in (*PACKAGES, *modules.split()):
-            with contextlib.suppress(Exception):  # the script reports a missing or broken package
+            with contextlib.suppress(Exception):  # the script will report the error itself
                 import_module(name)
-        # Otherwise a garbage collection in a rank would copy the pages that it shares with us.
+        # Otherwise a garbage collection in a rank would copy the pages it shares with this process.
         gc.collect()
         gc.freeze()
         arguments = ForkServer(listener, reserved).serve()

@@ -1,4 +1,4 @@
-"""Suspects a learning rate or the speed of its schedule, from the rates of both runs."""
+"""Detects scaled learning rates and schedules that run too fast, from the rates of both runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from shardwise.tools.verify.causes import Suspect
 from shardwise.tools.verify.records import RecordedTraining
 
 MOST_MICRO_BATCHES = 17
-"""One more than the largest number of micro-batches per step that is tried."""
+"""End (exclusive) of the range of micro-batches per step to try."""
 
 Rates = tuple[float, ...]
-"""The learning rates of a step, by parameter group."""
+"""The learning rates of a step, one per parameter group."""
 
 
 def suspect_rates(
     reference: RecordedTraining, other: RecordedTraining, size: int
 ) -> Iterator[Suspect]:
-    """Yield a suspect if learning rates differ from the reference's."""
+    """Yield a suspect if the learning rates differ from the reference's."""
     rates = recorded_rates(reference)
     apart: list[tuple[float, float]] = []
     for engine, steps in reference.engines.items():
@@ -27,7 +27,7 @@ def suspect_rates(
         apart += [(a, b) for x, y in pairs for a, b in zip(x.lr, y.lr, strict=False) if a != b]
     if not apart:
         return
-    # Whether the batch grows too decides whether a scaled rate may be intended.
+    # Mention the batch size, because a scaled rate may be intended if the batch grows too.
     batch = _batch(reference, other)
     if (times := find_pace(reference, other, size)) > 1:
         yield _fast_schedule(times, rates, batch, of_workers=times == size)
@@ -46,7 +46,7 @@ def suspect_rates(
 
 
 def recorded_rates(reference: RecordedTraining) -> dict[str, list[list[float]]]:
-    """Return the learning rates of each step, by engine."""
+    """Return the learning rates by engine, step and parameter group."""
     return {
         str(engine): [list(step.lr) for step in steps[1:]]
         for engine, steps in reference.engines.items()
@@ -54,10 +54,10 @@ def recorded_rates(reference: RecordedTraining) -> dict[str, list[list[float]]]:
 
 
 def find_pace(reference: RecordedTraining, other: RecordedTraining, size: int) -> int:
-    """Return how many steps of the reference's schedule each step of `other` makes.
+    """Return how many times as fast the schedule of `other` runs as the reference's.
 
-    Checks whether its rates equal the reference's at every k-th step, for k workers or k
-    micro-batches. Returns 1 if no k fits.
+    The factor is k if the rates of `other` equal the rates of every k-th step of the reference.
+    Tries `size`, the number of workers, then numbers of micro-batches. Returns 1 if no k fits.
     """
     engines = [
         ([step.lr for step in reference.engines.get(engine, [])[1:]], [step.lr for step in steps])
@@ -69,12 +69,12 @@ def find_pace(reference: RecordedTraining, other: RecordedTraining, size: int) -
     if all(ours[0] != theirs[0] for theirs, ours in engines if theirs and ours) and all(
         _same_rates(mine, [size * rate for rate in its]) for its, mine in pairs
     ):
-        return 1  # the rate is scaled with the workers, and the schedule is as fast
+        return 1  # the rate is scaled by the number of workers, but the schedule is not faster
     for times in (size, *range(2, MOST_MICRO_BATCHES)):
-        # A script that steps the scheduler before engine.step is ahead by `times` - 1 at first.
+        # A script that steps the scheduler before engine.step is `times` - 1 steps ahead initially.
         for begin in (0, times - 1):
-            # Every `times`-th rate of the reference, as far as both are known. One step would prove
-            # nothing.
+            # Compare with every `times`-th rate of the reference. A single step would not be enough
+            # evidence.
             several = [(theirs[begin::times], ours) for theirs, ours in engines]
             if times > 1 and all(
                 min(len(ahead), len(ours)) > 1 and all(map(_same_rates, ours, ahead))
@@ -85,13 +85,13 @@ def find_pace(reference: RecordedTraining, other: RecordedTraining, size: int) -
 
 
 def _same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
-    # rel_tol: a schedule computed in another way differs by rounding.
+    # rel_tol, because a schedule that is computed differently may differ by rounding.
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-9) for a, b in pairs)
 
 
 def _batch(reference: RecordedTraining, other: RecordedTraining) -> str:
-    """Return how the batches of the runs compare, as the end of a sentence about the rates."""
+    """Return a comparison of the runs' batches, as the end of a sentence about the rates."""
     for engine, steps in reference.engines.items():
         for its, mine in zip(steps[1:], other.engines.get(engine, [])[1:], strict=False):
             if (rows := (mine.fed.rows, its.fed.rows))[0] != rows[1]:

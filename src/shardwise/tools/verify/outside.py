@@ -1,6 +1,6 @@
-"""Records a training without an engine, by hooks on torch's optimizers.
+"""Records a script that trains without an engine, with hooks on torch's optimizers.
 
-These are the original script of `--against`, and scripts that train with `shardwise.horovod`.
+Such scripts are the original script of `--against`, and scripts that use `shardwise.horovod`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 
 class Recorder:
-    """Records into `folder` as rank `rank` if the script trains without an engine.
+    """Records the training of rank `rank` to `folder` if the script uses no engine.
 
-    With `plain` (no launcher), it also ends the run after `stop_after` steps of the first optimizer
-    that steps.
+    If `plain` is true, the script runs without a launcher. In that case the recorder also stops it
+    after `stop_after` steps of the first optimizer that steps. `preset` is the precision to apply
+    to models.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class Recorder:
         self._loss, self._norm = 0.0, math.nan
         self._backwards, self._is_inside = 0, False
         self._first_loss: float | None = None
-        """The loss of the first backward inside a step with a closure."""
+        """Loss of the first backward pass inside a step with a closure."""
         self._follow_losses()
         self._follow_optimizers()
-        # Global hooks of torch: they also see optimizers that a library makes.
+        # torch's global hooks also see optimizers that a library creates.
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
@@ -63,7 +64,7 @@ class Recorder:
         return self._plain or "shardwise.horovod" in sys.modules
 
     def write_facts(self) -> None:
-        """Write what was noted about the script, at its end."""
+        """Write the facts about the script to a file, when the script ends."""
         driver = "plain" if self._plain else "horovod"
         facts = {"driver": driver if self._optimizers else ""}
         if self._facts.engines:
@@ -73,16 +74,16 @@ class Recorder:
         (folder / "facts.json").write_text(json.dumps({**self._facts.plain(), **facts}))
 
     def _follow_losses(self) -> None:
-        """Sum the losses that backward is called on, and keep the norm that clipping returns."""
+        """Patch torch to sum the losses of backward passes and store the norm from clipping."""
         backward: Any = torch.autograd.backward  # Tensor.backward calls it too
         clip = nn.utils.clip_grad_norm_
 
         @wraps(backward)
         def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:  # a torch function mode calls it again from inside
+            if self._is_inside:  # a torch function mode calls this function again from inside
                 return backward(tensors, *args, **kwargs)
-            # Several backward calls before one step are micro-batches: their losses add up, as
-            # their gradients do.
+            # Several backward passes before a step are micro-batches. Add up their losses, like
+            # their gradients.
             self._backwards += 1
             for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
                 if self._is_on and loss.numel() == 1:
@@ -98,7 +99,7 @@ class Recorder:
 
         @wraps(forget)
         def cleared(optimizer: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._loss = 0.0  # the script drops these gradients without a step
+            self._loss = 0.0  # the script discards these gradients without a step
             return forget(optimizer, *args, **kwargs)
 
         @wraps(clip)
@@ -113,7 +114,7 @@ class Recorder:
         nn.utils.clip_grad.clip_grad_norm_ = clipped
 
     def _follow_optimizers(self) -> None:
-        """Track every optimizer from its construction."""
+        """Patch torch to track every optimizer from its construction."""
         plain: Callable[..., None] = optim.Optimizer.__init__
 
         @wraps(plain)
@@ -126,9 +127,10 @@ class Recorder:
 
     def _track(self, optimizer: optim.Optimizer) -> None:
         tracked = _TrackedOptimizer(optimizer)
-        # Such parameters have no name that could be compared.
+        # A library may create an optimizer for parameters that belong to no module. They cannot be
+        # compared, because they have no names.
         if not tracked.models:
-            return  # made by a library, over parameters that belong to no module
+            return
         self._optimizers.append(tracked)
         if self._preset is not None and self._preset.cast is not None:
             models = [model for _, model in tracked.models]
@@ -155,7 +157,7 @@ class Recorder:
         tracked.norm = self._norm if self._norm == self._norm else _norm(optimizer)
         self._norm, self._first_loss = math.nan, None
         if _has_closure(args, kwargs):
-            tracked.norm = math.nan  # the closure has not run yet: these gradients are old
+            tracked.norm = math.nan  # the closure has not run yet, so these gradients are old
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         match = self._find(optimizer) if not self._facts.engines else None
@@ -166,8 +168,7 @@ class Recorder:
         tracked.steps += 1
         loss = self._loss
         if _has_closure(args, kwargs) and self._first_loss is not None:
-            # A closure may run several times per step. Engines report its first loss, so take the
-            # same one.
+            # A closure may run several times per step. Use its first loss, as an engine does.
             loss = self._first_loss
         figures = {"loss": loss, "grad_norm": tracked.norm}
         self._loss = 0.0
@@ -181,13 +182,13 @@ class Recorder:
             self._log = TensorLog(self._folder, self._rank)
         with torch.no_grad():
             parts = list(tracked.parts(self._rank))
-            if not tracked.steps:  # a forward has already run, and may have changed the buffers
+            if not tracked.steps:  # a forward pass has already run and may have changed buffers
                 parts = [part for part in parts if part.kind in ("model", "optimizer")]
             self._log.write(number, tracked.steps, figures | tracked.figures(), parts)
 
 
 class _TrackedOptimizer:
-    """An optimizer, and the models that hold its parameters."""
+    """An optimizer, and the models that contain its parameters."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -208,18 +209,18 @@ class _TrackedOptimizer:
 
     def is_of(self, optimizer: optim.Optimizer) -> bool:
         """Return whether `optimizer` is this one, or a Horovod optimizer that wraps it."""
-        # Horovod's wrapper is another object that shares the list of parameter groups.
+        # Horovod's wrapper is a separate object that shares the list of parameter groups.
         mine = self._optimizer
         return optimizer is mine or optimizer.param_groups is mine.param_groups
 
     def follow(self) -> None:
-        """Start to note what the models are fed."""
+        """Start recording the inputs of the models."""
         self.inputs = ForwardInputs(self.models, lambda: None)
 
     def figures(self) -> dict[str, Any]:
-        """Return what the file of a step holds in addition to tensors."""
+        """Return the contents of a step's file other than loss, norm and tensors."""
         assert self.inputs is not None
-        # Inputs belong to the step that follows them, not to the state before the first step.
+        # Inputs belong to the step after them, not to the state before the first step.
         fed, samples = self.inputs.taken() if self.steps else (FeedTotals(), [])
         shapes = [(self.names[p], tuple(p.shape)) for p in self._parameters if p in self.names]
         return {
@@ -237,7 +238,7 @@ class _TrackedOptimizer:
         }
 
     def parts(self, rank: int) -> Iterator[Part]:
-        """Yield parameters, optimizer state and buffers. Each rank has all of them whole."""
+        """Yield parameters, optimizer state and buffers. Each rank has a full copy of them."""
         for parameter, name in self.names.items():
             yield Part("model", name, parameter, copy=rank)
             for key, value in self._state(parameter):
@@ -251,33 +252,39 @@ class _TrackedOptimizer:
 
 
 def _named_models(trained: list[Tensor]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules that hold `trained`, with the names that an engine gives them."""
-    # Optimizers do not know their models, so search all live modules. Their order is that of the
-    # parameters in the optimizer, as sw.Engine([model, ...], optimizer) would have it.
+    """Yield (name, module) for the outermost modules that contain the parameters `trained`.
+
+    The names are those that an engine would use.
+    """
+    # Optimizers do not know their models, so search all live modules. Sort the modules by their
+    # first parameter in the optimizer, as in sw.Engine([model, ...], optimizer).
     position = {id(parameter): number for number, parameter in enumerate(trained)}
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     models = []
     for module in modules:
-        # Outermost only: an engine is given whole models, and names their parameters from there.
+        # Outermost modules only, because an engine receives these and names parameters from there.
         if id(module) not in inner:
             positions = [position[id(p)] for p in module.parameters() if id(p) in position]
             if positions:
                 models.append((min(positions), module))
     models.sort(key=lambda pair: pair[0])
-    # As an engine names them: a single model has no prefix.
+    # As in an engine, a single model has no prefix.
     several = len(models) > 1
     for number, (_, module) in enumerate(models):
         yield f"models[{number}]" if several else "", module
 
 
 def _without_wrapper(name: str) -> str:
-    """Return the name without the prefix of DistributedDataParallel."""
+    """Return the name without the "module." prefix of DistributedDataParallel."""
     return name.removeprefix("module.") if name != "module" else ""
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Return whether a step has a closure. The hook's `args` may start with the optimizer."""
+    """Return whether a step was called with a closure.
+
+    The `args` of the hook may start with the optimizer.
+    """
     arguments = [
         *(each for each in args if not isinstance(each, optim.Optimizer)),
         *kwargs.values(),

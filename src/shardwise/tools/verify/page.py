@@ -1,4 +1,4 @@
-"""Writes the result of a verification as JSON, and as a page with plots."""
+"""Writes the result of a verification as JSON, and as an HTML page with plots."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write(report: VerifyReport, folder: Path, json_file: Path | None) -> None:
                 "verdict": result.verdict,
                 "sentences": verdicts.sentences(result),
                 "rows": [
-                    # As users count steps: the first is 0. The state before it is shown as 0 too.
+                    # Users number steps from 0. Show the state before the first step as 0 as well.
                     (
                         each.name,
                         each.kind,

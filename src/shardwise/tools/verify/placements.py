@@ -1,4 +1,4 @@
-"""Placements of a run as words of a command line, and the search for a smaller one. Pure."""
+"""Represents placements as command-line flags, and searches for smaller ones. Does no I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRAINING = (
     *("precision", "reduce_dtype", "exact", "batch", "sync_batch_norm", "ema_decay", "nonfinite"),
     *("seed", "device", "config", "timeout", "warn_after", "save_failure"),
 )
-"""Settings that define the training rather than its placement. The reference has them too."""
+"""Settings that define the training rather than its placement. The reference uses them too."""
 
 TIERS = ("offload_params", "offload_gradients", "offload_optimizer", "offload_activations")
 MICRO = ("micro_batch_size", "microbatches")
@@ -23,9 +23,9 @@ OF_LAYERS = ("sequence_parallel", "schedule", "stages", "microbatches")
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlacement:
-    """A placement on `size` ranks, or on the launcher's default number if that is None.
+    """A placement on `size` ranks (None for the launcher's default number).
 
-    `settings` maps names to their text, and `launcher` holds launcher flags such as -H.
+    `settings` maps names to values as text. `launcher` contains launcher flags such as -H.
     """
 
     size: int | None = 1
@@ -34,7 +34,7 @@ class RunPlacement:
 
     @property
     def words(self) -> list[str]:
-        """The flags of `shardwise run`."""
+        """The flags of `shardwise run` for this placement."""
         size = [] if self.size is None else ["-n", str(self.size)]
         return [*size, *self.launcher, *to_flags(self.settings)]
 
@@ -43,14 +43,14 @@ class RunPlacement:
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """The launcher flags that pass on environment variables (-x): they matter on any host."""
+        """The launcher flags that pass on environment variables (-x), which are always needed."""
         pairs = zip(self.launcher, self.launcher[1:], strict=False)
         return tuple(word for flag, value in pairs if flag == "-x" for word in (flag, value))
 
     def reference(self) -> RunPlacement:
-        """Return the placement of the reference: one rank on this host, -n 1 --zero 0."""
+        """Return the placement of the reference: a single rank on this host, -n 1 --zero 0."""
         kept = {name: text for name, text in self.settings.items() if name in TRAINING}
-        # Every other setting of the placement is left out, and has its default.
+        # All other settings of the placement are left at their defaults.
         alone = {"zero": "0"}
         if "config" in kept:  # override the placement in the config file
             alone |= {"tensor": "1", "pipeline": "1"}
@@ -67,7 +67,7 @@ class RunPlacement:
 
     @property
     def is_legal(self) -> bool:
-        """Whether the settings can be combined and the number of ranks fits them."""
+        """Whether the settings are compatible with each other and with the number of ranks."""
         try:
             settings, _ = config.resolve([config.SettingsSource(config.FLAG, dict(self._own))])
             settings.placement  # noqa: B018 an illegal row raises
@@ -82,7 +82,7 @@ class RunPlacement:
 
     @property
     def level(self) -> int:
-        """The stage number of its row."""
+        """The ZeRO level of the placement."""
         settings, _ = config.resolve([config.SettingsSource(config.FLAG, dict(self._own))])
         return settings.placement.level
 
@@ -94,7 +94,7 @@ class RunPlacement:
 
 
 def to_flags(settings: Mapping[str, str]) -> list[str]:
-    """Return settings as flags of a command line."""
+    """Return settings as command-line flags."""
     words: list[str] = []
     for name, text in settings.items():
         flag = config.flag(name)
@@ -106,27 +106,28 @@ def to_flags(settings: Mapping[str, str]) -> list[str]:
 
 
 Differs = Callable[[RunPlacement], bool]
-"""Whether a placement trains differently. One that fails does not count."""
+"""Returns whether a run with the placement differs from the reference (False if it fails)."""
 
 
 def find_smallest(placement: RunPlacement, differs: Differs) -> RunPlacement:
-    """Return the smallest placement found that still differs, starting from one that does.
+    """Return a simpler variant of `placement` that still differs from the reference.
 
-    Reduces in this order: row, tiers, micro-batches, layer splits, other settings, workers. In each
-    group it keeps the simplest candidate that still differs.
+    The search simplifies the ZeRO level, tiers, micro-batches, layer splits, other settings and the
+    number of workers, in this order. In each group, it chooses the simplest candidate that still
+    differs.
     """
-    # One run decides most cases: errors in the data or the number of workers show at ZERO_0 too.
+    # A single run decides most cases, because errors in the data or in the use of the number of
+    # workers also appear on two ranks with --zero 0.
     quick = replace(placement.reference(), size=2)
     if placement.size != 1 and quick != placement and differs(quick):
-        return quick  # it differs without the other settings, so they do not matter
+        return quick  # it differs without the other settings, so they are not the cause
     tried = [placement, quick]
     for simpler in (rows, tiers, micro_batches, layers, rest, workers):
         for candidate in simpler(placement):
             if candidate in tried or not candidate.is_legal:
                 continue
             tried.append(candidate)
-            # The first that still differs replaces the placement, and the next group starts from
-            # it.
+            # Continue with the first candidate that still differs.
             if differs(candidate):
                 placement = candidate
                 break
@@ -134,20 +135,20 @@ def find_smallest(placement: RunPlacement, differs: Differs) -> RunPlacement:
 
 
 def rows(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement with every lower row, and with the tiers that this row allows."""
+    """Yield the placement with every lower ZeRO level, and the tiers that the level allows."""
     for level in range(placement.level):
         candidate = placement.without("shard", "zero", "shard_within").with_settings(
             zero=str(level)
         )
         for name in TIERS:
             if not candidate.is_legal:
-                # A lower row may not allow offloading of a state that it does not shard.
+                # A lower level may not support offloading a state that it does not shard.
                 candidate = candidate.without(name)
         yield candidate
 
 
 def tiers(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without all tiers, then without each one."""
+    """Yield the placement without any offloading, then without each kind of offloading."""
     names = [name for name in TIERS if name in placement.settings]
     for candidate in (placement.without(*names), *(placement.without(name) for name in names)):
         if candidate.is_legal:
@@ -160,20 +161,20 @@ def micro_batches(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement with unsplit layers, then with one kind of split fewer."""
+    """Yield the placement without tensor and pipeline parallelism, then without each of them."""
     for names in (LAYERS, *((name,) for name in LAYERS)):
         if any(name in placement.settings for name in names):
             candidate = placement.without(*names)
             if "pipeline" in names:
                 candidate = candidate.without("schedule", "stages", "microbatches")
-            # A flag that refines a split is refused without it.
+            # Remove flags that are only valid with the axis.
             if "tensor" in names:
                 candidate = candidate.without("sequence_parallel")
             yield candidate
 
 
 def rest(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without all other settings that distribute it, then without each one."""
+    """Yield the placement without all other distribution settings, then without each of them."""
     known = {*TRAINING, *LAYERS, *OF_LAYERS, "zero", "shard", *TIERS, *MICRO}
     names = [name for name in placement.settings if name not in known]
     yield placement.without(*names)
@@ -182,11 +183,11 @@ def rest(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def workers(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement with fewer workers, the fewest first."""
+    """Yield the placement with fewer workers, fewest first."""
     if placement.size is None:
         return
     for size in range(1, placement.size):
-        # Replicas must be complete. Above 2, divisors only: any batch that the original number of
-        # workers can divide, a divisor can divide too.
+        # Replicas must be complete. Above 2, try only divisors of the original number of workers,
+        # because they divide every batch that the original number divides.
         if size % placement.replica == 0 and (size <= 2 or placement.size % size == 0):
             yield replace(placement, size=size, launcher=placement.passed)

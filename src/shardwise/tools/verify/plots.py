@@ -1,4 +1,4 @@
-"""The plots of a verification: losses, the largest difference per step, and the worst tensors."""
+"""Draws the plots of a verification: losses, largest difference per step, and worst tensors."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ VERDICTS = {
 }
 STYLE = GRID | TITLES | {"axes.axisbelow": True}
 LEAST = 1e-17
-"""Where equal bits are drawn on a log scale, which has no zero."""
+"""Position of identical values on the log scale, which has no zero."""
 TENSORS = 10
 REQUIRED = f"required in fp64: {format_difference(TOLERANCE)}"
 SMALL = {"color": GREY, "fontsize": 8.5, "ha": "center", "va": "bottom"}
 
 
 def draw(report: VerifyReport, folder: Path) -> str:
-    """Save verify.png in `folder` with the verdict as its title. Return the plots alone as SVG."""
+    """Save verify.png to `folder`, titled with the verdict. Return the SVG without the title."""
 
     def draw_all(figure: Any) -> None:
         losses, steps, tensors = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
@@ -58,7 +58,7 @@ def draw(report: VerifyReport, folder: Path) -> str:
 
 
 def _losses(axes: Any, report: VerifyReport) -> None:
-    """Plot the reference as a wide pale line, and the placements as thin lines on top of it."""
+    """Plot the reference's loss as a wide pale line, and the placements' as thin lines on top."""
     axes.set_title("loss")
     reference = max((result.losses[0] for result in report.results), key=len)
     axes.plot(
@@ -84,7 +84,7 @@ def _losses(axes: Any, report: VerifyReport) -> None:
 
 
 def _steps(axes: Any, report: VerifyReport) -> None:
-    """Plot the largest difference of each step, in the script's precision and in fp64."""
+    """Plot the largest difference per step, in the script's own precision and in fp64."""
     axes.set_title("largest relative difference")
     axes.set_yscale("log")
     for number, result in enumerate(report.results):
@@ -96,7 +96,7 @@ def _steps(axes: Any, report: VerifyReport) -> None:
             points = largest_by_step(comparison)
             axes.plot(
                 [step - 1 for step, _ in points],
-                # Infinite differences (a missing tensor, NaN) are drawn at 1e3.
+                # Draw infinite differences (a missing tensor, NaN) at 1e3.
                 [min(max(value, LEAST), 1e3) for _, value in points],
                 color=color,
                 linestyle=line,
@@ -113,9 +113,9 @@ def _steps(axes: Any, report: VerifyReport) -> None:
 
 
 def _tensors(axes: Any, report: VerifyReport) -> None:
-    """Plot the tensors of the placement with the worst verdict."""
+    """Plot the largest differences by tensor, for the placement with the worst verdict."""
     result = max(report.results, key=lambda each: each.verdict.value)
-    # Reversed: barh draws from the bottom, and the largest difference belongs on top.
+    # Reverse the rows to put the largest difference on top, because barh starts at the bottom.
     rows = largest(result.judged, TENSORS)[::-1]
     axes.set_title(f"tensors by difference{' in fp64' if result.wide is not None else ''}")
     if not rows:
@@ -131,14 +131,14 @@ def _tensors(axes: Any, report: VerifyReport) -> None:
     )
     axes.axvline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2)
     axes.set_xlim(LEAST, None)
-    axes.set_ylim(len(rows) - TENSORS - 0.5, len(rows) - 0.5)  # a few bars as thin as many
+    axes.set_ylim(len(rows) - TENSORS - 0.5, len(rows) - 0.5)  # same bar height for any number
     axes.set_xlabel(f"relative (dotted: {REQUIRED})")
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", labelsize=8.5)
 
 
 def _legend_below(axes: Any) -> None:
-    """Put the legend below the plot, because curves may be anywhere inside it."""
+    """Put the legend below the plot, because it could cover curves inside the plot."""
     axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2)
 
 
@@ -152,5 +152,5 @@ def _short(text: str, most: int = 40) -> str:
 
 
 def _tail(name: str, most: int = 34) -> str:
-    """Shorten a long name at its start: the end says more."""
+    """Shorten a long name at its start, because the end is more informative."""
     return name if len(name) <= most else f"…{name[-most + 1 :]}"

@@ -1,10 +1,10 @@
-"""Represents a rank to the launcher, while a process forked from a warm one is that rank.
+"""Stands in for a rank under the launcher, while the rank itself runs in a forked process.
 
     python rank_client.py FOLDER SERVER ARGUMENTS ...
 
-This script imports nothing of the package, so it starts in milliseconds. It sends its arguments,
-environment and open files to fork_server.py, forwards signals, and ends with the rank's exit code.
-If no warm process answers, it becomes the rank itself.
+This script imports nothing from the package, so it starts in milliseconds. It sends its arguments,
+environment and open files to fork_server.py, forwards signals to the rank, and exits with the
+rank's exit code. If no fork server answers, it becomes the rank itself.
 """
 
 import json
@@ -16,23 +16,23 @@ import sys
 from types import FrameType
 
 SERVERS = 2
-"""Number of warm processes of a verification. Each has its own seed of `hash`, as ranks that are
-started one by one do: rank 0 is forked from a different one than rank 1 and the reference."""
+"""Number of fork servers. Each has its own hash seed, like separately started processes. Successive
+ranks are forked from different servers, so that errors that depend on `hash` can appear."""
 
 FREE = 64
-"""Warm processes keep file numbers below this free, for files that a rank inherits."""
+"""Fork servers keep file numbers below this free for the files that ranks receive."""
 
 COLD = ("-P", "-m", "shardwise.tools.verify.script")
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def socket_path(folder: str, server: int) -> str:
-    """Return the path of the socket of the warm process with number `server`."""
+    """Return the path of the socket of fork server number `server`."""
     return os.path.join(folder, f"server-{server}")
 
 
 def main(folder: str, first: str, *arguments: str) -> int:
-    """Act as the rank until it ends. Return its exit code."""
+    """Start the rank, wait until it exits, and return its exit code."""
     rank = int(os.environ.get("SHARDWISE_LAUNCH_RANK", "0"))
     path = socket_path(folder, (int(first) + rank) % SERVERS)
     files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)]
@@ -45,14 +45,15 @@ def main(folder: str, first: str, *arguments: str) -> int:
     text = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         try:
-            # The number might be in use in the warm process. Start the rank the slow way instead.
+            # The server may be using a high file number itself. Start the rank without it instead.
             if max(files) >= FREE:
                 raise OSError("a file number is too high to be free in a warm process")
             connection.connect(path)
             socket.send_fds(connection, [struct.pack("!Q", len(text))], files)
             connection.sendall(text)
         except OSError:
-            # No warm process: replace this one by the rank, so that the launcher's pid stays valid.
+            # No fork server is available. Replace this process with the rank, so that the
+            # launcher's pid stays valid.
             os.execv(sys.executable, (sys.executable, *COLD, *arguments))
         return _follow(connection)
 
@@ -69,10 +70,10 @@ def _follow(connection: socket.socket) -> int:
     while len(code_bytes) < 4:
         more = connection.recv(4 - len(code_bytes))
         if not more:
-            return 1  # the warm process has ended, and the rank with it
+            return 1  # the fork server has exited, and the rank with it
         code_bytes += more
     (code,) = struct.unpack("!i", code_bytes)
-    # A rank killed by a signal: die of the same signal, so that the launcher reports it.
+    # If a signal killed the rank, die from the same signal, so that the launcher reports it.
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)

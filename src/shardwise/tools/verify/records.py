@@ -1,4 +1,4 @@
-"""Reads the records that ranks wrote (tensor_log.py), and assembles whole tensors."""
+"""Reads the records that ranks have written (see tensor_log.py), and assembles full tensors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A tensor assembled from all ranks.
+    """A full tensor, assembled from the shards of all ranks.
 
-    `copies` maps the number of a copy to its fingerprint, `ranks` to the ranks that hold it.
-    `values` are the flat values of the first copy, shape (numel,), if they were recorded.
+    Replicas of a tensor are numbered copies. `copies` maps each copy to its fingerprint, and
+    `ranks` maps it to the ranks that hold its shards. `values` are the values of the first copy,
+    shape (numel,), or None if they were not recorded.
     """
 
     copies: Mapping[int, Fingerprint]
@@ -41,7 +42,7 @@ class WholeTensor:
 
     @property
     def strays(self) -> list[int]:
-        """The ranks whose copy differs from the first one."""
+        """The ranks whose copy differs from the first copy."""
         return [
             rank
             for copy, fingerprint in self.copies.items()
@@ -52,7 +53,7 @@ class WholeTensor:
 
 @dataclass(frozen=True)
 class FeedRecord:
-    """Sums over everything the models were fed in a step (see `tensor_log.FeedTotals`)."""
+    """Totals over all inputs of the models in a step (see `tensor_log.FeedTotals`)."""
 
     elements: int
     hashes: int
@@ -62,7 +63,7 @@ class FeedRecord:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one engine. Number 0 is the state before the first step."""
+    """The record of one step of an engine. Number 0 is the state before the first step."""
 
     number: int
     loss: float
@@ -74,15 +75,18 @@ class Step:
     numbers: Mapping[str, float]
     tensors: Mapping[Key, WholeTensor]
     skipped: bool = False
-    """Whether the engine skipped the update; False if nothing reports it."""
+    """Whether the engine skipped the update (False if this was not recorded)."""
 
 
 @dataclass(frozen=True)
 class RecordedTraining:
-    """The record of a run, by engine.
+    """The record of a run.
 
-    `order` lists modules in the order of their first forward, `parameters` the names and shapes by
-    parameter group, and `facts` the notes of the ranks about the script.
+    Attributes:
+        engines: Steps of each engine.
+        order: Names of each engine's modules, in the order of their first forward pass.
+        parameters: Names and shapes of each engine's parameters, by parameter group.
+        facts: Facts about the script that the ranks recorded (see watching.py).
     """
 
     engines: Mapping[int, list[Step]]
@@ -92,7 +96,7 @@ class RecordedTraining:
 
     @property
     def driver(self) -> str:
-        """What trained: "engine", "horovod", "plain", or "" if nothing did."""
+        """What ran the training: "engine", "horovod", "plain", or "" for none."""
         return str(self.facts.get("driver", ""))
 
     @property
@@ -102,13 +106,13 @@ class RecordedTraining:
 
 
 def count_steps(folder: Path) -> int:
-    """Return how many steps rank 0 has recorded so far."""
+    """Return the number of steps that rank 0 has recorded so far."""
     files = list((folder / "rank-0").glob("engine-0-step-*.pt"))
     return max(len(files) - 1, 0)
 
 
 def read(folder: Path) -> RecordedTraining:
-    """Read everything that was recorded in `folder`."""
+    """Read the record of a run from `folder`."""
     ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
     files: dict[tuple[int, int], list[tuple[int, Path]]] = defaultdict(list)
     for number, rank in enumerate(ranks):
@@ -121,15 +125,15 @@ def read(folder: Path) -> RecordedTraining:
     ended: set[int] = set()
     for (engine, step), several in sorted(files.items()):
         if len(several) < len(ranks):
-            ended.add(engine)  # the run ended after some ranks wrote this step, before others did
+            ended.add(engine)  # the run was stopped when only some ranks had written this step
         if engine in ended:
             continue
         rows = [(rank, torch.load(path, weights_only=True)) for rank, path in several]
         engines[engine].append(_step(step, rows))
         order[engine] = rows[0][1]["order"] or order.get(engine, [])
-        # Equal on all ranks, which all build the same model.
+        # Parameters are the same on all ranks, because all of them build the same model.
         parameters[engine] = rows[0][1]["parameters"]
-    # Number engines by those that made a step: a script may make optimizers that never step.
+    # Renumber the engines without gaps, because a script may create optimizers that never step.
     return RecordedTraining(_dense(engines), _dense(order), _dense(parameters), _facts(ranks))
 
 
@@ -139,7 +143,7 @@ def _dense(by_engine: Mapping[int, T]) -> dict[int, T]:
 
 
 def _facts(ranks: list[Path]) -> dict[str, Any]:
-    """Return the notes of all ranks. Lists are merged; other values are taken from rank 0."""
+    """Return the facts of all ranks. Lists are merged, and other values are taken from rank 0."""
     facts: dict[str, Any] = {}
     for rank in ranks:
         for path in sorted(rank.glob("*.json")):
@@ -156,12 +160,12 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
     numbers: dict[str, float] = {}
     samples: list[int] = []
     for _, row in rows:
-        # Scalars such as Adam's step, by parameter: ranks own different parameters.
+        # Merge scalars such as Adam's step, because ranks own different parameters.
         numbers |= row["numbers"]
         samples += row["samples"]
     fed = [row["fed"] for _, row in rows]
-    # The loss of an engine is the same on all ranks. In a Horovod script each rank has its own, and
-    # the script trains on their mean.
+    # An engine's loss is the same on all ranks. In a Horovod script, each rank has its own loss,
+    # and the script trains on their mean.
     losses = [row.get("loss", math.nan) for _, row in rows]
     return Step(
         number=number,
@@ -172,7 +176,7 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
         samples=tuple(sorted(samples)),
         fed=FeedRecord(
             sum(each["elements"] for each in fed),
-            # Hashes add up modulo 2^64, whatever rows each rank was fed.
+            # Hashes are added modulo 2^64, so the sum does not depend on the division among ranks.
             sum(each["hashes"] for each in fed) % fingerprints.WORD,
             (
                 math.fsum(each["sums"][0] for each in fed),
@@ -192,8 +196,8 @@ def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, WholeTensor]:
     ranks: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, row in rows:
         for tensor in row["tensors"]:
-            # One record per shard. A fingerprint is a sum over elements, so the shards of a copy
-            # add up to the fingerprint of the whole tensor.
+            # There is one record per shard. A fingerprint is a sum over elements, so adding the
+            # fingerprints of a copy's shards gives the fingerprint of the full tensor.
             key, copy = (tensor["kind"], tensor["name"]), tensor["copy"]
             fingerprint = read_fingerprint(tensor)
             before = prints[key].get(copy)
@@ -210,7 +214,7 @@ def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, WholeTensor]:
 
 def _assemble(parts: list[tuple[int, Tensor]], fingerprint: Fingerprint) -> Tensor | None:
     """Return the values of a tensor, shape (numel,), or None if some were not recorded."""
-    # Only small tensors are recorded with values, unless `values` of the run names them.
+    # Ranks record values only of small tensors, or of those that `Run.values` names.
     if sum(values.numel() for _, values in parts) != fingerprint.numel:
         return None
     ordered = [values for _, values in sorted(parts, key=lambda part: part[0])]

@@ -1,4 +1,4 @@
-"""The report of a verification, and its JSON form."""
+"""Holds the results of a verification, and converts them to JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STYLES = {
     TrainingVerdict.DIFFERS: "red",
 }
 SHOWN = 12
-"""How many tensors of a placement the page shows, the largest differences first."""
+"""Maximum number of tensors per placement on the page, largest differences first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,12 @@ class VerifyReport:
 
     @property
     def command(self) -> str:
-        """The script and its arguments, as given."""
+        """The script and its arguments, as the user wrote them."""
         return " ".join(self.plan.script.words)
 
     @property
     def reference(self) -> str:
-        """The placement or script that the results were compared with."""
+        """The placement or script of the reference, as text."""
         if self.plan.against is not None:
             return " ".join(self.plan.against.words)
         return str(self.plan.reference)
@@ -54,12 +54,12 @@ class VerifyReport:
         return 0 if accepted else worst.value
 
     def machine(self) -> dict[str, str]:
-        """Return facts about the machine that made the runs."""
+        """Return facts about this machine."""
         return machine_facts()
 
 
 def largest(comparison: Comparison, count: int = SHOWN) -> list[tuple[int, TensorDifference]]:
-    """Return the tensors with the largest differences over all steps, each with its step."""
+    """Return (step number, difference) for the tensors with the largest differences."""
     worst: dict[str, tuple[int, TensorDifference]] = {}
     for step in comparison.steps:
         for each in step.tensors:
@@ -69,7 +69,7 @@ def largest(comparison: Comparison, count: int = SHOWN) -> list[tuple[int, Tenso
 
 
 def as_json(report: VerifyReport) -> dict[str, Any]:
-    """Return the report as plain values. Unknown and non-finite numbers become null."""
+    """Return the report as values that JSON can represent. Non-finite numbers become None."""
     return {
         "command": report.command,
         "reference": report.reference,
@@ -93,7 +93,7 @@ def _result(result: Result) -> dict[str, Any]:
         "steps": result.steps,
         "largest_difference": finite(result.own.largest),
         "largest_difference_fp64": None if result.wide is None else finite(result.wide.largest),
-        # As users count: the first step is 0, and -1 is the state before it.
+        # Users number steps from 0, so -1 is the state before the first step.
         "first_step": None if first is None else first.number - 1,
         "first_tensor": tensors[0].name if tensors else None,
         "tensors": [

@@ -1,4 +1,4 @@
-"""The request that the flags of `shardwise verify` make."""
+"""VerifyRequest: the arguments of `shardwise verify`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from shardwise.tools.verify.runs import ScriptCommand
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRequest:
-    """The script to verify, the placements to try, and how to report.
+    """The script to verify, the placements to verify, and the options of the report.
 
-    The reference is one rank of ZERO_0, or the script `against` if there is one. Each run makes
-    `steps` steps. `causes` says whether to search for the cause of a difference.
+    Attributes:
+        script: The script.
+        placements: Placements to compare with the reference.
+        steps: Number of steps per run.
+        out: Folder for the report.
+        against: A different script to use as the reference. By default, the reference is `script`
+            on a single rank with --zero 0.
+        causes: Whether to search for the cause of a difference.
+        precision: Precision of the runs.
     """
 
     script: ScriptCommand
@@ -26,7 +33,7 @@ class VerifyRequest:
     causes: bool = True
     precision: str = "fp32"
     accepts_rounding: bool = False
-    """Whether a result that is equal within rounding ends with exit code 0."""
+    """Whether the verdict "equal within rounding" gives exit code 0."""
 
     @property
     def max_size(self) -> int:
@@ -35,5 +42,5 @@ class VerifyRequest:
 
     @property
     def reference(self) -> RunPlacement | None:
-        """The placement of the reference; None for `against`, which runs without a launcher."""
+        """The placement of the reference, or None for `against`, which runs without a launcher."""
         return None if self.against is not None else self.placements[0].reference()

@@ -1,4 +1,4 @@
-"""Runs a script once under `shardwise run` or alone, and reads what its ranks recorded."""
+"""Runs a script once, with or without `shardwise run`, and reads the record of its ranks."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ LARGE_PACKAGES = {
     *("accelerate", "datasets", "lightning", "matplotlib", "peft", "pytorch_lightning", "scipy"),
     *("sklearn", "torchvision", "transformers", "trl"),
 }
-"""Packages that take long to import and do not depend on the rank's variables."""
+"""Packages that are slow to import and do not depend on the environment variables of a rank."""
 
 _SETS_VARIABLES = re.compile(r"environ|putenv|dotenv")
 
 RECORDS = "record-"
-"""Prefix of the folders that runs record into."""
+"""Prefix of the folders for the records of runs."""
 
 OnStep = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptCommand:
-    """The program to run: its words, and whether the first is a module.
+    """The program to run.
 
-    `adopting` are the words of the module that runs it in turn (--adopt).
+    `words` are the script and its arguments. If `module` is true, the first word is a module name.
+    `adopting` is the command line of the module that runs the program with --adopt.
     """
 
     words: tuple[str, ...]
@@ -57,11 +58,15 @@ class ScriptCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of `script` under `placement`, or without a launcher if that is None.
+    """One run of a script.
 
-    `alter` maps the names of alterations to their values (alterations.py). `values` names the
-    tensors whose values are recorded; None records all small tensors. `environ` adds environment
-    variables.
+    Attributes:
+        script: The script to run.
+        placement: The placement, or None to run without a launcher.
+        steps: Number of steps after which to stop.
+        alter: Values of alterations by name (see alterations.py).
+        values: Names of the tensors whose values to record, or None for all small tensors.
+        environ: Additional environment variables.
     """
 
     script: ScriptCommand
@@ -71,15 +76,15 @@ class Run:
     values: Sequence[str] | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     precision: str = "fp32"
-    """The precision of a script that trains without an engine."""
+    """Precision of a script that trains without an engine."""
     max_size: int = 1
-    """The largest number of ranks of any run. It sets the threads per rank of all of them."""
+    """Largest number of ranks of any run. It determines the number of threads per rank."""
     server: int = 0
-    """The warm process that rank 0 is forked from. Each has a different hash seed."""
+    """Number of the fork server for rank 0. Each server has a different hash seed."""
 
 
 class RunFailed(Exception):
-    """Raised if a run ends with an exit code other than 0. `output` is everything it wrote."""
+    """Raised if a run exits with a nonzero exit code. `output` is the run's full output."""
 
     def __init__(self, name: str, code: int, output: str) -> None:
         super().__init__(f"{name} ended with exit code {code}: {last_words(output)}")
@@ -90,10 +95,11 @@ class RunFailed(Exception):
 def make(
     run: Run, name: str, log: Path, on_step: OnStep, warm: WarmRanks | None = None
 ) -> RecordedTraining:
-    """Make the run called `name` with its output in `log`, and return its record.
+    """Execute a run with its output in `log`, and return its record.
 
-    Ranks are forked from `warm` processes if possible. Raises RunFailed. Ctrl-C ends the ranks
-    first. The record's files are always removed, because those of a large model are large.
+    Ranks are forked from `warm` processes if possible. On Ctrl-C, the ranks are stopped first. The
+    files of the record are always removed. Raises RunFailed, with `name` in the message, if the run
+    exits with an error.
     """
     folder = Path(tempfile.mkdtemp(prefix=RECORDS, dir=log.parent))
     try:
@@ -112,12 +118,13 @@ def make(
             raise RunFailed(name, code, log.read_text(errors="replace"))
         return records.read(folder)
     finally:
-        # Also after an error. Values of a large model fill a disk quickly.
+        # Remove the record even after an error, because records of large models fill a disk
+        # quickly.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
-    """Return the command line of a run that records into `folder`."""
+    """Return the command line of a run that writes its record to `folder`."""
     where = str(folder.resolve())
     options = {
         "record": where,
@@ -129,8 +136,8 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
     }
     arguments = [json.dumps(options), *(run.script.adopting or run.script.words)]
     shim = ["-m", RANK_SCRIPT, *arguments]
-    # Fork from a warm process, unless the run sets variables that the interpreter reads at its
-    # start (PYTHONHASHSEED), or has ranks on other hosts, which have no warm process.
+    # Fork from a warm process, unless the run sets variables that the interpreter reads at startup
+    # (PYTHONHASHSEED), or may have ranks on other hosts, which have no warm process.
     if (
         warm is not None
         and warm.are_running
@@ -139,9 +146,10 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
     ):
         shim = warm.words(run.server, arguments)
     if run.placement is None:
-        # -P keeps the current folder from hiding our modules. rank_client.py imports none of them.
+        # -P prevents modules in the current folder from shadowing Shardwise's. rank_client.py does
+        # not need it, because it imports none of them.
         return [sys.executable, *(["-P"] if shim[0] == "-m" else []), *shim]
-    # --trial: the run resumes, saves and exports nothing.
+    # With --trial, the run does not resume, save or export anything.
     flags = [*run.placement.words, "--trial", "--stop-after", str(run.steps)]
     flags += ["--record-tensors", where]
     return [*python_words("shardwise"), "run", *flags, *shim]
@@ -150,20 +158,20 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
 def environment(max_size: int) -> dict[str, str]:
     """Return the environment of a run.
 
-    It has the same number of threads at every world size, and no variables of a job's hosts,
-    because these may not see the folder of the records.
+    The number of threads is the same for every world size. The variables of a batch job are
+    removed, so that the run stays on this host: other hosts may not see the folder of the records.
     """
-    # The number for the largest run: kernels split sums by threads, so a smaller run with more
-    # threads per rank would differ by rounding for that reason alone.
+    # Use the number of threads of the largest run. Kernels split sums among threads, so a smaller
+    # run with more threads per rank would differ by rounding for that reason alone.
     threads = str(max(1, usable_cores() // max_size))
     kept = {n: value for n, value in os.environ.items() if n not in allocations.VARIABLES}
     return {"OMP_NUM_THREADS": threads, **kept}
 
 
 class WarmRanks:
-    """Warm processes that ranks are forked from (fork_server.py); a context manager.
+    """Context manager for the warm processes that fork ranks (see fork_server.py).
 
-    They import the known large packages that `script` imports.
+    The processes import the LARGE_PACKAGES that `script` imports.
     """
 
     def __init__(self, script: ScriptCommand, max_size: int) -> None:
@@ -175,8 +183,8 @@ class WarmRanks:
         ]
 
     def _start(self, server: int, modules: str, max_size: int) -> subprocess.Popen[bytes]:
-        # Listen before the process exists: a rank that connects while torch is still being imported
-        # waits in the backlog.
+        # Listen before the process exists, so that a rank that connects while torch is still being
+        # imported waits in the backlog.
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(socket_path(str(self._folder), server))
             listener.listen(64)
@@ -185,7 +193,7 @@ class WarmRanks:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches only the runs, which end their ranks first
+                start_new_session=True,  # so that Ctrl-C reaches only the runs
                 env=environment(max_size),
                 pass_fds=[listener.fileno()],
             )
@@ -197,11 +205,11 @@ class WarmRanks:
 
     @property
     def are_running(self) -> bool:
-        """Whether there are warm processes. Outside of Linux, ranks start one by one."""
+        """Whether there are warm processes, which exist only on Linux."""
         return bool(self._processes)
 
     def words(self, server: int, arguments: Sequence[str]) -> list[str]:
-        """Return the script and arguments that make a rank with `arguments`."""
+        """Return the command line (script, then its arguments) that starts a rank."""
         return [str(CLIENT), str(self._folder), str(server), *arguments]
 
     def __enter__(self) -> WarmRanks:
@@ -211,18 +219,18 @@ class WarmRanks:
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
-        # Close all first: the processes end in parallel.
+        # Standard input of all processes is closed first, so that they exit in parallel.
         for process in self._processes:
             end_within(process, LAST_WAIT)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def large_imports(script: ScriptCommand) -> list[str]:
-    """Return the large packages that the script imports and that can be imported before it starts.
+    """Return the LARGE_PACKAGES that the script imports and that can be imported in advance.
 
-    Packages read variables such as HF_HOME when they are imported. If the script or a module in
-    its folder sets variables, the result is empty. A package is left out if the folder has a
-    module of the same name, because the script would import that one.
+    Packages read environment variables such as HF_HOME on import. The result is therefore empty if
+    the script, or a module in its folder, sets environment variables. A package is left out if the
+    folder contains a module of the same name, because the script would import that module.
     """
     name = next((word for word in script.words if program.is_script(word)), "")
     # Modules and packages next to the script, or in the current folder.
@@ -232,7 +240,7 @@ def large_imports(script: ScriptCommand) -> list[str]:
     packages: set[str] = set()
     while texts:
         text = texts.pop()
-        # The variable may matter for any import, so import nothing early.
+        # The variables may affect any package, so import nothing in advance.
         if _SETS_VARIABLES.search(text):
             return []
         imported = {each for each in large | beside.keys() if program.imports(text, each)}

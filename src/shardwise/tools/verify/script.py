@@ -2,9 +2,8 @@
 
     python -m shardwise.tools.verify.script '{"record": ..., "alter": {...}}' train.py [ARGS]
 
-The script runs as with `python train.py`. Its training is recorded, and to test a possible cause
-some of its behaviour is altered. A script without an engine is recorded by hooks on torch's
-optimizers.
+The script runs as with `python train.py`. Its training is recorded, and its behaviour is altered if
+`alter` is not empty. A script without an engine is recorded with hooks on torch's optimizers.
 """
 
 from __future__ import annotations
@@ -42,15 +41,16 @@ _LOSSES: set[Any] = {
     *(functional.mse_loss, functional.l1_loss),
     *(functional.smooth_l1_loss, functional.huber_loss),
 }
-"""Losses that accept fp32 next to fp64 in forward, but fail in backward with torch 2.9."""
+"""Losses that accept a mix of fp32 and fp64 in the forward pass, but fail in the backward pass
+with torch 2.9."""
 
 
 class PromoteToFp64(TorchFunctionMode):
-    """Keeps a script in fp64 although its own code, or a library, would cast to fp32.
+    """Keeps a script in fp64, even if its own code or a library casts tensors to fp32.
 
-    Casts of fp64 tensors to narrower types do nothing. If torch refuses a call with fp32 next to
-    fp64, the call is repeated with all arguments in fp64, or, for a function that writes into its
-    first tensor, in the dtype of that tensor.
+    Casts of fp64 tensors to narrower dtypes have no effect. If a call fails because of mixed fp32
+    and fp64 arguments, it is repeated with all arguments in fp64. For a function that writes to its
+    first tensor, they are cast to the dtype of that tensor instead.
     """
 
     def __torch_function__(
@@ -58,7 +58,7 @@ class PromoteToFp64(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
-        # Casts inside torch and the engine stay: those are part of how fp64 itself is computed.
+        # Keep casts inside torch and the engine, which are part of their algorithms.
         if wide and (func in _CASTS or func is Tensor.to) and not watching.is_called_by_torch(1):
             if func in _CASTS:
                 return args[0]
@@ -70,8 +70,8 @@ class PromoteToFp64(TorchFunctionMode):
         leaves = pytree.tree_leaves((args, kwargs))
         dtypes = {each.dtype for each in leaves if isinstance(each, Tensor)}
         mixed = {torch.float32, torch.float64} <= dtypes
-        # Try first, because most functions promote their arguments. The losses do so only in
-        # forward, and their failure in backward would be too late to repeat the call.
+        # Try the call unchanged first, because most functions promote their arguments. Losses fail
+        # only in the backward pass, when it is too late to repeat the call.
         if not (mixed and func in _LOSSES):
             try:
                 return func(*args, **kwargs)
@@ -92,7 +92,7 @@ class PromoteToFp64(TorchFunctionMode):
 
 
 def main(arguments: list[str]) -> None:
-    """Run the program that `arguments` name, until it ends."""
+    """Run a script to its end. `arguments` are options (JSON), the script and its arguments."""
     options: dict[str, Any] = json.loads(arguments[0])
     words = arguments[1:]
     if not Path(options["record"]).is_dir():
@@ -104,9 +104,9 @@ def main(arguments: list[str]) -> None:
     facts = watching.Facts()
     watching.watch(facts)
     if not options["module"] and "horovod" in Path(words[0]).read_text(errors="replace"):
-        # Importing shardwise.horovod patches nothing, but costs time: only for scripts that use it.
+        # Importing shardwise.horovod takes time, so do so only if the script uses Horovod.
         watching.watch_horovod(facts)
-    # Casts only what no engine trains. An engine casts its models itself.
+    # The recorder applies the precision only without an engine, which applies it itself.
     preset = PRESETS[options["precision"]]
     recorder = outside.Recorder(
         Path(options["record"]),
@@ -116,13 +116,13 @@ def main(arguments: list[str]) -> None:
         facts=facts,
         plain=options["plain"],
     )
-    # After watching: alterations replace functions that already note their callers.
+    # Apply alterations after `watch`, so that they wrap the functions that record their callers.
     alterations.apply(options["alter"])
     with PromoteToFp64() if preset.widens else nullcontext():
         try:
             _run(words[0], facts, module=options["module"])
         finally:
-            # In `finally`, because the verdict on a failed run needs the facts, too.
+            # Write the facts even if the script fails or exits with SystemExit.
             for library in ADOPTED:
                 if f"shardwise.{library}" in sys.modules:
                     facts.note("bridge", library)
@@ -131,12 +131,12 @@ def main(arguments: list[str]) -> None:
 
 def _run(name: str, facts: watching.Facts, *, module: bool) -> None:
     script = next((word for word in sys.argv if program.is_script(word)), "")
-    # The environment can be read in many ways, so look for the names of the variables in the text.
+    # There are many ways to read an environment variable, so search the source for its name.
     for number, line in enumerate(program.text_of(script).splitlines(), 1):
         if _RANKS.search(line):
             facts.note("rank", f"{Path(script).name}:{number}")
     if module:
-        # python -m shardwise.adopt NAMES [-m MODULE | SCRIPT] runs the user's program in turn.
+        # `python -m shardwise.adopt NAMES -m MODULE` runs MODULE, which is the user's code.
         own = name if name != "shardwise.adopt" else sys.argv[3] if sys.argv[2] == "-m" else ""
         watching.USERS.add(own.split(".")[0])
         if not is_own(name):

@@ -1,7 +1,8 @@
-"""Lists possible causes of a difference, from the first difference and the notes on the script.
+"""Lists possible causes of a difference, from the first difference and the facts about the script.
 
-watching.py makes the notes. The order is from the particular to the general: a learning rate
-multiplied by the number of workers is named as such, not as code that depends on their number.
+watching.py records the facts. Suspects are ordered from specific to general. For example, a
+learning rate scaled by the number of workers is reported as such, rather than as code that depends
+on the number of workers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shardwise.tools.verify.comparing import Comparison, StepDifference
 from shardwise.tools.verify.records import RecordedTraining
 
 MANY = 3
-"""How many lines of the script are shown for one suspect."""
+"""Maximum number of lines or names to show for a suspect."""
 
 
 def list_suspects(
@@ -26,21 +27,21 @@ def list_suspects(
     tolerance: float,
     size: int,
 ) -> list[Suspect]:
-    """Return the suspects that are worth a trial, the most particular first."""
+    """Return the suspects to test, most specific first."""
     first = comparison.first(tolerance)
     facts = {**reference.facts, **other.facts}
     if first is None:
         return list(_general(facts))
     apart = list_differing_tensors(other)
-    # A library whose batches grow with the workers also steps the schedule once per worker. Only
-    # both alterations together reproduce the reference.
+    # A library whose total batch grows with the number of workers may also step the schedule once
+    # per worker. Only both alterations together reproduce the reference.
     ahead = (
         learning_rates.recorded_rates(reference)
         if learning_rates.find_pace(reference, other, size) > 1
         else {}
     )
-    # The general ones are tried last: a world of one worker also hides the effect of every
-    # particular error about the number of workers.
+    # Test general suspects last, because the alteration "size" also hides specific errors that
+    # involve the number of workers.
     return [
         *_of_data(facts, comparison, first, size, ahead),
         *_of_weight(facts),
@@ -53,8 +54,8 @@ def list_suspects(
 
 
 def list_differing_tensors(training: RecordedTraining) -> list[tuple[str, str]]:
-    """Return kind and name of buffers and plain tensors that differ between ranks after a step."""
-    # A dict rather than a set keeps each pair once.
+    """Return (kind, name) of buffers and attributes that differ between ranks after a step."""
+    # Collect the pairs as dict keys, to list each one only once.
     names = {
         key: None
         for steps in training.engines.values()
@@ -66,7 +67,7 @@ def list_differing_tensors(training: RecordedTraining) -> list[tuple[str, str]]:
 
 
 def quote_lines(facts: Mapping[str, Any], name: str) -> str:
-    """Return the noted lines as " at a.py:3, a.py:9", or "" without any."""
+    """Return the lines recorded under `name`, as " at a.py:3, a.py:9", or "" without any lines."""
     lines = list(facts.get(name, ()))
     more = f" and {len(lines) - MANY} more" if len(lines) > MANY else ""
     return f" at {', '.join(lines[:MANY])}{more}" if lines else ""
@@ -79,10 +80,10 @@ def _of_data(
     size: int,
     rates: Mapping[str, Any],
 ) -> Iterator[Suspect]:
-    """Suspect the data: different samples, or more of them, up to the first difference."""
+    """Yield suspects for inputs that differ in their samples or their number."""
     seen = [step for step in comparison.steps if 0 < step.number <= max(first.number, 1)]
     odd = next((step for step in seen if not step.fed), None)
-    # A batch size per worker shows as exactly `size` times the rows of the reference.
+    # If the batch size is per worker, a step has exactly `size` times the reference's rows.
     if facts.get("bridge") and odd is not None and odd.rows[1] == size * odd.rows[0]:
         yield _growing(facts["bridge"][-1], odd, size, rates)
     if facts.get("sampler"):
@@ -94,7 +95,7 @@ def _of_data(
             "sw.Loader(dataset, batch_size=TOTAL) or world.share divides the batch.",
             alter={"sampler": True},
         )
-    # The models were always fed the same numbers, so the data is not the cause.
+    # If all inputs are the same, the data is not the cause.
     if odd is None and all(step.fed for step in comparison.steps):
         return
     if facts.get("split"):
@@ -119,7 +120,7 @@ def _of_data(
 
 
 def _growing(library: str, odd: StepDifference, size: int, rates: Mapping[str, Any]) -> Suspect:
-    """Suspect a library that defines batches per worker, and the schedules that follow from it."""
+    """Return the suspect for a library whose batch size, and possibly schedule, is per worker."""
     return Suspect(
         name="batches",
         words=f"{_GROWING[library]}, so the total batch grows with the workers{_rows(odd)}. With "
@@ -154,7 +155,7 @@ _TO_DIVIDE = {
 
 
 def _of_weight(facts: Mapping[str, Any]) -> Iterator[Suspect]:
-    """Suspect a given weight that is not the number of items of a loss, and averaged means."""
+    """Yield suspects for `weight=` that contradicts the loss, and for `reduction="ddp"`."""
     if facts.get("losses") and facts.get("weight"):
         yield Suspect(
             name="weight",
@@ -188,18 +189,19 @@ _EXACT_MEAN = {
 def _of_loss(
     reference: RecordedTraining, other: RecordedTraining, first: StepDifference, size: int
 ) -> Iterator[Suspect]:
-    """Suspect a loss that is multiplied or divided by a whole number."""
+    """Yield a suspect if the loss is off by an integer factor."""
     one, two = (each.engines[first.engine] for each in (reference, other))
     if len(one) < 2 or len(two) < 2:
         return
-    # Only the first step starts from equal parameters: later losses differ for other reasons too.
+    # Use the first step, the only one that starts from identical parameters. Later losses also
+    # differ for other reasons.
     theirs, ours = one[1].loss, two[1].loss
-    # A ratio of zero, infinity or NaN says nothing.
+    # A ratio of zero, infinity or NaN is meaningless.
     if not (math.isfinite(theirs) and math.isfinite(ours) and theirs and ours):
         return
     factor = theirs / ours
     whole = round(factor) if factor > 1 else 1 / round(1 / factor) if factor > 0 else 0
-    # Errors of this kind are whole factors: the number of workers or of micro-batches.
+    # Such errors are integer factors, namely the number of workers or of micro-batches.
     if whole in (0, 1) or abs(factor / whole - 1) > 1e-6:
         return
     how = f"divided by {whole}" if whole > 1 else f"multiplied by {round(1 / whole)}"
@@ -242,7 +244,7 @@ def _of_model(facts: Mapping[str, Any]) -> Iterator[Suspect]:
 
 
 def _of_tensors(apart: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
-    """Suspect tensors of modules that the ranks do not keep equal."""
+    """Yield a suspect if module tensors, other than parameters, differ between ranks."""
     if not apart:
         return
     names = [name for _, name in apart]

@@ -1,4 +1,4 @@
-"""The verdict on each placement, in words and as an exit code. Pure."""
+"""Defines the verdicts on placements, and describes results in sentences. Does no I/O."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardwise.tools.verify.comparing import Comparison, StepDifference, TensorD
 from shardwise.tools.verify.placements import RunPlacement
 
 TOLERANCE = 1e-8
-"""The largest relative difference between fp64 runs, in every loss, norm and tensor."""
+"""Largest permitted relative difference of any loss, norm or tensor between two fp64 runs."""
 
 SAMPLES = 6
-"""How many sample numbers are shown."""
+"""Maximum number of sample indices to show."""
 
 
 class TrainingVerdict(Enum):
-    """How the training under a placement compares. The value is the exit code of `verify`."""
+    """The verdict on a placement. Its value is the exit code of `shardwise verify`."""
 
     BITS = 0
     ROUNDING = 3
@@ -27,7 +27,7 @@ class TrainingVerdict(Enum):
 
     @property
     def words(self) -> str:
-        """The verdict in a few words."""
+        """A short description of the verdict."""
         return _WORDS[self]
 
 
@@ -43,8 +43,13 @@ _WORDS = {
 class Result:
     """The verdict on one placement, and the evidence.
 
-    `own` compares the runs as they are, `wide` the runs in fp64 if there are any. `smallest` is the
-    smallest placement that still differs, and `found` the causes of the difference.
+    Attributes:
+        placement: The placement.
+        verdict: The verdict.
+        own: Comparison of the runs in the script's own precision.
+        wide: Comparison of the runs in fp64, or None without fp64 runs.
+        smallest: The smallest placement that still differs.
+        found: The causes of the difference.
     """
 
     placement: RunPlacement
@@ -54,31 +59,32 @@ class Result:
     smallest: RunPlacement | None = None
     found: FoundCauses | None = None
     why: str = ""
-    """Why there are no fp64 runs."""
+    """Reason why there are no fp64 runs."""
     losses: tuple[Sequence[float], Sequence[float]] = field(default=((), ()))
-    """The losses of the reference and of the placement, step by step."""
+    """Losses of the reference and of the placement, by step."""
     steps: int = 0
+    """Number of steps that both runs completed."""
     note: str = ""
-    """A remark to print after the verdict."""
+    """Remark to print after the verdict."""
 
     @property
     def judged(self) -> Comparison:
-        """The comparison that the verdict is based on."""
+        """The comparison that determines the verdict."""
         return self.own if self.wide is None else self.wide
 
     @property
     def tolerance(self) -> float:
-        """The relative difference above which the comparison counts as different."""
+        """The relative difference above which two values count as different."""
         return TOLERANCE
 
 
 def worst(results: Sequence[Result]) -> TrainingVerdict:
-    """Return the worst verdict of all results."""
+    """Return the worst verdict in `results`."""
     return max((result.verdict for result in results), key=lambda each: each.value)
 
 
 def sentences(result: Result) -> list[str]:
-    """Return the sentences about a placement, the verdict first."""
+    """Return a description of a result in sentences, starting with the verdict."""
     return [*_verdict(result), *([result.note] if result.note else [])]
 
 
@@ -123,7 +129,7 @@ def _differs(result: Result) -> list[str]:
         sentences = [
             f"Differs{in_fp64}, first {name_step(first)}. {describe_step(first, result.tolerance)}"
         ]
-    # A script may stop early on some placement, with equal steps until then.
+    # A script may stop early under a placement, even if all of its steps agree.
     if not comparison.same_counts:
         one, other = next(pair for pair in comparison.counts.values() if pair[0] != pair[1])
         begin = "It" if sentences else "Differs: it"
@@ -132,7 +138,7 @@ def _differs(result: Result) -> list[str]:
 
 
 def name_step(step: StepDifference) -> str:
-    """Return which step it is, in words. It is numbered as `engine.steps` was before it."""
+    """Return a phrase such as "in step 3". Steps are numbered from 0, like `engine.steps`."""
     engine = f" of engine {step.engine}" if step.engine else ""
     return (
         f"before the first step{engine}"
@@ -142,7 +148,7 @@ def name_step(step: StepDifference) -> str:
 
 
 def describe_step(step: StepDifference, tolerance: float) -> str:
-    """Return what differs in a step: the figures, the first tensor, and the number of tensors."""
+    """Describe the differences in a step: loss, weight, norm, samples and tensors."""
     figures = [
         f"the {name} by {format_difference(value)}"
         for name, value in (
@@ -161,7 +167,8 @@ def describe_step(step: StepDifference, tolerance: float) -> str:
     if tensors := step.beyond(tolerance):
         first, worst = tensors[0], max(tensors, key=lambda each: each.relative)
         several = f"{len(tensors)} tensors differ; the" if len(tensors) > 1 else "The"
-        # The first in order of the forward is closest to the cause; the worst may be a late effect.
+        # The first tensor in forward order is closest to the cause. The largest difference may be a
+        # later effect.
         sentences.append(f"{several} first in order of the forward is {describe_tensor(first)}.")
         if worst is not first:
             sentences.append(f"The largest difference is in {describe_tensor(worst)}.")
@@ -169,7 +176,7 @@ def describe_step(step: StepDifference, tolerance: float) -> str:
 
 
 def describe_samples(missing: Sequence[int], more: Sequence[int]) -> str:
-    """Return which samples of the dataset only one of the two runs trains on."""
+    """Describe the samples of the dataset that only one of the runs trains on."""
     parts = [
         f"{words} {_some(numbers)}"
         for words, numbers in (("not on", missing), ("but also on", more))
@@ -186,7 +193,7 @@ def _some(numbers: Sequence[int]) -> str:
 
 
 def describe_tensor(difference: TensorDifference) -> str:
-    """Return the name of a tensor that differs, its difference, and the ranks that stray."""
+    """Describe a tensor that differs: its name, the difference, and the ranks that deviate."""
     if difference.missing:
         return f"{difference.name}, which only one of the two runs has"
     text = f"{difference.name}, by {format_difference(difference.relative)}"
@@ -200,5 +207,5 @@ def describe_tensor(difference: TensorDifference) -> str:
 
 
 def format_difference(value: float) -> str:
-    """Format a relative difference with two digits."""
+    """Format a relative difference with two significant digits."""
     return "0" if value == 0 else f"{value:.2g}"

@@ -1,6 +1,6 @@
-"""Notes which lines of a script may make its result depend on the placement.
+"""Records the lines of a script that may make its result depend on the placement.
 
-The notes name no cause. They decide which causes are worth a trial (suspects.py).
+These facts are not causes yet. suspects.py uses them to decide which possible causes to test.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shardwise.engine import usage_checks
 from shardwise.world.world import World
 
 OURS = tuple(f"{Path(str(each.__file__)).parent}{os.sep}" for each in (shardwise, torch))
-"""Folders whose code is not the user's."""
+"""Folders of Shardwise and torch, whose code is not user code."""
 _LIBRARY = ("runpy", "contextlib", "functools")
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
-"""Matches the folder of installed libraries, such as Accelerate, that act for a script."""
+"""Matches the folder of installed libraries, such as Accelerate, whose code is not user code."""
 USERS: set[str] = set()
-"""Installed packages that count as the user's code: the one started with -m."""
+"""Installed packages that count as user code because they were started with -m."""
 
 RANKS = ("rank", "local_rank", "data_rank", "is_main")
 SIZES = ("size", "local_size", "data_size")
@@ -39,7 +39,7 @@ DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "
 
 
 class Facts:
-    """Notes on a script by topic: lines of code, or names of layers."""
+    """Facts about a script: lines of code or names of layers, by topic."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[str, None]] = defaultdict(dict)
@@ -47,35 +47,35 @@ class Facts:
         self.models: list[nn.Module] = []
 
     def note(self, name: str, word: str | None) -> None:
-        """Add a word under `name`. A word is kept once; None is ignored."""
+        """Add `word` to topic `name`. Duplicates and None are ignored."""
         if word is not None:
             self._found[name].setdefault(word)
 
     def plain(self) -> dict[str, list[str]]:
-        """Return all notes as plain lists, for JSON."""
+        """Return all facts as lists by topic, for JSON."""
         return {name: list(words) for name, words in self._found.items()}
 
 
 def caller(depth: int) -> str | None:
-    """Return FILE:LINE of the caller `depth` frames up, or None if that is not user code."""
-    # +1 for this function itself.
+    """Return FILE:LINE of the caller `depth` frames up, or None if it is not user code."""
+    # +1 for the frame of this function.
     frame: FrameType | None = sys._getframe(depth + 1)
     return _line(frame) if frame is not None and _is_users(frame) else None
 
 
 def is_called_by_torch(depth: int) -> bool:
-    """Return whether the caller `depth` frames up is code of torch or of this library."""
+    """Return whether the caller `depth` frames up is code of torch or Shardwise."""
     return sys._getframe(depth + 1).f_code.co_filename.startswith(OURS)
 
 
 def module_of(depth: int) -> str:
-    """Return the name of the module of the caller `depth` frames up."""
+    """Return the module name of the caller `depth` frames up."""
     return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
 
 
 def user_line() -> str | None:
-    """Return FILE:LINE of the innermost frame of user code."""
-    # Innermost rather than the direct caller: a library (a Trainer) may be in between.
+    """Return FILE:LINE of the innermost frame of user code, or None without such a frame."""
+    # Search all frames, because a library (a Trainer, for example) may be in between.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
@@ -85,9 +85,9 @@ def user_line() -> str | None:
 def _is_users(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
     if path.startswith(("<", *OURS)):
-        # "<string>", "<frozen ...>": generated code has no line that the user could change.
+        # Generated code ("<string>", "<frozen ...>") has no line that the user could change.
         return False
-    # A user's script may itself be an installed package, if it was started with -m.
+    # An installed package counts as user code only if it was started with -m.
     installed = _INSTALLED.search(path)
     if installed is not None and path[installed.end() :].split(os.sep)[0] not in USERS:
         return False
@@ -99,9 +99,9 @@ def _line(frame: FrameType) -> str:
 
 
 class WatchedAttribute:
-    """Replaces an attribute of World, and notes where user code reads it.
+    """Replaces an attribute of World, and records the lines of user code that read it.
 
-    User code reads `pretended` if that is set. The library always reads the true value.
+    If `pretended` is set, user code reads this value. The library always reads the true value.
     """
 
     def __init__(self, name: str, facts: Facts, plain: Any = None) -> None:
@@ -115,7 +115,7 @@ class WatchedAttribute:
             return self
         line = caller(1)
         if line is not None:
-            # is_main counts as a question for the rank.
+            # RANKS includes is_main, because it depends on the rank.
             self._facts.note("rank" if self._name in RANKS else "size", line)
             if self.pretended is not None:
                 return self.pretended
@@ -128,7 +128,7 @@ class WatchedAttribute:
 
 
 def watch(facts: Facts) -> None:
-    """Start to note what the script does, for the life of this process."""
+    """Start recording facts about the script, for the lifetime of this process."""
     for name in (*RANKS, *SIZES):
         setattr(World, name, WatchedAttribute(name, facts, vars(World).get(name)))
     for name, topic in (("get_rank", "rank"), ("get_world_size", "size")):
@@ -147,14 +147,14 @@ def watch(facts: Facts) -> None:
 
 
 def watch_horovod(facts: Facts) -> None:
-    """Start to note what a Horovod script does."""
+    """Start recording the calls of a Horovod script that depend on the rank or size."""
     horovod = import_module("shardwise.horovod")
     for name, topic in HOROVOD.items():
         _watch_calls(horovod, name, facts, topic)
 
 
 def _watch_calls(owner: Any, name: str, facts: Facts, topic: str) -> None:
-    """Note each call of `owner.name` by user code."""
+    """Record every line of user code that calls `owner.name`."""
     plain = getattr(owner, name)
 
     @wraps(plain)
@@ -170,7 +170,7 @@ def _watch_dropout(name: str, facts: Facts) -> None:
 
     @wraps(plain)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        # Positions and defaults of torch.nn.functional.dropout(input, p=0.5, training=True).
+        # As in the signature torch.nn.functional.dropout(input, p=0.5, training=True).
         chance = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         training = kwargs.get("training", args[2] if len(args) > 2 else True)
         if training and (chance or name == "rrelu"):
@@ -185,7 +185,7 @@ def _watch_attention(facts: Facts) -> None:
 
     @wraps(plain)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p).
+        # The signature is scaled_dot_product_attention(query, key, value, attn_mask, dropout_p).
         if kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
             facts.note("dropout", user_line())
         return plain(*args, **kwargs)
@@ -194,7 +194,7 @@ def _watch_attention(facts: Facts) -> None:
 
 
 def _note_weights(facts: Facts) -> None:
-    """Note `weight=` and `reduction=` of losses, and weights that contradict the graphs."""
+    """Record uses of `weight=` and `reduction=`, and weights that contradict the losses' graphs."""
     engine: Any = shardwise.Engine
     for name in ("backward", "forward_backward"):
         setattr(engine, name, _watch_weight(getattr(engine, name), facts))
@@ -211,7 +211,7 @@ def _note_weights(facts: Facts) -> None:
 def _watch_weight(plain: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
     @wraps(plain)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A library's choice of a reduction is described differently from the user's own line.
+        # Distinguish a library's reduction from the user's own, because their messages differ.
         by = "" if caller(1) is not None else " by a library"
         if kwargs.get("weight") is not None:
             facts.note(f"weight{by}", user_line())
@@ -223,14 +223,14 @@ def _watch_weight(plain: Callable[..., Any], facts: Facts) -> Callable[..., Any]
 
 
 def _follow_engines(facts: Facts) -> None:
-    """Note every engine when it is made, and the layers in its models."""
+    """Record every engine on creation, and its models' BatchNorm and dropout layers."""
     engine: Any = shardwise.Engine
     plain: Callable[..., None] = engine.__init__
 
     @wraps(plain)
     def made(self: Any, models: Any, optimizers: Any, **kwargs: Any) -> None:
         plain(self, models, optimizers, **kwargs)
-        # Alterations need models and optimizers later, at each step.
+        # Alterations need the models and optimizers in each step.
         self.verified = _several(models), _several(optimizers)
         facts.engines.append(self)
         for model in self.verified[0]:
@@ -238,7 +238,7 @@ def _follow_engines(facts: Facts) -> None:
             for name, module in model.named_modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     facts.note("batch_norm", name or type(module).__name__)
-                # RNN kernels apply dropout inside, without a call of F.dropout.
+                # RNN kernels apply dropout internally, without calling F.dropout.
                 if isinstance(module, nn.RNNBase) and module.dropout:
                     facts.note("dropout", name or type(module).__name__)
 
