@@ -9,8 +9,7 @@ def main() -> int:
 
     Ctrl-C during the imports terminates the process without a traceback, as with other commands.
     """
-    # Keep the current handler if SIGINT is ignored (as under nohup), or if this is not the main
-    # thread.
+    # Keep the current handler if SIGINT is ignored (under nohup), or outside the main thread.
     is_ours = (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
         and threading.current_thread() is threading.main_thread()

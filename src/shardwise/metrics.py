@@ -77,8 +77,7 @@ class Metrics:
         for name, value in values.items():
             product: Number = 0.0
             if isinstance(weight, Tensor):
-                # Don't use weight * value alone: a stand-in's values may be NaN, and 0 * NaN is
-                # NaN.
+                # Don't use weight * value alone: a stand-in's values may be NaN, as is 0 * NaN.
                 product = torch.where(weight != 0, weight * value, torch.zeros_like(weight))
             elif weight != 0:
                 product = value * weight

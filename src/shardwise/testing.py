@@ -59,7 +59,7 @@ def assert_same_training(
     """Assert that training under several placements gives the result of plain PyTorch.
 
     It trains once in plain PyTorch and once per placement, and compares every loss, gradient norm,
-    parameter, buffer and optimizer state. By default it trains in fp64, with a tolerance of 1e-8.
+    parameter, buffer and optimizer state. By default, results are compared in fp64, to within 1e-8.
 
     Args:
         make: Returns `(model, optimizer, batches, loss_of)`. `batches` are global batches: nested

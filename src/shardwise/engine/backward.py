@@ -143,8 +143,7 @@ class BackwardRunner:
             found.append((loss_terms.read(loss, micro[number][0]), factors[number]))
 
         share = self._share(of, summed=summed)
-        # In a mean, a micro-batch's share is proportional to its rows. A sum always has a share of
-        # 1.
+        # In a mean, a micro-batch's share is proportional to its rows. A sum's share is always 1.
         whole = 1 if summed else max(sum(rows for rows, _ in micro), 1)
         parts = [
             (factor, part, share * (bool(rows) if summed else rows) / whole)
@@ -293,7 +292,8 @@ class BackwardRunner:
             self._objects.states.gradients.abandon()
         is_sole = is_sole and not self._accumulation.backwards
         seed, rest = self._weighting.seed(loss, factor, share, is_sole=is_sole)
-        # A sole loss with weight 0 still counts 1 here; its weight makes the step be skipped later.
+        # A sole loss with weight 0 still counts 1 here; the step is skipped later because of its
+        # weight.
         counts = 1.0 if is_sole else factor
         with self._collecting(counts, rest, last=last, keep_graph=keep_graph):
             torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())

@@ -163,7 +163,7 @@ def _outline(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
-    """Return this rank's counterpart of an entry of rank 0's state, with tensors unfilled."""
+    """Return `entry`, or the tensor that it describes, whose values are filled in later."""
     if not isinstance(entry, _Tensor):
         return entry
     if isinstance(old, Tensor) and tuple(old.shape) == entry.shape and old.dtype == entry.dtype:

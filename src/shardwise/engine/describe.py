@@ -29,6 +29,7 @@ class _Row:
 
     def is_like(self, other: _Row) -> bool:
         count = len(self.names)
+        # A merged row holds totals, so compare values per unit.
         mine = [self.parameters // count, *(size // count for size in self.sizes)]
         return mine == [other.parameters, *other.sizes]
 
@@ -100,6 +101,7 @@ def _title(spec: EngineSpec, transport: str) -> str:
 
 def _rows(states: States) -> list[_Row]:
     """Return one row per unit, or a single row for the model if parameters are replicated."""
+    # If parameters are replicated, a bucket may span several units, so there is only one row.
     rows = {0: _Row(["the model"])}
     unit_of = dict.fromkeys((t.parameter for t in states.parameters.named), 0)
     if states.shown is not None:

@@ -64,6 +64,7 @@ def nonfinite_error(
         samples=[index for indices in accumulation.indices for index in indices],
     )
     reports: list[_RankReport] = group.gather_objects(mine)
+    # With sharded gradients each rank checks only its own part, so combine the names.
     names = sorted({name for each in reports for name in each.parameters})
     return NonFiniteError(
         f"Step {step}: the gradient is not finite in {_shortened(names)}. {_origin(reports)} "
@@ -79,6 +80,7 @@ def _origin(reports: Sequence[_RankReport]) -> str:
         return f"The cause is {' and '.join(accused)}."
     if len(reports) == 1:
         return f"The loss is finite; samples {_shortened(reports[0].samples)}."
+    # Finite parts with a non-finite sum: the sum itself overflowed.
     if all(each.gradient_is_bad is False for each in reports):
         return "The sum over the ranks has overflowed (each rank's own part is finite)."
     samples = "; ".join(

@@ -34,7 +34,7 @@ from shardwise.states.step_hooks import StepHooks
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Models, optimizers, settings and process groups. Unchanged when states are rebuilt."""
+    """Models, optimizers, settings and process groups, which outlive a rebuild of the states."""
 
     models: tuple[nn.Module, ...]
     optimizers: tuple[optim.Optimizer, ...]
@@ -79,12 +79,12 @@ class EngineSpec:
 
     @cached_property
     def extra_sets(self) -> ExtraSets:
-        """Additional checkpoint tensors besides model, optimizers and progress."""
+        """Checkpoint tensors other than model, optimizers and progress."""
         return IslandSets(self.hooks, self.peers)
 
     @property
     def staleness(self) -> StalenessRule | None:
-        """The staleness rule of islands (`--behind`), or None without the flag or other islands."""
+        """The staleness rule of islands; None without `--behind` or with a single island."""
         return self.settings.staleness_rule if self.has_peers else None
 
     @property
@@ -99,7 +99,10 @@ class EngineSpec:
 
     @property
     def apart(self) -> Collectives:
-        """Ranks with the same index in islands with different weights, or only this rank."""
+        """Ranks with the same index in each island, if islands have different weights.
+
+        Otherwise only this rank.
+        """
         return self.peers if self.staleness is None else Solo()
 
     @property
@@ -154,7 +157,7 @@ class EngineSpec:
 
     @cached_property
     def summation(self) -> Summation:
-        """How gradients are summed over passes and ranks: in any order, or in a fixed tree."""
+        """How gradients are added across passes and ranks: in any order, or in a fixed tree."""
         return Summation() if self.micro_shards is None else in_tree(self.micro_shards)
 
     @cached_property

@@ -49,7 +49,7 @@ class EngineState:
     accumulation: LossAccumulation
     """This rank's backward passes since the last step."""
     extra_sets: ExtraSets
-    """Additional checkpoint tensors besides model, optimizers and progress."""
+    """Checkpoint tensors other than model, optimizers and progress."""
     steps: int = 0
     """Number of completed steps."""
     totals: StepTotals | None = None
@@ -95,12 +95,13 @@ class EngineState:
 
     def continue_at(self, steps: int) -> None:
         """Set the number of completed steps, after loading a checkpoint."""
+        # Otherwise schedulers created after a resume warn that the optimizer has not stepped.
         if steps:
             usage_checks.mark_schedulers(self.spec.optimizers)
         self.steps = steps
 
     def refuse_in_step(self, call: str) -> None:
-        """Raise UsageError if `call` is made inside a step, or inside an EMA or anchor block."""
+        """Raise UsageError if `call` is made during a step, or in an EMA or anchor block."""
         if self.accumulation.backwards:
             raise UsageError(
                 f"{call} between engine.backward and engine.step: call it after the step."

@@ -3,9 +3,8 @@
 checkpoints/
 ├── generator/step-100/           a checkpoint of each engine, like any other
 ├── discriminator/step-500/
-└── together-7.json               written last: lists the checkpoints that belong together, each
-with
-                                  the CRC-32 of its checkpoint.json
+└── together-7.json               written last: lists the checkpoints that belong together, with
+                                  the CRC-32 of each one's checkpoint.json
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class Engines:
         self._home: Path | None = None
         self._resumes = False
         self._joined: tuple[int, Path] | None = None
-        """The last save in `_home`: this process's number of steps at that time, and the file's
-        path."""
+        """The last save in `_home`: this process's number of steps then, and the file's path."""
         self.saves = 0
 
     def save(self, folder: str | PathLike[str], keep: int | None = None) -> Path | None:
@@ -157,7 +155,7 @@ class Engines:
         return number
 
     def _settle_in(self, home: Path) -> None:
-        """Make `home` the folder that is also saved to when a signal stops the run."""
+        """Make `home` the folder to which a save on a signal also goes."""
         if self._home is None:
             self._world.preemption.heed(self._is_between_steps, self._join_at_the_end)
         if home != self._home:
@@ -194,9 +192,7 @@ class Engines:
 
 
 def _sum(checkpoint: Path) -> str:
-    """Return the CRC-32 of a checkpoint's document, which itself contains the checksums of all
-    files.
-    """
+    """Return the CRC-32 of a checkpoint's document, which lists the checksums of all its files."""
     return crc_of((checkpoint / DOCUMENT).read_bytes())
 
 

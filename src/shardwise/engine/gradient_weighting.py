@@ -148,10 +148,10 @@ class GradientWeighting:
 
     Args:
         scale: The loss scale.
-        group: The ranks that step together.
+        group: The data-parallel ranks whose gradients are summed.
         parts: Aggregates the ranks' statistics.
         crosses: True if gradients cross between ranks inside the graph (SyncBatchNorm).
-        alone: True if one worker computes the whole step, and sums may be in any order.
+        alone: True if one worker computes the entire step, and sums may be in any order.
     """
 
     def __init__(
@@ -173,8 +173,7 @@ class GradientWeighting:
         self._had_several = False
         self._unit: float | None = None
         self._varies = False
-        """True if weights are not all 1, so that a different unit would change the result's last
-        bits."""
+        """True if weights are not all 1, so that a different unit would change the rounding."""
 
     def begin(self, weight: float | Tensor, share: float) -> None:
         """Estimate the unit from every rank's first `weight` and `share`.
@@ -191,8 +190,8 @@ class GradientWeighting:
 
     def is_sole(self, weight: float | Tensor, share: float) -> bool:
         """Return whether this is probably the step's only backward pass, on the only worker."""
-        # After a step with several backward passes, expect several again: `settle` would wait for a
-        # GPU.
+        # After a step with several backward passes, expect several again: `settle` would
+        # synchronise.
         has_weight = isinstance(weight, Tensor) or weight > 0
         return self._alone and not self._had_several and has_weight and share > 0
 
@@ -253,9 +252,7 @@ class GradientWeighting:
         return total_weight / self._divisor
 
     def clear(self, *, several: bool | None = None) -> None:
-        """Reset for the next step. `several` is True if the completed step had several backward
-        passes.
-        """
+        """Reset for the next step. `several`: the completed step had several backward passes."""
         self._sole = None
         self._had_several = self._had_several if several is None else several
 

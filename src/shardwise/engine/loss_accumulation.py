@@ -72,8 +72,7 @@ class LossAccumulation:
     """Maps each backward pass that counted items to a number that is the same on all ranks if its
     weight fits all losses of these items."""
     needs_sole_loss: bool = False
-    """True if a loss mixes sums and means, so that no weight is right together with other
-    losses."""
+    """True if a loss mixes sums and means, so that no weight fits if there are other losses."""
 
     def clear(self) -> None:
         """Reset for the next step."""
@@ -98,9 +97,7 @@ class LossAccumulation:
 
     @property
     def _is_open(self) -> bool:
-        """True if the next loss may be either a mean or a sum, because all losses so far have
-        weight 0.
-        """
+        """True if the next loss may be a mean or a sum: all losses so far have weight 0."""
         return not self.is_said and not self.weighted_backwards
 
     def term(
@@ -125,7 +122,7 @@ class LossAccumulation:
             weight: The loss's weight.
             given: True if the user passed the weight.
             divisor: Divisor of the summed losses; 0 for means.
-            same_items: Whether an earlier loss of this step has counted the same items; None to
+            same_items: Whether an earlier loss of this step has counted these items, or None to
                 infer it.
             terms: The terms found in the loss's graph.
 
@@ -164,7 +161,7 @@ class LossAccumulation:
         """
         number = self.backwards
         self.shares += 0.0 if term.is_repeated else share
-        # A weight of 0 does not show whether the loss is a mean or a sum, as in `term`.
+        # As in `term`, a weight of 0 does not show whether the loss is a mean or a sum.
         is_said = (
             _is_counted(term.weight.items) if term.given else bool(term.terms.terms or term.parts)
         )

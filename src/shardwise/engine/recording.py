@@ -36,6 +36,7 @@ class Recording:
         self._inputs = ForwardInputs(_named(state.spec), lambda: world.current_batch.batch)
         self._rows = 0
         self._log.note("rank", {"driver": "engine"})
+        # Record step 0, the state before training.
         self._write({})
 
     def stepped(self, stats: StepStats, weight: float) -> None:

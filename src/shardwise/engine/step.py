@@ -144,9 +144,7 @@ class StepRunner:
     # -- checks -----------------------------------------------------------------------------
 
     def _check_begun(self, call: str) -> None:
-        """Raise UsageError if there was no backward pass since the last step, or inside
-        `world.alike()`.
-        """
+        """Raise UsageError if this step has had no backward pass, or inside `world.alike()`."""
         self._world.draws.check_outside(call)
         if not self._accumulation.backwards:
             raise UsageError(
@@ -229,8 +227,7 @@ class StepRunner:
             self._check_consistent(totals)
             if self._hooks is not None:
                 if self._hooks.replaces_sums:
-                    # Check now, because when these sums are applied, their samples are no longer
-                    # known.
+                    # Check now: when these sums are applied, their samples are no longer known.
                     self._check_finite(totals)
                 with self._backward.abandoning():
                     totals = self._hooks.after_exchange(state, totals)
@@ -264,9 +261,7 @@ class StepRunner:
     # -- decide -----------------------------------------------------------------------------
 
     def _scale_of(self, totals: StepTotals) -> float:
-        """Return the factor that turns summed gradients into their mean; 0 if the total weight is
-        0.
-        """
+        """Return the factor from summed gradients to their mean, or 0 if the total weight is 0."""
         return 1.0 / self._state.weighting.divisor(totals.denominator) if totals.weight else 0.0
 
     def _factor(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> float:
@@ -297,8 +292,8 @@ class StepRunner:
     def _check_finite(self, totals: StepTotals) -> None:
         """Raise NonFiniteError on all ranks if a gradient is not finite.
 
-        Does nothing if a loss scale or `--nonfinite skip` makes the step be skipped instead.
-        Collective if it raises.
+        Does nothing if a loss scale or `--nonfinite skip` is active, because the step is then
+        skipped. Collective if it raises.
         """
         state, settings = self._state, self._spec.settings
         skips = state.scale.active or settings.nonfinite != "stop"
@@ -383,8 +378,9 @@ class StepRunner:
     # -- clear ------------------------------------------------------------------------------
 
     def _finish(self, totals: StepTotals, stats: StepStats) -> StepStats:
-        """Complete the step: clear gradients, advance counters, record results. Return the
-        statistics.
+        """Complete the step: clear gradients, advance counters, record results.
+
+        Returns the step's statistics.
         """
         # Announce the weight before `_clear`, which drops the terms.
         if self._state.steps == 0 and (terms := self._accumulation.first_terms) is not None:
@@ -431,9 +427,7 @@ class StepRunner:
         state.parameters_changed()
 
     def _count(self) -> None:
-        """Advance the step counters, and report the step to the progress display, watchdog and
-        timeline.
-        """
+        """Advance the step counters, and report the step to progress, watchdog and timeline."""
         state, world = self._state, self._world
         usage_checks.mark_schedulers(self._spec.optimizers)
         state.steps += 1

@@ -30,7 +30,10 @@ class Aggregation:
         self._rank = rank
 
     def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:
-        """Return the seed after `backwards` backward passes of `step`, or None to not reseed."""
+        """Return the seed after `backwards` backward passes of `step`.
+
+        None leaves the generators unchanged.
+        """
         return None if backwards else seed_from(seed, "step", engine, step, self._rank)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:

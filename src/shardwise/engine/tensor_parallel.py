@@ -86,7 +86,7 @@ def _agree_on_splits(
 def _find_splits(
     spec: EngineSpec, parts: int, plan: TensorPlan, trials: known_modules.SplitTrials
 ) -> list[SplitGroup] | ModelError:
-    """Return the splits that this rank finds, or its error, which is later raised on all ranks."""
+    """Return the splits that this rank finds, or its error, to raise on all ranks later."""
     try:
         planned = plans.match_modules(spec.models, spec.prefixes, plan)
         groups = plans.split_by_plan(planned, parts)

@@ -127,6 +127,7 @@ def make_residency(
     ]
 
     def sharded_units_in(module: nn.Module) -> list[int]:
+        # Units without sharded parameters need no gather.
         return [n for n in units_in(sections, module) if units[n].buckets and not units[n].always]
 
     return Residency(parameters, units, group, order, sharded_units_in)

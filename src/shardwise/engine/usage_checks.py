@@ -143,7 +143,7 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
 def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
     """Return the error for a step whose losses cannot be weighted by a single number each.
 
-    `losses` has the descriptions of each worker's losses.
+    `losses` contains descriptions of each worker's losses.
     """
     return UsageError(
         "Losses of this step cannot be weighted by one number, so the result would differ from a "
@@ -159,7 +159,7 @@ def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
 def other_weights(losses: Sequence[Sequence[str]]) -> str:
     """Return the warning that a `weight=` differs from the number of items in the graphs.
 
-    `losses` has the descriptions of each worker's losses.
+    `losses` contains descriptions of each worker's losses.
     """
     return (
         "weight= is not proportional to the number of items that these losses are means over, so "
@@ -224,9 +224,9 @@ def check_block(*, averaged: bool, uneven: bool, whole: bool = False) -> None:
 
 
 def check_reachable(loss: Tensor, *, several: bool) -> None:
-    """Raise UsageError if reentrant checkpointing hid the parameters from the backward pass.
+    """Raise UsageError if reentrant checkpointing hid the parameters from a backward pass.
 
-    Call it after a backward pass without gradients. With several engines, `torch.autograd.backward`
+    Call it if a backward pass gave no gradients. With several engines, `torch.autograd.backward`
     gets `inputs=`, and torch then does not look inside segments of reentrant checkpointing.
     """
     # Walk the graph only after a backward pass without gradients: a large graph takes milliseconds.

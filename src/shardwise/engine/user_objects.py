@@ -290,7 +290,7 @@ class UserObjects:
         self.buffers.meet(self._synchronised)
 
     def check_passes(self) -> None:
-        """Raise errors of forward passes that no step will report any more.
+        """Raise errors from forward passes that no later step would report.
 
         These are gathers in different orders (raised on all ranks) and writes that reach no shard.
         """
@@ -543,7 +543,7 @@ class UserObjects:
         return True
 
     def leave_in_child(self) -> None:
-        """Leave gradients to plain autograd in a forked child, and release gathered parameters."""
+        """Leave gradients to plain autograd in a forked child, and release sharded parameters."""
         self.states.gradients.detach()
         shown = self.states.shown
         if shown is not None and self.spec.shard_group.size > 1:

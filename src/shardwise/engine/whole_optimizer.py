@@ -78,7 +78,9 @@ def whole(
     finally:
         is_open = True
         optimizer.param_groups[:] = [
-            g.restore_group() if isinstance(g, WatchedGroup) else g for g in optimizer.param_groups
+            # The method may have added or replaced groups, so restore only the wrapped ones.
+            g.restore_group() if isinstance(g, WatchedGroup) else g
+            for g in optimizer.param_groups
         ]
         if kept and isinstance(state, StateOfEngine):
             left = dict(optimizer.state)  # the method may have assigned a new mapping
@@ -95,6 +97,7 @@ def _take_masters(
     masters: Mapping[nn.Parameter, Tensor], dtypes: Mapping[nn.Parameter, torch.dtype]
 ) -> dict[nn.Parameter, Tensor]:
     """Return the values that the method left behind, and cast parameters back to their `dtypes`."""
+    # Read the values before the cast, while the parameters still hold fp32 values.
     left = {parameter: parameter.detach() for parameter in masters}
     for parameter, dtype in dtypes.items():
         parameter.data = parameter.detach().to(dtype)

@@ -86,8 +86,7 @@ def _writers(spec: EngineSpec, states: States) -> Collectives:
 
 
 def _spread_writes(spec: EngineSpec, states: States, group: Collectives) -> set[int]:
-    """Broadcast the first rank's values of all unsplit parameters and buffers to `group`.
-    Collective.
+    """Broadcast the first rank's unsplit parameters and buffers to `group`. Collective.
 
     Returns the indices of the parameters that were written to.
     """
@@ -143,8 +142,9 @@ def _joined(
 
 
 def _check_unwritten(spec: EngineSpec, states: States) -> None:
-    """Raise BrokenView on all ranks if a split parameter was written to in a read-only block.
-    Collective.
+    """Raise BrokenView on all ranks if a split parameter was written to. Collective.
+
+    For blocks that are only for reading.
     """
     if spec.tensor is None:
         return

@@ -68,6 +68,7 @@ def library_call(frame: FrameType | None) -> str:
     """Return the library function that the user's code called, such as "engine.backward", or ""."""
     called = ""
     while frame is not None and not _is_users(frame.f_code.co_filename):
+        # Overwrite on the way outward: the outermost library frame is what the user called.
         if frame.f_code.co_filename.startswith(OURS):
             called = _as_called(frame.f_code.co_qualname)
         frame = frame.f_back
@@ -152,6 +153,7 @@ def process_state(pid: int, since: int | None) -> str | None:
     if since is None:
         return None
     fields = _stat_fields(pid)
+    # A different start time means that the PID was reused by a later process.
     if not fields or int(fields[19]) != since:
         return ENDED
     return _STATES.get(fields[0], fields[0])

@@ -220,8 +220,7 @@ class StatusServer:
     def ask(self, ranks: Collection[int], *, stack: bool = False) -> dict[int, RankStatus | str]:
         """Return the status of each of `ranks`, or a text that says why it does not answer."""
         question = {"ask": "where", "stack": stack}
-        # Don't ask a process on this host that is stopped or has exited: it would only cost the
-        # timeout.
+        # Don't ask a stopped or exited process on this host: it would only cost the timeout.
         states = {rank: self._known_state(rank) for rank in ranks}
         reachable = [rank for rank, state in states.items() if state not in process_status.SILENT]
         answers = self._ask(reachable, question, ANSWER_SECONDS)
@@ -357,9 +356,9 @@ class StatusServer:
         return wait_graph.find_blocking_ranks(self.rank, missing, self._ask_twice)
 
     def _ask_twice(self, ranks: Collection[int]) -> dict[int, RankStatus | str]:
-        """Ask for statuses, then ask again the ranks that wait for nobody.
+        """Ask ranks for their status, and ask those that wait for nobody a second time.
 
-        They may be between two waits.
+        They may have been between two waits.
         """
         statuses = self.ask(ranks)
         unsure = [r for r, w in statuses.items() if isinstance(w, RankStatus) and not w.missing]
@@ -381,8 +380,7 @@ class StatusServer:
         if self.abort is None:
             self.abort = abort
             wait = self.waits.longest()
-            # Also tell the ranks that this one waits for: they may never start a wait, and so never
-            # ask.
+            # Also tell the ranks that this one waits for: they may never wait, and so never ask.
             awaited = wait.missing() if wait else ()
             question = {"ask": "abort", "abort": asdict(abort)}
             self._ask({*self.ranks[:KEEPERS], *awaited}, question, ABORT_SECONDS)

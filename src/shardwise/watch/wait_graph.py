@@ -97,6 +97,7 @@ def find_blocking_ranks(asker: int, missing: Collection[int], ask: AskStatuses) 
             if isinstance(answer, RankStatus) and answer.abort is not None:
                 return BlockingRanks(ranks=(rank,), statuses=statuses, abort=answer.abort)
         frontier = further - statuses.keys() - {asker}
+    # If every rank that was asked is itself waiting, the waits form a cycle.
     ranks = tuple(sorted(blocking or statuses))
     return BlockingRanks(ranks=ranks, statuses=statuses, is_circle=not blocking)
 

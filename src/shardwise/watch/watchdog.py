@@ -96,8 +96,7 @@ class Watchdog:
     def _report(self) -> None:
         """Write the hang report to stderr, once for all requests within a short time."""
         now = time.monotonic()
-        # All waiting ranks send their requests at about the same time, and one report serves them
-        # all.
+        # All waiting ranks ask at about the same time, and a single report serves them all.
         if self._reported is not None and now - self._reported < self._warn_after / 2:
             return
         self._reported = now

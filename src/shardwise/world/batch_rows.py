@@ -194,8 +194,7 @@ class BatchRows(ABC):
         """Number of this rank's rows in the batch that the Loader or `world.share` returned last.
 
         It is 0 for a stand-in: a row that this rank got only so that it runs the same code as the
-        others. In your own sums and counts, use only the first `world.rows` rows: `scores[:
-        world.rows]`.
+        others. In your own sums and counts, use only the first rows: `scores[: world.rows]`.
 
         Raises:
             DataError: There has been no batch yet.

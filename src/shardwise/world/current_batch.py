@@ -112,8 +112,7 @@ class CurrentBatch:
             try:
                 yield
             finally:
-                # Do this before the contexts exit: on exit, all ranks participate in collectives
-                # again.
+                # Do this before the contexts exit, when all ranks participate in collectives again.
                 self._apart -= 1
 
     def check_even(self, call: str) -> None:
@@ -136,8 +135,8 @@ class CurrentBatch:
         if stream in self.streams:
             self.streams.remove(stream)
             if self.batch is stream.batch:
-                # An inner loop (such as an evaluation) has ended, so the outer loop's batch is
-                # current again.
+                # An inner loop (an evaluation) has ended, so the outer loop's batch is current
+                # again.
                 given = [other.batch for other in self.streams if other.batch is not None]
                 self.batch = given[-1] if given else None
 
@@ -198,7 +197,7 @@ class CurrentBatch:
         return any(stream.training or stream.batch is None for stream in loops)
 
     def batch_of_forward(self, *, training: bool) -> Batch | None:
-        """Return the batch of the current forward pass. `training` means autograd is recording."""
+        """Return the batch of the current forward pass. `training`: autograd is recording."""
         given = self.training_streams() if training else []
         if not given or any(stream.batch is self.batch for stream in given):
             return self.batch
@@ -236,9 +235,8 @@ class CurrentBatch:
         return latest[0] if latest else given[-1] if given else None
 
     def _check_shared_stand_in(self, last: LoaderStream) -> None:
-        """Raise UsageError if a weighted loss may have been computed from a stand-in."""
-        # A stand-in's loss has weight 0, but a loss of rows that the script itself selected has a
-        # weight.
+        """Raise UsageError if it is unclear whether a weighted loss came from a stand-in."""
+        # A stand-in's loss has weight 0, but a loss of rows that the script selected itself counts.
         assert last.batch is not None
         several = len({batch.samples == 0 for batch in [last.batch, *self._shared]}) > 1
         if several or (last.trained and last.batch.samples == 0):

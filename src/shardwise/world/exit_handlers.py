@@ -27,6 +27,7 @@ def unregister(function: Callable[[], Any]) -> None:
 
 
 def _in_forked_child() -> None:
+    # atexit cannot skip handlers in a child, so unregister them right after the fork.
     for function in _registered:
         atexit.unregister(function)
     _registered.clear()

@@ -86,8 +86,7 @@ def enter(
     error_file.watch_exceptions()
     chosen, _ = config.resolve(config.sources(os.environ, keywords))
     identity = launcher_detection.identify()
-    # The local rank selects the GPU. If the launcher sets none, ranks must first connect to learn
-    # it.
+    # The local rank selects the GPU. If the launcher does not set it, ranks must connect first.
     identity = collectives.place(identity, chosen.timeout, chosen.rendezvous)
     try:
         device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")

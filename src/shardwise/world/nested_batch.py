@@ -203,8 +203,8 @@ def _has_dims(leaf: Any) -> bool:
 
 
 _SEVERAL = 6
-"""Number of tensors of the same shape and dtype from which they are more likely samples than
-columns. A language model's batch has up to five columns (ids, mask, types, positions, labels)."""
+"""Lists with at least this many tensors of the same shape and dtype are assumed to hold samples. A
+language model's batch has up to five columns (ids, mask, types, positions, labels)."""
 
 
 def _lists_of_one_form(batch: Any) -> Iterator[Any]:

@@ -92,8 +92,7 @@ class TensorLog:
             ) from error
         wanted = folder / WANTED
         self._wanted: set[str] | None = None
-        # `verify` writes this file for a second run, once the fingerprints have shown where to
-        # look.
+        # `verify` writes this file for a second run, after comparing the fingerprints.
         if wanted.exists():
             self._wanted = set(json.loads(wanted.read_text())["names"])
 

@@ -97,7 +97,7 @@ class _ToFile:
         """Write events and the current memory use. Raises OSError if that fails."""
         first = self._ahead is None
         self._measure()
-        # Write the events from before the clock was known first.
+        # First write the events from before the clock was known.
         self._held += notes
         if self._ahead is None:
             if len(self._held) > HELD:

@@ -87,8 +87,7 @@ class World(BatchRows, HintsAtAttributes):
         self.local_size = identity.local_size
         self.launcher = identity.launcher
         self.device = device
-        # This can change with elastic islands: if rank 0 leaves, the first remaining rank takes
-        # over.
+        # With elastic islands this can change: see `_update_main`.
         self.is_main = group.leads
         self.host = socket.gethostname()
         self.seed = 0
