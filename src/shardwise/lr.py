@@ -30,7 +30,7 @@ def factor(workers: float, scaling: str = "linear") -> float:
     """Return the factor of the learning rate for a global batch that is `workers` times as large.
 
     Args:
-        workers: How many times larger the batch is, above 0.
+        workers: Ratio of the new batch size to the old one, above 0.
         scaling: "linear", "sqrt" or "none".
 
     Raises:
@@ -80,14 +80,14 @@ class ScaledLR(LRScheduler):
     Args:
         optimizer: The user's optimizer.
         steps_per_epoch: Training steps per epoch, such as `len(loader)`.
-        workers: How many times larger the global batch is than that of a single worker. Default:
+        workers: Ratio of the global batch size to that of a single worker. Default:
             `world.data_size`; with `--islands` the number of replicas per island, because each
             island steps on its own rows.
         scaling: "linear" (default), "sqrt" or "none".
         warmup_epochs: Length of the warm-up in epochs, possibly fractional; 0 for none. Default: 5.
-        momentum_correction: Multiply a step's momentum by the preceding change of the learning
-            rate. For optimizers whose velocity contains the learning rate (v = m v + lr g). torch's
-            optimizers (v = m v + g) need no correction. Default: False.
+        momentum_correction: Multiply each step's momentum by the ratio of its learning rate to the
+            previous step's. For optimizers whose velocity contains the learning rate (v = m v + lr
+            g). torch's optimizers (v = m v + g) need no correction. Default: False.
 
     Raises:
         ConfigError: An argument is out of range.

@@ -124,7 +124,7 @@ class BackwardRunner:
             micro = runner.split_batch(batch, count)
         else:  # the caller has split it; for sums, the parts need no rows
             micro = [(1 if summed else runner.row_count(part), part) for part in batch]
-        # A stand-in has weight 0 in every micro-batch, whatever `weight` returns for it.
+        # A stand-in has weight 0 in every micro-batch, even if `weight` returns something else.
         empty = of is not None and of.samples == 0
         items = [
             0.0 if empty or not rows else float(weight(*part) if weight else rows)
@@ -224,7 +224,7 @@ class BackwardRunner:
         replicas = self._spec.replicas
         groups = self._world.data_size // replicas
         if self._spec.micro_shards is not None:
-            # so that shares do not depend on the number of workers
+            # Use the number of micro-shards, so that shares do not depend on the number of workers.
             replicas = self._spec.micro_shards.count
         return share_of(batch, summed=summed, replicas=replicas, groups=groups)
 
@@ -263,7 +263,7 @@ class BackwardRunner:
         self._accumulation.add(loss, term, divisor, share, compares=compares)
         if self._accumulation.backwards > 1 and len(kinds := self._accumulation.kinds) > 1:
             start_lines.announce_kinds(self._world, self._spec, kinds)
-        # per micro-shard in exact mode; otherwise a no-op after a backward pass
+        # Reseeds after every backward pass in exact mode; otherwise only a step reseeds.
         self._randoms.reseed()
         # Do this last: from here until the step, any use of `param.grad` raises, because its value
         # is a pending sum.
@@ -329,7 +329,7 @@ class BackwardRunner:
         if len(living) == 1:
             return None
         # Without inputs=, autograd would also run the hooks of other engines' parameters. Leave out
-        # frozen parameters, for which torch raises.
+        # frozen parameters, because torch rejects them.
         named = (each.parameter for each in self._objects.states.parameters.named)
         return [parameter for parameter in named if parameter.requires_grad]
 

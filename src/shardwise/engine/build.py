@@ -135,8 +135,7 @@ def build(
 
     Args:
         spec: The models, optimizers, settings and process groups.
-        masters: fp32 values of 16-bit parameters, where they are known more precisely than the
-            parameters show.
+        masters: Known fp32 values of 16-bit parameters. Other masters start from the parameters.
         averages: EMA values to continue from, or None to start from the parameters.
         anchor: Anchor values to continue from, with islands.
     """

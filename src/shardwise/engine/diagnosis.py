@@ -36,7 +36,7 @@ class Skips:
 
 @dataclass(frozen=True, kw_only=True)
 class _RankReport:
-    """What one rank reports about the failed step."""
+    """One rank's report about the failed step."""
 
     parameters: list[str]
     loss_is_bad: bool

@@ -157,7 +157,7 @@ class EngineSpec:
 
     @cached_property
     def summation(self) -> Summation:
-        """How gradients are added across passes and ranks: in any order, or in a fixed tree."""
+        """The way gradients are added across passes and ranks: in any order, or in a tree."""
         return Summation() if self.micro_shards is None else in_tree(self.micro_shards)
 
     @cached_property

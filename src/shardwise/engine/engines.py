@@ -105,7 +105,7 @@ class Engines:
         if joined is not None:
             if keep is not None and self._world.is_main:
                 for _, path in _marks(home)[keep:]:
-                    # harmless leftover: its checkpoints are deleted already
+                    # Ignore a file that remains: without its checkpoints it is harmless.
                     with suppress(OSError):
                         path.unlink()
             # If the run was resumed from another folder, treat this save as a copy: a save on a
@@ -155,7 +155,7 @@ class Engines:
         return number
 
     def _settle_in(self, home: Path) -> None:
-        """Make `home` the folder to which a save on a signal also goes."""
+        """Use `home` for saves on a signal too."""
         if self._home is None:
             self._world.preemption.heed(self._is_between_steps, self._join_at_the_end)
         if home != self._home:

@@ -51,7 +51,10 @@ def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
 
 
 class ExactAggregation(Aggregation):
-    """Adds up reports in exact mode: one report per micro-shard, and sums that round once."""
+    """Adds up the ranks' reports in exact mode, rounding only once.
+
+    Each micro-shard is reported separately.
+    """
 
     def __init__(self, shards: MicroShards) -> None:
         super().__init__(shards.rank)
@@ -63,7 +66,10 @@ class ExactAggregation(Aggregation):
         return seed_from(seed, "micro-shard", engine, step, number)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
-        """Estimate from the first micro-shard, which rank 0 runs for any number of ranks."""
+        """Estimate the step's total weight and number of backward passes.
+
+        Uses the first micro-shard, which rank 0 runs for any number of ranks.
+        """
         return weights[0] * self._shards.count, self._shards.count
 
     def check(self, backwards: int) -> None:

@@ -252,15 +252,17 @@ class GradientWeighting:
         return total_weight / self._divisor
 
     def clear(self, *, several: bool | None = None) -> None:
-        """Reset for the next step. `several`: the completed step had several backward passes."""
+        """Reset for the next step.
+
+        `several` is True if the completed step had several backward passes.
+        """
         self._sole = None
         self._had_several = self._had_several if several is None else several
 
     def follow(self, total_weight: float, count: int, shares: float) -> None:
         """Set the unit from a step with `count` backward passes, whose seeds add up to `shares`."""
         self._varies = total_weight != count
-        # Round, because exact mode needs the same unit regardless of the order in which ranks add
-        # shares.
+        # Round, because exact mode needs the same unit in whichever order ranks add the shares.
         shares = round(shares * _SHARE_GRAIN) / _SHARE_GRAIN
         self._unit = total_weight / shares if total_weight > 0 and shares > 0 else 1.0
 

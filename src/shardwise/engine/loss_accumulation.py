@@ -21,7 +21,7 @@ _PLACES = 1 << 20
 
 @dataclass(frozen=True)
 class LossTerm:
-    """How one loss contributes to its step.
+    """One loss's contribution to its step.
 
     batch    the batch it was computed from
     weight   its weight in the mean

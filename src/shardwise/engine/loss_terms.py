@@ -154,7 +154,7 @@ def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
 
 @dataclass(frozen=True)
 class _Scale:
-    """How a scalar is scaled on the way from its term to the loss.
+    """Scaling of a scalar between its term and the loss.
 
     `factor` is the product of the known numbers that it is multiplied by. `count` is the number
     that it is divided by: None if there is no division, NaN if a hook keeps the number.
@@ -413,7 +413,7 @@ class _Walk:
     def _sum(
         self, counted: Number, numel: int, source: str, scale: _Scale, *, has_rows: bool = False
     ) -> None:
-        """Add the term of a sum of `numel` elements, of which `counted` are not masked.
+        """Add the term of a sum of `numel` elements. `counted` is the number of unmasked ones.
 
         The term becomes a mean if the sum was divided by that number.
         """

@@ -133,7 +133,7 @@ def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
 
 
 def _wrong_extra_keys(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """Return the error in the keys that torch ignores, or None if they are correct."""
+    """Return the error in a key that torch ignores, or None if all are correct."""
     unit = state.get(DIVISOR, 1.0)
     if not isinstance(unit, int | float) or not 0 < unit < math.inf:
         return (

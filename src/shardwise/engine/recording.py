@@ -1,4 +1,4 @@
-"""Records the results of each of an engine's steps, for `shardwise verify` (--record-tensors).
+"""Records the results of every engine step, for `shardwise verify` (--record-tensors).
 
 Without the flag it has no cost. With it, each step is followed by a pass over all tensors of this
 rank in checkpoint form, so the records do not depend on the placement.

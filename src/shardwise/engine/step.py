@@ -261,7 +261,7 @@ class StepRunner:
     # -- decide -----------------------------------------------------------------------------
 
     def _scale_of(self, totals: StepTotals) -> float:
-        """Return the factor from summed gradients to their mean, or 0 if the total weight is 0."""
+        """Return the factor that turns gradient sums into means; 0 if the total weight is 0."""
         return 1.0 / self._state.weighting.divisor(totals.denominator) if totals.weight else 0.0
 
     def _factor(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> float:

@@ -21,7 +21,7 @@ def begin(world: World, settings: Settings, plan: TensorPlan | None) -> TensorPa
 
     Raises ConfigError if settings are incompatible with tensor parallelism.
     """
-    # ignore the plan, so that the same script runs with and without --tensor
+    # Ignore the plan, so that the same script runs with and without --tensor.
     if world.tensor_size == 1:
         return None
     if settings.compile:

@@ -89,7 +89,7 @@ def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
 
 
 def _shared_values(world: World) -> str:
-    """Name values that are the same on all workers, so that all workers can decide by them."""
+    """Name, for error messages, values that are the same on all workers."""
     # With islands, losses differ between islands.
     loss = "" if world.groups_apart > 1 else "engine.step().loss, "
     return f"{loss}sw.Metrics, world.any(flag)"
@@ -122,9 +122,8 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
         )
         return
     world.calls.stop_digesting()
-    # Name the first rank whose rows differ from rank 0's. It may be that all ranks are within the
-    # tolerance of rank 0, but two others are not within that of each other. In that case name the
-    # rank furthest from rank 0.
+    # Name the first rank whose rows differ from rank 0's. If all ranks are within the tolerance of
+    # rank 0, two other ranks differ from each other; then name the rank furthest from rank 0.
     digests = [rows for _, rows in gathered]
     apart = [n for n, each in enumerate(digests) if not nearly_alike([digests[0], each])]
     furthest = max(range(len(digests)), key=lambda n: abs(digests[n] - digests[0]))

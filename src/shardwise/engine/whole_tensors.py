@@ -109,7 +109,7 @@ def _joined(
     write: bool,
     here: bool = True,
 ) -> Iterator[None]:
-    """Inside the block, gather the full model on each rank, if it is split within a replica.
+    """Gather the full model on each rank inside the block, if it is split within a replica.
 
     Does nothing unless `here` is true. If `write` is true, all ranks of `group` end up with the
     values of its first rank.
@@ -144,7 +144,7 @@ def _joined(
 def _check_unwritten(spec: EngineSpec, states: States) -> None:
     """Raise BrokenView on all ranks if a split parameter was written to. Collective.
 
-    For blocks that are only for reading.
+    Called at the end of read-only blocks.
     """
     if spec.tensor is None:
         return

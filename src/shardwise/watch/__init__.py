@@ -1,4 +1,4 @@
-"""Reports hanging runs: which ranks wait, for which others, and what those are doing instead.
+"""Reports hanging runs: which ranks are waiting, for which ranks, and where those ranks are.
 
     waits.py          the open waits of this process, by thread
     status_server.py  a thread on each rank that answers other ranks, and requests to them

@@ -23,8 +23,8 @@ OURS = f"{Path(__file__).parents[1]}{os.sep}"
 STDERR = 2
 
 DEPTH = 6
-"""Maximum number of stack frames to report, for the user's code and for the calls inside it
-each."""
+"""Maximum number of stack frames to report: of the user's code, and again of the calls inside
+it."""
 
 
 OBJECTS = {
@@ -68,7 +68,7 @@ def library_call(frame: FrameType | None) -> str:
     """Return the library function that the user's code called, such as "engine.backward", or ""."""
     called = ""
     while frame is not None and not _is_users(frame.f_code.co_filename):
-        # Overwrite on the way outward: the outermost library frame is what the user called.
+        # Overwrite on the way outward, because the user called the outermost library function.
         if frame.f_code.co_filename.startswith(OURS):
             called = _as_called(frame.f_code.co_qualname)
         frame = frame.f_back
@@ -136,7 +136,7 @@ _STATES = {
 }
 ENDED = "ended"
 SILENT = (_STATES["T"], _STATES["t"], ENDED)
-"""Process states in which a rank cannot answer."""
+"""States of a process that cannot answer."""
 
 
 def process_start(pid: int | str = "self") -> int | None:

@@ -1,6 +1,6 @@
-"""Answers other ranks in a thread: where this rank is, and why it aborted.
+"""Answers other ranks' requests in a thread: where this rank is, and why it aborted.
 
-Also sends this rank's requests to others: for their status, their clocks, and the ranks they wait
+It also sends requests to other ranks: for their status and clocks, and for the ranks that they wait
 for.
 """
 
@@ -51,7 +51,7 @@ _living: WeakSet[StatusServer] = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """The address of a rank's status server, at `port` of `address`. Port 0 means it has none.
+    """The address of a rank's status server: `port` of `address`. Port 0 means it cannot be asked.
 
     `host` is equal for ranks that can see each other's processes. `pid` and its start time `begun`
     identify the process. `name` is a random name drawn by this rank.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
-    """Why rank `rank` aborted. `lost` is True if the cause is that another rank exited."""
+    """The reason why rank `rank` aborted. `lost` is True if another rank's exit is the cause."""
 
     rank: int
     text: str

@@ -1,4 +1,4 @@
-"""Watches this rank's long waits: compares calls, warns of a hang, ends an abandoned process.
+"""Watches this rank's long waits: compares calls, warns about hangs, ends abandoned processes.
 
 after 1 s   ask the missing ranks whether they are in the same collective
 warn_after  have one rank (rank 0 if possible) report who waits, who is missing, where each rank is

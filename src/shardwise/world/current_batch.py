@@ -197,7 +197,10 @@ class CurrentBatch:
         return any(stream.training or stream.batch is None for stream in loops)
 
     def batch_of_forward(self, *, training: bool) -> Batch | None:
-        """Return the batch of the current forward pass. `training`: autograd is recording."""
+        """Return the batch of the forward pass that is currently running.
+
+        `training` is True if autograd is recording.
+        """
         given = self.training_streams() if training else []
         if not given or any(stream.batch is self.batch for stream in given):
             return self.batch

@@ -46,7 +46,7 @@ class UnsteppedBackwards:
     def warn(self) -> None:
         """Print the warning to stderr, unless the script ended with an exception."""
         words = self.words()
-        # After an exception, a missing step is to be expected.
+        # After an exception, a missing step is no surprise.
         if words and getattr(sys, "last_value", None) is None:
             print(f"shardwise: {words}", file=sys.stderr, flush=True)
 

@@ -98,8 +98,8 @@ class StepLog:
     def closed(self, *, in_hand: bool = False) -> None:
         """Record that a pass has ended, because the last request returned no batch.
 
-        If the loop was left with samples `in_hand`, they count if a step follows before the next
-        pass.
+        If `in_hand` is true, the loop was left with samples in hand, which count if a step follows
+        before the next pass.
         """
         if not self._samples:
             self._begin = None

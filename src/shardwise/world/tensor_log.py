@@ -131,5 +131,5 @@ class TensorLog:
 
 
 def read_fingerprint(row: Mapping[str, Any]) -> Fingerprint:
-    """Return the fingerprint stored in a row of a file."""
+    """Rebuild the fingerprint from a tensor's row in a record file."""
     return Fingerprint(row["numel"], row["bits"], row["placed"], row["sketch"], row["largest"])

@@ -92,7 +92,7 @@ class World(BatchRows, HintsAtAttributes):
         self.host = socket.gethostname()
         self.seed = 0
         self.seed_source = "not given"
-        """Where the seed came from, in words: a flag, a variable or the script."""
+        """Source of the seed, in words: a flag, a variable or the script."""
         self.settings = config.Settings()
         self.collectives = group
         self.mesh = Mesh(identity.size)
@@ -145,7 +145,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @cached_property
     def gather_order(self) -> GatherOrder:
-        """Keeps collectives inside forward passes (gathers, BatchNorm) in the same order."""
+        """Makes ranks run forward-pass collectives (gathers, BatchNorm) in the same order."""
         return GatherOrder(self.data.size, lambda: self.side_channel)
 
     def _update_main(self) -> None:
@@ -381,7 +381,7 @@ class World(BatchRows, HintsAtAttributes):
 
         A script that has read `world.rows` since then handles stand-ins, and gets no warning.
         """
-        # Don't warn for calls from Bridges and Metrics, which handle stand-ins themselves.
+        # Don't warn about calls from Shardwise itself (bridges, Metrics), which handles stand-ins.
         caller = sys._getframe(2)
         ours = caller.f_globals.get("__name__", "").startswith("shardwise.")
         if ours or self.current_batch.stand_in is None or self._warned_of_stand_in:
@@ -412,7 +412,7 @@ class World(BatchRows, HintsAtAttributes):
         return settings
 
     def add_keywords(self, keywords: Mapping[str, Any]) -> config.Settings:
-        """Add `keywords` to those of `shardwise.init`, for the run and for later engines."""
+        """Add `keywords` to the keywords of `shardwise.init`, for the run and for later engines."""
         self.keywords |= keywords
         self.settings = self.settle()
         return self.settings
@@ -420,8 +420,8 @@ class World(BatchRows, HintsAtAttributes):
     def settle_engine(self, keywords: dict[str, Any]) -> config.Settings:
         """Return the settings of an engine with these `keywords`.
 
-        Raises ConfigError for a flag that has no effect on the engine. If such a setting comes from
-        another source, it only prints a message.
+        Raises ConfigError for a flag that has no effect on the engine. For a setting from another
+        source without effect, it only prints a message.
         """
         settings = self.settle(**keywords)
         # A setting without effect is an error if it is a flag. In a file or a variable it only
