@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     join({}, f"--adopt {names}", in_parts=names == "deepspeed")
     for name in names.split(","):
         _adopt(name)
-    # True for `-m MODULE`.
+    # `set_up_python` returns True for `-m MODULE`.
     if program.set_up_python(words):
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:

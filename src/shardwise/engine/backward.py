@@ -374,8 +374,7 @@ class BackwardRunner:
         if shown is None:
             yield
             return
-        # From here on, each unit is gathered when the backward pass reaches it, and freed
-        # afterwards.
+        # From here on, units are gathered when the backward pass reaches them, then freed.
         shown.residency.open_backward()
         try:
             yield

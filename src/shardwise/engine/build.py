@@ -167,8 +167,7 @@ def build(
         storage_factories["optimizer"],
         # State on a disk is read span by span, and the other states are updated in the same spans.
         by_spans=any(factory.on_disk for factory in storage_factories.values()),
-        # If parameters are replicated and optimizer state is sharded, updates must be sent to other
-        # ranks.
+        # With replicated parameters and sharded optimizer state, ranks must exchange updates.
         sends=scattered and shown is None and spec.shard_group.size > 1,
         known=masters,
     )
@@ -209,8 +208,7 @@ def _gradients(
     )
     if shown is not None:
         # With sharded parameters, launch a unit's buckets only once all ranks have passed the unit
-        # in the backward pass. Earlier, a rank could wait in a bucket for a rank that waits in a
-        # gather.
+        # in the backward pass. Otherwise a rank could wait in a bucket for one waiting in a gather.
         buckets: dict[int, list[int]] = defaultdict(list)
         for number, bucket in enumerate(parameters.buckets):
             first = parameters.named[bucket.slots[0].parameter].parameter
@@ -291,8 +289,7 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
             kind = kinds.of(optimizer, options, device, is_copied=is_copied)
             parts = [p for p in options["params"] if spec.shard_of(p) is not None]
             _check_kind(spec, type(optimizer).__name__, kind, len(parts), index)
-            # Even if a trial classified the optimizer as elementwise, don't rely on that without
-            # sharding.
+            # Without sharding, don't rely on a trial that classified the optimizer as elementwise.
             as_given = not kind.known and not parts and spec.cuts_nothing
             for parameter in options["params"]:
                 if parameter in owners:

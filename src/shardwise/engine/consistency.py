@@ -54,8 +54,7 @@ def check_written(spec: EngineSpec, named: Sequence[NamedParameter], written: Se
     # any rank has written to.
     if any(each.keys() != gathered[0].keys() for each in gathered):
         gathered = _gathered_values(spec, named, {name for each in gathered for _, name in each})
-    # Compare with the first rank that has the parameter, because pipeline stages have different
-    # ones.
+    # Compare with the first rank that has the parameter: pipeline stages have different ones.
     first: dict[tuple[int, str], tuple[int, Any]] = {}
     for rank, each in enumerate(gathered):
         for key, value in each.items():
@@ -105,7 +104,7 @@ def _description(spec: EngineSpec) -> list[str]:
 
 
 def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
-    # Position by position: the lists follow the order of the model.
+    # Compare position by position, because the lists follow the model's order.
     for a, b in zip(mine, other, strict=False):
         if a != b:
             return a, b

@@ -112,8 +112,7 @@ class Engine(HintsAtAttributes):
         self._stepper = StepRunner(
             state, self._backward, self._randoms, saver, self._timing, self._recording
         )
-        # Register the engine only now: if the constructor raises, other engines must not see this
-        # one.
+        # Register the engine last: other engines must not see one whose constructor raised.
         living.add(state.objects)
         _engines.add(self)
         start_lines.announce_engine(world, self._spec, self._states)

@@ -205,8 +205,7 @@ class EngineSpec:
 
         The order of gathers relative to other collectives may differ between ranks.
         """
-        # Creating the side channel is collective, so do it here rather than in the first forward
-        # pass.
+        # Creating the side channel is collective, so don't wait for the first forward pass.
         side = self.gather_order.group
         return side if self.shard_group is self.data_group else self.shard_group.second_group()
 

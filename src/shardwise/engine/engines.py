@@ -88,8 +88,7 @@ class Engines:
             UsageError: As for `Engine.save`.
         """
         home = Path(folder)
-        # Keep one more, because the previous save's checkpoints must survive a failure in this
-        # save.
+        # Keep one more: the previous save's checkpoints must survive a failure in this save.
         kept = None if keep is None else keep + 1
         paths = {
             name: each._checkpoints.save_without_leaving(home / name, kept)

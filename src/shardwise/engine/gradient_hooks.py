@@ -54,7 +54,7 @@ class _Trial:
             torch.stack([grad.abs().max(), result.abs().max()]).double().tolist()
         )
         if not (largest_in > 0 and math.isfinite(largest_in + largest_out)):
-            return result  # nothing to compare: the next backward tests the hook
+            return result  # nothing to compare: try again in the next backward pass
         self._hooks[self._key] = self._hook
         factor = _trial_factor(max(largest_in, largest_out), grad.dtype)
         # The hook may draw random numbers. Restore the generators, so that this extra call doesn't

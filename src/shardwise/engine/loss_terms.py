@@ -97,8 +97,7 @@ class LossTerms:
         terms = [term for term in self.terms if term.kind != "sum"]
         if len(terms) == 1 and terms[0].items is weight:
             return 1.0
-        # Weight the terms by different factors, so that differences between their counts cannot
-        # cancel.
+        # Use a different factor per term, so that differences between counts cannot cancel.
         total = sum(((1 + 0.618 * i) * term.items for i, term in enumerate(terms)), 0.0)
         return total / weight if terms else -1.0
 
@@ -320,8 +319,7 @@ class _Walk:
         edges: Sequence[Any] = (*node.next_functions, (None, 0))
         first, second = edges[0], edges[1]
         both = first[0] is not None and second[0] is not None
-        # Both inputs have a gradient. The loss stays linear only if one of them does not depend on
-        # data.
+        # Both inputs have a gradient. The loss is only linear if one does not depend on data.
         if both and _of_parameters(first[0]):  # a learned factor
             yield (*second, scale)
         elif both:
@@ -360,8 +358,7 @@ class _Walk:
         child, output = _edges(node)[0]
         sizes = _sizes(child, output)
         numel = math.prod(sizes)
-        # torch.stack(losses).mean() averages over rows, not over terms, if there is one loss per
-        # row.
+        # With one loss per row, torch.stack(losses).mean() averages over rows, not over terms.
         stacked = _stacked(child)
         if stacked and not (name == "Mean" and self.rows == len(stacked)):
             yield from ((inner, number, scale) for inner, number in stacked)

@@ -34,7 +34,7 @@ class RandomState:
 
     def _begin(self) -> None:
         """Seed this rank's own generators when training starts."""
-        # A method, not a closure: `CommonRandomStream` holds it weakly.
+        # This is a method instead of a closure because `CommonRandomStream` holds it weakly.
         self.stop_waiting()
         if not self._is_apart:
             self.reseed()

@@ -75,8 +75,7 @@ def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
         )
     if not loss.is_floating_point():
         raise UsageError(f"engine.backward takes a real floating loss, not {loss.dtype}.")
-    # Read the weight only if the loss has no graph, because float(weight) synchronises with the
-    # GPU.
+    # Read the weight only if the loss has no graph: float(weight) synchronises with the GPU.
     if not loss.requires_grad and weight is not None and float(weight) == 0:
         return loss.detach().clone().requires_grad_()
     if not loss.requires_grad:
@@ -464,8 +463,7 @@ def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Raise for `state_dict` of a sharded module, which would contain NaN. A module hook."""
     del prefix, keep_vars
     if is_sharded(module) and not _allows_names.get():
-        # Raise instead of gathering: a state_dict call on one rank only would wait forever for the
-        # others.
+        # Raise instead of gathering, because state_dict on a single rank would hang.
         raise sharded_copy(f"A parameter of {type(module).__name__}")
 
 

@@ -305,8 +305,7 @@ class UserObjects:
         self.take_in_writes()
         # Handle writes first: a new layout would start from the masters and lose the writes.
         is_awaited = states.shown is not None and states.shown.residency.is_awaited
-        # Units gathered by a forward pass are kept for the backward pass. A new layout would lose
-        # them.
+        # A forward pass has gathered units for its backward pass. A new layout would lose them.
         if is_awaited and not self._shape.fits(self.spec.shape()):
             raise UsageError(
                 "Parameter groups or requires_grad changed between a forward and "
@@ -484,8 +483,7 @@ class UserObjects:
         rebuilding = whole_optimizer.Rebuilding(
             self._check_method, self._take_apart, self._rebuild_states
         )
-        # A method may call other methods of the optimizer, for which everything is already
-        # gathered.
+        # The method may call other methods of the optimizer: everything is already gathered then.
         self._in_method = optimizer
         try:
             reach = self._shows_state(optimizer)

@@ -135,8 +135,7 @@ def _joined(
                 line.ownership.wholes(spec.models[0], parameters, shapes, write=write)
             )
         yield
-        # Broadcast now, while every rank has all stages. Later each rank could send only its own
-        # stage.
+        # Broadcast while every rank has all stages. Later each rank could send only its own.
         if write and line is not None:
             initial_values.make_alike(consistency.everything(spec), group)
 

@@ -100,7 +100,7 @@ class Waits:
 
     def longest(self) -> Wait | None:
         """Return the oldest open wait that stops this rank, or None."""
-        # `list` copies atomically, while other threads open and close waits.
+        # `list` copies atomically, even while other threads open and close waits.
         waits = [wait for thread, wait in list(self._open.items()) if thread not in self._helpers]
         return min(waits, key=lambda wait: wait.since, default=None)
 

@@ -169,8 +169,7 @@ class CommonRandomStream:
             apart = self._end is not None
             if moves and apart:
                 self._end = end
-            # Before training, this rank's generators are the stream, so leave them at the new
-            # position.
+            # Before training, this rank's generators are the stream: keep their new position.
             (before if apart or not moves else end).restore(self._device)
 
     # -- at a step boundary -----------------------------------------------------------------

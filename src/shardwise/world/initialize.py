@@ -130,8 +130,7 @@ def _join(
 ) -> collectives.Collectives:
     """Join the other ranks with `collectives.connect`, or a function that the launcher names."""
     if (named := os.environ.get(environment.JOIN_VARIABLE)) is not None:
-        # The launcher names it by a string, because that transport (elastic islands) is in a higher
-        # package.
+        # Elastic islands name their transport by a string, because it is in a higher package.
         module, _, name = named.partition(":")
         join = getattr(import_module(module), name)
         group: collectives.Collectives = join(identity, device, chosen, on_meeting)

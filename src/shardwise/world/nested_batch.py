@@ -72,8 +72,7 @@ class Rows:
     def _count(self) -> int:
         """Return the number of rows of tensors and arrays or, if there are none, of columns."""
         sizes = {n: _size(x, self._dim) for n, x in enumerate(self._leaves) if _has_dims(x)}
-        # Count plain lists only if there are no tensors: next to tensors, a list may be something
-        # else.
+        # Count plain lists only if there are no tensors, because they may mean something else.
         sizes = sizes or {n: len(x) for n, x in enumerate(self._leaves) if _is_column(x)}
         # A tuple of columns, such as texts and labels, is a single leaf without tensors.
         is_tuple = isinstance(self._batch, tuple)

@@ -165,8 +165,7 @@ class World(BatchRows, HintsAtAttributes):
         # Every rank makes these calls in this order, because a split is a collective of all ranks.
         self.step_group = self.data = self.stage = whole
         self.tensor, self.pipeline, self.peers = Solo(), Solo(), Solo()
-        # Data-parallel groups stay within an island. If a replica has several ranks, split them
-        # further.
+        # Data-parallel groups stay within an island. Split them if a replica has several ranks.
         if mesh.islands > 1:
             self.step_group = self.data = self.stage = whole.split(mesh.island_groups)
             self.peers = whole.split(mesh.peer_groups)
@@ -303,7 +302,7 @@ class World(BatchRows, HintsAtAttributes):
         def receive() -> T:
             sends = self.is_main if source == 0 else self.rank == source
             gathered: list[tuple[T] | None]
-            # A tuple, because the value itself may be None.
+            # Send a tuple, because the value itself may be None.
             gathered = self.collectives.gather_objects((value,) if sends else None)
             for sent in gathered:
                 if sent is not None:
@@ -443,8 +442,7 @@ class World(BatchRows, HintsAtAttributes):
             # Don't warn after `--stop-after`, which may stop the run between a backward pass and
             # its step.
             self.unstepped.warn()
-        # From here on a signal terminates the process as usual, because there is nothing left to
-        # save.
+        # From here on a signal terminates the process as usual: there is nothing left to save.
         self.preemption.forget()
         self.step_log.close()
         self.expect_no_engine()
