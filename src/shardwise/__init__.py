@@ -1,6 +1,6 @@
 """Train a PyTorch model on many devices exactly as it trains on one."""
 
-# Import nothing large here: the command line cannot handle Ctrl-C before this module is imported.
+# Don't import anything large here: the command line can handle Ctrl-C only after this import.
 import os
 import sys
 from importlib import import_module
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwise.world.world import current as world
 
 __version__ = "0.1.0"
-"""The version. It is a literal because the package also runs without installed metadata."""
+"""The version. It is a literal because the package also works without installed metadata."""
 
 __all__ = [
     "Attention",
@@ -59,34 +59,34 @@ _HOMES = {
     "stop_timeline": "shardwise.world.world",
 }
 
-# In a rank, an error before `sw.init` has to reach the launcher's report too.
+# In a rank, an error before `sw.init` must also reach the launcher's report.
 if "SHARDWISE_LAUNCH_REPORTS" in os.environ:
     import_module("shardwise.net.error_file").watch_before_joining()
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that the command line starts without torch."""
+    """Import a public name at its first use, so that the command line starts without torch."""
     if name in _HOMES:
         return getattr(_import(_HOMES[name]), name)
     if name in ("errors", "launch", "lr", "world"):
         return _import(f"shardwise.{name}")
     from importlib.util import find_spec
 
-    # Not `from shardwise import ...`, which would call this function again, without end.
+    # Don't use `from shardwise import ...`, which would call this function recursively.
     other_libraries = import_module("shardwise.messages.other_libraries")
     message = f"module 'shardwise' has no attribute {name!r}"
     hint = other_libraries.hint(name)
     if hint is None or find_spec(f"shardwise.{name}") is not None:
         raise AttributeError(message)
     if sys._getframe(1).f_code.co_name == "_handle_fromlist":
-        # `from shardwise import NAME` catches an AttributeError and drops its text.
+        # `from shardwise import NAME` catches an AttributeError and drops its message.
         raise ImportError(f"cannot import name {name!r} from 'shardwise'. {hint}", name=name)
     raise AttributeError(f"{message}. {hint}")
 
 
 def _import(module: str) -> ModuleType:
     """Import a module without changing the random numbers that the script will draw."""
-    # Some libraries draw from Python's global generator while they are imported.
+    # Some libraries draw from Python's global generator on import.
     import random
 
     state = random.getstate()

@@ -1,4 +1,4 @@
-"""Runs the `shardwise` command, also as `python -m shardwise`."""
+"""Runs the `shardwise` command, also when called as `python -m shardwise`."""
 
 import signal
 import threading
@@ -7,9 +7,9 @@ import threading
 def main() -> int:
     """Import the command line, run it and return the exit code.
 
-    Ctrl-C during the imports ends the process without a traceback, as it ends other commands.
+    Ctrl-C during the imports terminates the process without a traceback, as with other commands.
     """
-    # Keep the handler if SIGINT is ignored, as under nohup, or if a thread calls this function.
+    # Keep the current handler if SIGINT is ignored (under nohup), or outside the main thread.
     is_ours = (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
         and threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""Learning-rate scaling with the number of workers, and warm-up.
+"""Scales the learning rate with the number of workers, with warm-up.
 
     multiplier   S ┤         ┌──────────    S = N, linear; or the square root of N
     of the base    │     .·'
@@ -27,10 +27,10 @@ SCALINGS = ("linear", "sqrt", "none")
 
 
 def factor(workers: float, scaling: str = "linear") -> float:
-    """Return the factor of the learning rate for a total batch that is `workers` times as large.
+    """Return the factor of the learning rate for a global batch that is `workers` times as large.
 
     Args:
-        workers: How many times larger the batch is, above 0.
+        workers: Ratio of the new batch size to the old one, above 0.
         scaling: "linear", "sqrt" or "none".
 
     Raises:
@@ -48,12 +48,12 @@ def factor(workers: float, scaling: str = "linear") -> float:
 
 
 def warmed(epoch: float, epochs: float, to: float) -> float:
-    """Return the multiplier of the base rate at a fractional epoch of a linear warm-up.
+    """Return the multiplier of the base learning rate at a point of a linear warm-up.
 
     Args:
-        epoch: Epochs since the start, with fractions.
-        epochs: Length of the warm-up; 0 for none, and then the result is `to`.
-        to: Multiplier after the warm-up. It is 1 at the start.
+        epoch: Fractional number of epochs since the start.
+        epochs: Length of the warm-up in epochs. If 0, there is no warm-up and the result is `to`.
+        to: Multiplier after the warm-up. The multiplier at the start is 1.
 
     Example:
         >>> warmed(2.5, epochs=5.0, to=8.0)
@@ -65,33 +65,34 @@ def warmed(epoch: float, epochs: float, to: float) -> float:
 
 
 class ScaledLR(LRScheduler):
-    """A scheduler that scales the optimizer's learning rates for a larger total batch.
+    """A scheduler that scales the optimizer's learning rates for a larger global batch.
 
-    For scripts whose total batch grows with the number of workers. The optimizer gets the rate for
-    a single worker; over the warm-up the scheduler raises it to rate * factor. If the total batch
-    stays the same, the rate stays too, and no scheduler is needed. Call `step()` after each
-    training step.
+    For scripts whose global batch grows with the number of workers. Give the optimizer the learning
+    rate for a single worker; during the warm-up, the scheduler raises it to this rate times the
+    factor. If the global batch stays the same, so does the learning rate, and no scheduler is
+    needed. Call `step()` after each training step.
 
-    It multiplies the current rates, so it can be combined with other schedulers that do the same,
-    such as MultiStepLR or CosineAnnealingLR. A state that is loaded with another number of workers
-    continues at the same fractional epoch, with the rates for the new number.
+    It multiplies the current learning rates, so it can be combined with other schedulers that do
+    the same, such as MultiStepLR or CosineAnnealingLR. If a state is loaded with a different number
+    of workers, training continues at the same fractional epoch, with the learning rates for the new
+    number.
 
     Args:
         optimizer: The user's optimizer.
         steps_per_epoch: Training steps per epoch, such as `len(loader)`.
-        workers: How many times larger the total batch is than that of one worker. Default:
-            `world.data_size`; with `--islands` the number of replicas of an island, because each
-            island steps over its own rows.
+        workers: Ratio of the global batch size to that of a single worker. Default:
+            `world.data_size`; with `--islands` the number of replicas per island, because each
+            island steps on its own rows.
         scaling: "linear" (default), "sqrt" or "none".
-        warmup_epochs: Length of the warm-up in epochs, with fractions; 0 for none. Default: 5.
-        momentum_correction: Multiply the momentum of a step by the change of the rate before it.
-            For optimizers whose velocity contains the rate (v = m v + lr g). Those of torch
-            (v = m v + g) need no correction. Default: False.
+        warmup_epochs: Length of the warm-up in epochs, possibly fractional; 0 for none. Default: 5.
+        momentum_correction: Multiply each step's momentum by the ratio of its learning rate to the
+            previous step's. For optimizers whose velocity contains the learning rate (v = m v + lr
+            g). torch's optimizers (v = m v + g) need no correction. Default: False.
 
     Raises:
         ConfigError: An argument is out of range.
-        ModelError: With `momentum_correction`, for an optimizer that needs none. A trial step
-            decides.
+        ModelError: `momentum_correction` is set, but a trial step shows that the optimizer does not
+            need it.
 
     Example:
         loader = sw.Loader(dataset, batch_size=32 * world.data_size, shuffle=True)
@@ -119,8 +120,8 @@ class ScaledLR(LRScheduler):
         if momentum_correction:
             _check_momentum(optimizer)
         if workers is None:
-            # The replicas that step together. Islands step separately, unless they exchange
-            # gradients (`--behind`): then a step is one of the whole run.
+            # Count the replicas that step together. Islands step separately, unless they exchange
+            # gradients (`--behind`), in which case a step covers the whole run.
             world = current_world()
             workers = world.data_size // world.groups_apart
         self._factor = factor(workers, scaling)
@@ -130,19 +131,19 @@ class ScaledLR(LRScheduler):
 
     @property
     def multiplier(self) -> float:
-        """Current multiplier of the base rate."""
+        """Current multiplier of the base learning rate."""
         return self._multiplier(self.last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return the rates of the next step, computed from the optimizer's current rates."""
-        # A ratio, and not base_lr * multiplier, so that other schedulers' factors are kept.
+        """Return the next step's learning rates, computed from the optimizer's current ones."""
+        # Use a ratio instead of base_lr * multiplier, so that other schedulers' factors are kept.
         before = self._multiplier(self.last_epoch - 1) if self.last_epoch else 1.0
         change = self.multiplier / before
         return [group["lr"] * change for group in self.optimizer.param_groups]
 
     def step(self, epoch: int | None = None) -> None:
         """Advance by one training step."""
-        # The correction lasts one step: divide by the previous one before applying the next.
+        # A correction lasts one step: divide by the previous one before applying the next.
         corrected = self._correction()
         super().step(epoch)
         if self._corrects:
@@ -150,9 +151,9 @@ class ScaledLR(LRScheduler):
                 group["momentum"] *= self._correction() / corrected
 
     def state_dict(self) -> dict[str, Any]:
-        """Return "steps", "epoch" (fractional), "multiplier" and "base_lrs".
+        """Return a dict with "steps", "epoch" (fractional), "multiplier" and "base_lrs".
 
-        With `momentum_correction` also "correction", the factor of the momentum.
+        With `momentum_correction` it also has "correction", the current factor of the momentum.
         """
         correction = {"correction": self._correction()} if self._corrects else {}
         return correction | {
@@ -163,14 +164,14 @@ class ScaledLR(LRScheduler):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Load the optimizer's state before.
+        """Restore from `state`. Load the optimizer's state first.
 
-        The optimizer's rates become those for the current number of workers.
+        Rescales the optimizer's learning rates to the current number of workers.
         """
-        # With another total batch, an epoch has another number of steps: keep the epoch.
+        # With a different global batch, an epoch has a different number of steps: keep the epoch.
         same_length = math.isclose(state["steps"] / self._steps_per_epoch, state["epoch"])
         steps = state["steps"] if same_length else round(state["epoch"] * self._steps_per_epoch)
-        # torch's own attribute: it counts one more than last_epoch, from its initial step.
+        # torch's own attribute: because of its initial step, it is one more than last_epoch.
         self.last_epoch, self._step_count = steps, steps + 1
         self.base_lrs = list(state["base_lrs"])
         if (change := self.multiplier / state["multiplier"]) != 1:
@@ -180,7 +181,7 @@ class ScaledLR(LRScheduler):
         if (change := correction / state.get("correction", 1.0)) != 1:
             for group in self.optimizer.param_groups:
                 group["momentum"] *= change
-        # A rate may be a tensor that later steps change in place.
+        # A learning rate may be a tensor that later steps change in place.
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self._last_lr = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
@@ -188,19 +189,19 @@ class ScaledLR(LRScheduler):
         return warmed(steps / self._steps_per_epoch, self._epochs, self._factor)
 
     def _correction(self) -> float:
-        """Return the ratio of the next step's rate to the current one."""
+        """Return the ratio of the next step's learning rate to the current one."""
         if self.last_epoch < 1:
             return 1.0
         return self.multiplier / self._multiplier(self.last_epoch - 1)
 
 
 def _check_momentum(optimizer: optim.Optimizer) -> None:
-    """Raise ModelError if the optimizer needs no correction of the momentum."""
+    """Raise ModelError if the optimizer's momentum needs no correction."""
     name = type(optimizer).__name__
     if not all("momentum" in group for group in optimizer.param_groups):
         raise ModelError(f"{name} has no momentum in its groups: remove momentum_correction.")
-    # If momentum alone moves a parameter less at half the rate, the rate is applied to the velocity
-    # (v = m v + g). Otherwise the velocity contains the rate of its own step.
+    # If momentum alone moves a parameter less at half the learning rate, the rate is applied to the
+    # velocity (v = m v + g). Otherwise the velocity already contains the rate of its own step.
     if abs(_moved(optimizer, 0.5) / _moved(optimizer, 1.0) - 1) > 0.1:
         raise ModelError(
             f"The velocity of {name} does not contain the learning rate (v = m v + g), so a change "
@@ -211,7 +212,7 @@ def _check_momentum(optimizer: optim.Optimizer) -> None:
 
 def _moved(optimizer: optim.Optimizer, rate: float) -> float:
     """Return how far momentum alone moves a parameter at `rate`, after a step at rate 1."""
-    # Weight decay would move the parameter too.
+    # Disable weight decay, which would move the parameter too.
     options = {**optimizer.defaults, "lr": 1.0, "momentum": 0.5, "weight_decay": 0.0}
     options = {name: value for name, value in options.items() if name in optimizer.defaults}
     parameter = nn.Parameter(torch.ones(2, 2))

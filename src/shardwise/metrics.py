@@ -1,4 +1,4 @@
-"""Exact means over all ranks, for batches of any size."""
+"""Computes exact means across all ranks, for batches of any size."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Number = float | Tensor
 
 
 class Metrics:
-    """Weighted means over all batches of a loop and all ranks.
+    """Weighted means over all batches of a loop, across all ranks.
 
-    The weight of a batch is its number of samples. A stand-in (the batch of a rank that has no
-    samples left) has weight 0.
+    A batch's weight is its number of samples. A stand-in (the batch of a rank that has no samples
+    left) has weight 0.
 
     Example:
         metrics = sw.Metrics()
@@ -36,24 +36,25 @@ class Metrics:
         self._kind = _Sum if self._world.settings.exact is None else _ExactSum
         self._sums: dict[str, _Sum] = {}
         self._weights: dict[str, _Sum] = {}
-        self._training = False  # whether autograd recorded when something was added last
+        self._training = False  # whether autograd was on at the last `add`
         self._skipped_before = self._world.current_batch.skipped_batches
 
     def add(self, n: Number | None = None, **means: Any) -> None:
         """Add means over `n` items of this rank.
 
-        Tensors stay on their device (in float64 if it has that), so this never waits for a device.
-        If the batch is a stand-in or `n` is 0, the values are ignored, even if they are NaN.
+        Tensors stay on their device (in float64 if the device supports it), so this never
+        synchronises. If the batch is a stand-in or `n` is 0, the values are ignored, even if they
+        are NaN.
 
         Args:
-            n: Number of items: a number or a tensor with one element, at least 0. Default: the
-                samples of the last batch from a Loader.
-            **means: Means by name: numbers or tensors with one element.
+            n: Number of items, as a number or a tensor with one element, at least 0. Default: the
+                number of samples in the Loader's last batch.
+            **means: Means by name, as numbers or tensors with one element.
 
         Raises:
-            UsageError: There is no `n` and no batch, or a metric is called `weight` (which is the
-                name of `n` in `engine.backward`).
-            MetricsError: `n` is below 0, or a value is no scalar.
+            UsageError: There is neither `n` nor a batch, or a metric is called `weight` (which is
+                the name of `n` in `engine.backward`).
+            MetricsError: `n` is below 0, or a value is not a scalar.
 
         Example:
             >>> import shardwise as sw
@@ -69,14 +70,14 @@ class Metrics:
                 "metrics.add(weight=...) would add a metric called weight. To set the number of "
                 "items, write metrics.add(n=...)."
             )
-        # For the step log, which keeps training and evaluation apart.
+        # The step log distinguishes training from evaluation.
         self._training = torch.is_grad_enabled()
         weight = _weight(self._world, n)
         values = {name: _scalar(name, mean) for name, mean in means.items()}
         for name, value in values.items():
             product: Number = 0.0
             if isinstance(weight, Tensor):
-                # Not weight * value alone: the values of a stand-in may be NaN, and 0 * NaN is NaN.
+                # Don't use weight * value alone: a stand-in's values may be NaN, as is 0 * NaN.
                 product = torch.where(weight != 0, weight * value, torch.zeros_like(weight))
             elif weight != 0:
                 product = value * weight
@@ -84,17 +85,17 @@ class Metrics:
             self._weights.setdefault(name, self._kind()).add(weight)
 
     def compute(self) -> dict[str, float]:
-        """Return the means over everything that all ranks added since the last call, and reset.
+        """Return the means of everything that all ranks have added since the last call, and reset.
 
-        Collective, with one exchange. A mean over no items is NaN.
+        Collective, with a single exchange. A mean over no items is NaN.
 
         Raises:
             MetricsError: Ranks added different names, or a total weight is below 0. Raised on all
-                ranks, and nothing is reset.
+                ranks; nothing is reset.
         """
         own = {name: (self._sums[name].parts(), self._weights[name].parts()) for name in self._sums}
-        # A rank without a batch in an uneven evaluation measured nothing. It counts with weight 0,
-        # not as a rank that forgot a name.
+        # A rank without a batch in an uneven evaluation has measured nothing. Count it with weight
+        # 0 instead of treating it as a rank that forgot a name.
         idle = not own and self._world.current_batch.skipped_batches > self._skipped_before
         gathered = self._world.gather(None if idle else own)
         names = next((rank for rank in gathered if rank is not None), {})
@@ -103,7 +104,7 @@ class Metrics:
         _check_weights(ranks)
         self._sums, self._weights = {}, {}
         self._skipped_before = self._world.current_batch.skipped_batches
-        # The ranks of a replica have measured the same batches, which count once.
+        # The ranks of a replica have measured the same batches, so count one rank per replica.
         counted = ranks[:: self._world.mesh.replica]
         means = {name: _mean([rank[name] for rank in counted]) for name in ranks[0]}
         self._world.step_log.measured(means, training=self._training)
@@ -111,7 +112,8 @@ class Metrics:
 
 
 Totals = dict[str, tuple[list[float], list[float]]]
-"""Weighted sum and weight of one rank by name; each is the sum of a list of numbers."""
+"""Maps a metric's name to one rank's weighted sum and weight. Each is the sum of a list of
+numbers."""
 
 
 NOTHING: tuple[list[float], list[float]] = ([0.0], [0.0])
@@ -128,15 +130,15 @@ class _Sum:
         self._total = self._total + value
 
     def parts(self) -> list[float]:
-        """Return numbers whose sum is this sum."""
+        """Return numbers that add up to this sum."""
         return [float(self._total)]
 
 
 class _ExactSum(_Sum):
-    """A running sum without rounding, for the exact mode. Waits for a device.
+    """A running sum without rounding, for exact mode. Reading values synchronises with the device.
 
-    It consists of a few numbers whose digits do not overlap (Shewchuk, 1997), so the total does
-    not depend on the distribution of values over ranks.
+    It consists of a few numbers whose digits do not overlap (Shewchuk, 1997), so the total does not
+    depend on how values are distributed across ranks.
     """
 
     def __init__(self) -> None:
@@ -162,7 +164,7 @@ class _ExactSum(_Sum):
 
 def _weight(world: World, n: Any) -> Number:
     batch = world.current_batch.batch
-    # Also if `n` is passed: the rows of a stand-in belong to another rank.
+    # This applies even if `n` is passed, because a stand-in's rows belong to another rank.
     if batch is not None and batch.samples == 0:
         return 0.0
     if n is None:
@@ -173,7 +175,7 @@ def _weight(world: World, n: Any) -> Number:
             )
         return float(batch.samples)
     weight = _scalar("n", n)
-    # A tensor on a device is not read here. `compute` checks the totals.
+    # Don't read a tensor, which would synchronise; `compute` checks the totals.
     if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
         raise MetricsError(f"Metrics.add takes an n of 0 or more, not {n!r}.")
     return weight
@@ -203,8 +205,8 @@ def _mean(totals: list[tuple[list[float], list[float]]]) -> float:
     sums = [value for values, _ in totals for value in values]
     if weight == 0:
         return math.nan
-    # fsum rounds once, so the mean does not depend on the number of ranks. It raises on infinities
-    # of both signs; plain addition gives their NaN.
+    # fsum rounds once, so the mean does not depend on the number of ranks. It raises for infinities
+    # of both signs; plain addition returns their NaN.
     return (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / weight
 
 

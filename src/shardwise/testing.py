@@ -1,4 +1,4 @@
-"""An assertion for your own tests: training gives the same result under every placement.
+"""Provides an assertion for your own tests: training gives the same result under every placement.
 
 from shardwise.testing import assert_same_training
 
@@ -43,10 +43,10 @@ from shardwise.tools.verify.verdicts import TrainingVerdict
 from shardwise.world.randomness import seed_everything
 
 Training = tuple[nn.Module, torch.optim.Optimizer, Sequence[Any], Callable[..., Tensor]]
-"""Model, optimizer, total batches and loss function."""
+"""Model, optimizer, global batches and loss function."""
 
 _LAST = 40
-"""Number of output lines of a failed run to show in the message."""
+"""Number of a failed run's output lines to show in the message."""
 
 
 def assert_same_training(
@@ -56,23 +56,23 @@ def assert_same_training(
     steps: int = 5,
     bits: bool = False,
 ) -> None:
-    """Assert that a training has the result of plain PyTorch under each of several placements.
+    """Assert that training under several placements gives the result of plain PyTorch.
 
     It trains once in plain PyTorch and once per placement, and compares every loss, gradient norm,
-    parameter, buffer and optimizer state: in fp64, to 1e-8.
+    parameter, buffer and optimizer state. By default, results are compared in fp64, to within 1e-8.
 
     Args:
-        make: Returns `(model, optimizer, batches, loss_of)`. `batches` are total batches: nested
-            containers of tensors of shape (rows, ...), used repeatedly if there are fewer than
-            `steps`. `loss_of(model, *batch)` returns a mean over rows. `make` must be a function
-            at the top level of a module, because every rank imports it in its own process.
+        make: Returns `(model, optimizer, batches, loss_of)`. `batches` are global batches: nested
+            containers of tensors of shape (rows, ...), repeated if there are fewer than `steps`.
+            `loss_of(model, *batch)` returns a mean over rows. `make` must be a function at the top
+            level of a module, because every rank imports it in its own process.
         placements: Flags of `shardwise run`, one string per placement.
         steps: Number of training steps. Default: 5.
-        bits: Require equality to the last bit, in the model's own precision. Default: False.
+        bits: Require bit-identical results, in the model's own precision. Default: False.
 
     Raises:
-        AssertionError: A result differs. The message names the first step, the first tensor and
-            the cause, as `shardwise verify` does.
+        AssertionError: A result differs. The message names the first step, the first tensor and the
+            cause, as `shardwise verify` does.
         UsageError: `make` cannot be imported.
 
     Example:
@@ -105,10 +105,10 @@ def assert_same_training(
 
 
 def _check(verification: Verification, placement: RunPlacement, *, bits: bool) -> None:
-    """Raise AssertionError if the training under `placement` differs from the plain one."""
+    """Raise AssertionError if training under `placement` differs from plain PyTorch."""
     __tracebackhide__ = True
     try:
-        # Trains the reference, in the first call only.
+        # The first call trains the plain reference.
         verification.check()
         result = verification.judge(placement)
     except RunFailed as error:
@@ -125,9 +125,9 @@ def _check(verification: Verification, placement: RunPlacement, *, bits: bool) -
 
 
 def _source_of(make: Callable[[], Training]) -> tuple[str, str, str, str]:
-    """Return the file, name and module of a function, and `sys.path` as one string.
+    """Return a function's file, name and module, and `sys.path` as one string.
 
-    Raises UsageError for a function that other processes cannot import.
+    Raises UsageError if other processes cannot import the function.
     """
     name, path = getattr(make, "__qualname__", ""), inspect.getsourcefile(make)
     if path is None or not name.isidentifier():
@@ -140,11 +140,11 @@ def _source_of(make: Callable[[], Training]) -> tuple[str, str, str, str]:
 
 
 def _import_function(path: str, name: str, module: str, folders: str) -> Callable[[], Training]:
-    """Import the function that `_source_of` has described, in another process.
+    """Import, in another process, the function described by `_source_of`.
 
-    By the name of its module if that leads to the same file, else from the file.
+    It is imported by its module's name if that leads to the same file, otherwise from the file.
     """
-    # Behind this process's own entries, which must keep their order.
+    # Append to this process's own entries, which must keep their order.
     sys.path += [folder for folder in folders.split(os.pathsep) if folder not in sys.path]
     if (imported := _by_name(path, module)) is None:
         sys.path.insert(0, str(Path(path).parent))
@@ -154,8 +154,8 @@ def _import_function(path: str, name: str, module: str, folders: str) -> Callabl
 
 
 def _by_name(path: str, module: str) -> ModuleType | None:
-    """Import a module by name if it is in the file `path`; else return None."""
-    # pytest's importlib mode gives modules other names than an import would.
+    """Import a module by name if it is in the file `path`. Otherwise return None."""
+    # pytest's importlib mode gives modules different names from those that an import would use.
     if module == "__main__":
         return None
     try:
@@ -168,9 +168,9 @@ def _by_name(path: str, module: str) -> ModuleType | None:
 
 
 def _by_file(path: str) -> ModuleType:
-    """Import the module in a file; by its full name if it is in a package, for its own imports."""
+    """Import the module in the file `path`, by its full name if it is in a package."""
     file = Path(path)
-    # Relative imports in the file need the name of its package.
+    # Relative imports in the file need its package's name.
     names, folder = [file.stem], file.parent
     while (folder / "__init__.py").exists():
         names.insert(0, folder.name)
@@ -182,14 +182,14 @@ def _by_file(path: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    # Before it runs, as Python's own import does: dataclasses look up their module there.
+    # Register the module before it runs, as Python's own import does: dataclasses look it up there.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
 def _train(make: Callable[[], Training], steps: int) -> None:
-    """Train under the placement of this process's flags."""
+    """Train under the placement given by this process's flags."""
     import shardwise as sw
 
     world = sw.init(seed=0)
@@ -202,7 +202,7 @@ def _train(make: Callable[[], Training], steps: int) -> None:
 
 def _train_plain(make: Callable[[], Training], steps: int) -> None:
     """Run the same loop in plain PyTorch."""
-    # As `sw.init(seed=0)` in the other loop, so that `make` builds the same model and batches.
+    # Seed like `sw.init(seed=0)` in `_train`, so that `make` builds the same model and batches.
     seed_everything(0)
     model, optimizer, batches, loss_of = make()
     for batch in islice(cycle(batches), steps):

@@ -1,48 +1,48 @@
-"""The engine, which runs backward and step on the states.
+"""Implements the engine, which runs the backward pass and the step on a model's states.
 
-Called by users, and its parts:
+Public interface and its implementation:
 
-engine.py              Engine, with everything that users call
-engine_state.py        the state that the parts of an engine share
-backward.py            weights losses, seeds autograd, collects gradients (accumulation)
+engine.py              Engine, with all methods that users call
+engine_state.py        state shared by the modules below
+backward.py            weights losses, runs autograd, collects and accumulates gradients
 step.py                reduces, exchanges, clips, updates, clears
-state_access.py        whole parameters, averages, plain optimizer state
-random_state.py        the random generators of a rank
-engines.py             several engines, saved together
+state_access.py        full parameters, EMA averages, plain optimizer state
+random_state.py        seeds a rank's random generators
+engines.py             saves and resumes several engines together
 
 Creating an engine:
 
-engine_spec.py         models, optimizers, settings and groups of ranks
-user_objects.py        prepares the user's objects, follows their changes, gives them back
+engine_spec.py         models, optimizers, settings and process groups of an engine
+user_objects.py        prepares the user's objects, tracks changes to them, restores them
 build.py               lays out the three states, and takes them apart
-unit_assignment.py     the unit that each parameter is gathered with
-initial_values.py      rank 0's values for all ranks, memory for meta tensors
+unit_assignment.py     assigns each parameter to the unit that gathers it
+initial_values.py      broadcasts rank 0's values, allocates meta tensors
 consistency.py         checks that all ranks have the same model, options and writes
-tensor_parallel.py, pipeline_parallel.py   their checks, and splitting the model
+tensor_parallel.py, pipeline_parallel.py   validate their settings and split the model
 
-In a step:
+During a step:
 
-gradient_weighting.py  the weight of a loss, the seed of autograd, the one division
-gradient_hooks.py      refuses hooks on parameters that are not linear and see a part of a gradient
-loss_accumulation.py   the weights and losses since the last step
-exchange.py            the one small collective of a step
-step_statistics.py     the reports of ranks, and their totals
-exact_mode.py          checks and sums of the exact mode
-closures.py            checks of steps with a closure
-recording.py           records the results of each step, for `shardwise verify`
-diagnosis.py           finds the parameter, rank and samples of a gradient that is not finite
+gradient_weighting.py  computes a loss's weight, the autograd seed and the final divisor
+gradient_hooks.py      rejects nonlinear hooks on parameters that see only part of a gradient
+loss_accumulation.py   records weights and losses since the last step
+exchange.py            the single small collective of each step
+step_statistics.py     per-rank reports and their totals
+exact_mode.py          checks and sums for exact mode
+closures.py            checks for steps with a closure
+recording.py           records each step's results for `shardwise verify`
+diagnosis.py           finds the parameter, rank and samples behind a non-finite gradient
 
-Plain tensors (for checkpoints see the package checkpoint/):
+Plain tensors (for checkpoints, see the package checkpoint/):
 
-whole_tensors.py       whole parameters, exports
+whole_tensors.py       full parameters, exports
 plain_state_dict.py    builds and loads plain optimizer state_dicts
-whole_optimizer.py     whole state for the methods of a user's optimizer
+whole_optimizer.py     full state for the methods of a user's optimizer
 
 Messages to the user:
 
-usage_checks.py        refuses lines that would be silently wrong
-loss_terms.py          reads from the graph of a loss how many items it is a mean over
-start_lines.py, describe.py   the lines at the start, and the table of describe()
+usage_checks.py        rejects calls that would silently give wrong results
+loss_terms.py          reads from a loss's autograd graph how many items it averages over
+start_lines.py, describe.py   the startup summary and the table of describe()
 """
 
 from shardwise.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""Backward: weights each loss, seeds autograd, and collects gradients until the next step."""
+"""Runs backward passes: weights each loss, seeds autograd, and accumulates gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from shardwise.world.current_batch import Batch
 
 
 class BackwardRunner:
-    """Runs backwards, and accumulates gradients until the next step. `timing` measures layers."""
+    """Runs backward passes, and accumulates their gradients until the next step.
+
+    `timing` measures the time per layer, if it is not None.
+    """
 
     def __init__(
         self, state: EngineState, randoms: RandomState, timing: LayerTimes | None = None
@@ -66,7 +69,7 @@ class BackwardRunner:
         batch = self._begin(weighted=is_said, anew=given and not same_items)
         in_parts = isinstance(loss, StageTensor)
         value = loss.value if isinstance(loss, StageTensor) else loss
-        if value is None:  # only the last stage of a pipeline has the graph of the loss
+        if value is None:  # only the last pipeline stage has the loss's graph
             terms = UNKNOWN
         elif batch is None:
             terms = loss_terms.read(value, None)
@@ -75,7 +78,7 @@ class BackwardRunner:
         if not is_said and not in_parts:
             divisor = self._accumulation.divisor_from(terms)
         if in_parts and batch is None:
-            # Every loss counts 1, because only the last stage knows the terms.
+            # Give every loss weight 1, because only the last stage knows the terms.
             terms = UNKNOWN
         # An explicit sum needs no weight, so there is nothing to compare with the graph.
         compares = given or reduction == "mean"
@@ -93,7 +96,7 @@ class BackwardRunner:
             part = float(factor), (), share
             loss = self._stage_by_stage(loss, part, last=last, keep_graph=retain_graph)
         else:
-            # A sum has the seed 1 anyway, so only a mean can gain from leaving its weight out.
+            # A sum's seed is 1 anyway, so leaving the weight out only helps for a mean.
             is_sole = last and not divisor and self._weighting.is_sole(factor, share)
             self._seed_autograd(
                 loss, factor, share, last=last, is_sole=is_sole, keep_graph=retain_graph
@@ -111,17 +114,17 @@ class BackwardRunner:
         cut: bool,
     ) -> Tensor:
         """See Engine.forward_backward."""
-        # Training begins before the first forward, as with the hook on a model's forward.
+        # Training starts before the first forward pass, as with the hook on the model's forward.
         self._world.draws.begin()
         given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
         summed = divisor > 0
         of = self._begin(weighted=given or summed, anew=given and not same_items)
-        if cut:  # collective with `--pipeline`: all stages need the same number of micro-batches
+        if cut:  # collective with `--pipeline`: all stages must agree on the number
             count = runner.microbatch_count(self._spec.settings, batch, self._spec.data_group)
             micro = runner.split_batch(batch, count)
-        else:  # the caller has cut it; for sums, its parts need not have rows
+        else:  # the caller has split it; for sums, the parts need no rows
             micro = [(1 if summed else runner.row_count(part), part) for part in batch]
-        # A stand-in weighs 0 in every micro-batch, whatever `weight` returns for it.
+        # A stand-in has weight 0 in every micro-batch, even if `weight` returns something else.
         empty = of is not None and of.samples == 0
         items = [
             0.0 if empty or not rows else float(weight(*part) if weight else rows)
@@ -136,11 +139,11 @@ class BackwardRunner:
         found: list[tuple[LossTerms, float]] = []
 
         def look_at(loss: Tensor, number: int) -> None:
-            # Called before backward, which frees the tensors that the graph has saved.
+            # Read the graph before the backward pass, which frees its saved tensors.
             found.append((loss_terms.read(loss, micro[number][0]), factors[number]))
 
         share = self._share(of, summed=summed)
-        # In a mean, a micro-batch has the share of its rows. A sum always counts whole.
+        # In a mean, a micro-batch's share is proportional to its rows. A sum's share is always 1.
         whole = 1 if summed else max(sum(rows for rows, _ in micro), 1)
         parts = [
             (factor, part, share * (bool(rows) if summed else rows) / whole)
@@ -152,16 +155,16 @@ class BackwardRunner:
             loss = run(loss_of, parts, last=last, look_at=look_at)
         if found:
             self._announce_loss(found[0][0], is_said=given or summed)
-        # Empty on pipeline stages without the loss.
+        # `found` is empty on pipeline stages without the loss.
         term = replace(term, parts=found)
         shares = sum(part[2] for part in parts)
         self._end(loss, term, divisor, shares, compares=given or not summed)
-        # `run` returns the mean of the micro-batches. For sums every factor is 1, so this is their
-        # sum.
+        # `run` returns the weighted mean of the micro-batches. For sums every factor is 1, so
+        # multiplying by the total factor gives their sum.
         return loss * weighed.factor if summed else loss
 
     def abandon(self) -> None:
-        """Discard the gradients of this step, after an error or at the user's request."""
+        """Discard this step's gradients, after an error or at the user's request."""
         states = self._objects.states
         if self._pipeline is not None:
             self._show_stage(None)
@@ -176,7 +179,7 @@ class BackwardRunner:
 
     @contextmanager
     def abandoning(self) -> Iterator[None]:
-        """Discard the step if an exception leaves the block."""
+        """Discard the step if the block raises."""
         try:
             yield
         except BaseException:
@@ -193,9 +196,10 @@ class BackwardRunner:
     # -- before and after -------------------------------------------------------------------
 
     def _begin(self, *, weighted: bool, anew: bool) -> Batch | None:
-        """Check that a backward is allowed now, and return its batch.
+        """Check that a backward pass is allowed now, and return its batch.
 
-        `anew`: the user passed a weight, and no earlier backward is known to have the same items.
+        `anew` is True if the user passed a weight, and no earlier backward pass is known to have
+        counted the same items.
         """
         state, world = self._state, self._world
         self._world.draws.check_outside("engine.backward")
@@ -203,9 +207,9 @@ class BackwardRunner:
         usage_checks.check_block(
             averaged=state.in_ema, uneven=state.in_uneven, whole=self._spec.is_whole
         )
-        # After a signal. In a loop without a Loader this is the first call of the next step, and
-        # its forward is lost. With a Loader, the run ends when the next batch is requested, so
-        # that other engines can still step in the body of the loop.
+        # A signal asked the run to stop. In a loop without a Loader this is the first call of the
+        # next step, so exit here; its forward pass is lost. With a Loader, the run stops when the
+        # next batch is requested, so that other engines can still step in the loop body.
         if state.asked_to_end and not world.current_batch.in_loop():
             world.preemption.leave_between_steps()
         self._objects.look_for_changes()
@@ -220,28 +224,31 @@ class BackwardRunner:
         replicas = self._spec.replicas
         groups = self._world.data_size // replicas
         if self._spec.micro_shards is not None:
-            replicas = self._spec.micro_shards.count  # the same share on any number of workers
+            # Use the number of micro-shards, so that shares do not depend on the number of workers.
+            replicas = self._spec.micro_shards.count
         return share_of(batch, summed=summed, replicas=replicas, groups=groups)
 
     def _announce(self, parts: int | None, *, averaged: bool, share: float = 1.0) -> None:
-        """Print, at the first backward, the number of `parts` of a batch, and start hook checks.
+        """At the first backward pass, print how a batch is split, and start testing gradient hooks.
 
-        `averaged`: losses are averaged over workers (reduction="ddp").
+        `parts` is the number of micro-batches, or None for `engine.backward`. `averaged` is True if
+        losses are averaged across workers (reduction="ddp").
         """
         if not self._announced:
-            # Once per engine: later backwards may be cut differently, but the user has seen the
-            # line.
+            # Print once per engine. Later batches may be split differently, but the user has seen
+            # how it works.
             self._announced = True
             whole = share == 1.0 and self._spec.replicas == 1 and (parts or 1) == 1
-            # With DistributedDataParallel too, hooks see the gradient of one worker: no check.
+            # Under DistributedDataParallel, too, hooks see one worker's gradient, so don't test
+            # them then.
             if not whole and not averaged:
                 gradient_hooks.watch(self._objects.states.parameters.named)
             start_lines.announce_batch(self._world, self._spec, parts, averaged=averaged)
 
     def _announce_loss(self, terms: LossTerms, *, is_said: bool) -> None:
-        """Print, at the first backward, how a loss with these `terms` is weighted.
+        """At the first backward pass, print how a loss with these `terms` is weighted.
 
-        `is_said`: the user has passed a weight, or said that it is a sum.
+        `is_said` is True if the user has passed a weight or a reduction.
         """
         if not self._announced_loss:
             self._announced_loss = True
@@ -250,7 +257,7 @@ class BackwardRunner:
     def _end(
         self, loss: Tensor, term: LossTerm, divisor: float, share: float, *, compares: bool
     ) -> None:
-        # Before `train`, which clears `own_rows`.
+        # Update the buffers before `train`, which clears `own_rows`.
         self._objects.buffers.after_backward(term.batch, self._world.current_batch.own_rows)
         self._world.current_batch.train()
         self._accumulation.add(loss, term, divisor, share, compares=compares)
@@ -262,9 +269,10 @@ class BackwardRunner:
                 "its weight: engine.backward(loss, weight=rows) to weight all of them by rows, or "
                 "weight=items."
             )
-        self._randoms.reseed()  # by micro-shard in the exact mode; else only a step reseeds
-        # Last: from here until the step, any use of `param.grad` raises, because its value is a
-        # pending sum.
+        # Reseeds after every backward pass in exact mode; otherwise only a step reseeds.
+        self._randoms.reseed()
+        # Do this last: from here until the step, any use of `param.grad` raises, because its value
+        # is a pending sum.
         self._objects.states.gradients.guard()
 
     # -- one graph on this rank -------------------------------------------------------------
@@ -279,18 +287,19 @@ class BackwardRunner:
         is_sole: bool = False,
         keep_graph: bool = False,
     ) -> None:
-        """Run autograd from `loss`, and collect its gradients times `factor`.
+        """Run autograd from `loss`, and collect its gradients multiplied by `factor`.
 
-        `share` is its part of the loss of a single process. If it `is_sole`, no other loss of this
-        step is expected.
+        `share` is the loss's share of the loss of a single process. `is_sole` is True if no other
+        loss is expected in this step.
         """
-        # The previous backward left its weight out, and that weight is 0. Drop its gradients: they
-        # would count with weight 1, and may be NaN.
+        # The previous backward pass left out a weight that is 0. Drop its gradients: they would
+        # count with weight 1, and may be NaN.
         if not self._weighting.settle():
             self._objects.states.gradients.abandon()
         is_sole = is_sole and not self._accumulation.backwards
         seed, rest = self._weighting.seed(loss, factor, share, is_sole=is_sole)
-        # A sole loss with weight 0 still counts 1 here; the step is skipped because of its weight.
+        # A sole loss with weight 0 still counts 1 here; the step is skipped later because of its
+        # weight.
         counts = 1.0 if is_sole else factor
         with self._collecting(counts, rest, last=last, keep_graph=keep_graph):
             torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())
@@ -306,7 +315,10 @@ class BackwardRunner:
         last: bool,
         look_at: LookAtLoss,
     ) -> Tensor:
-        """Run forward and backward of each of `parts`, and return their mean loss (0-dim, fp64)."""
+        """Run the forward and backward passes for each of `parts`, and return their mean loss.
+
+        The loss is a 0-dim fp64 tensor.
+        """
         losses = []
         for number, (weight, part, share) in enumerate(parts):
             loss = loss_of(*part)
@@ -314,16 +326,16 @@ class BackwardRunner:
             look_at(loss, number)
             self._seed_autograd(loss, weight, share, last=last and number == len(parts) - 1)
             value = loss.detach().double().reshape(())
-            # Not value * 0, because the loss of a stand-in may be NaN.
+            # Don't compute value * 0, because a stand-in's loss may be NaN.
             losses.append(value * weight if weight else torch.zeros_like(value))
         return torch.stack(losses).sum() / max(sum(weight for weight, *_ in parts), 1e-300)
 
     def _inputs(self) -> list[nn.Parameter] | None:
-        """Return the `inputs` of autograd: with several engines this engine's parameters."""
+        """Return autograd's `inputs`: this engine's parameters, or None without other engines."""
         if len(living) == 1:
             return None
-        # torch raises for a frozen one.
-        # Without inputs=, autograd would also run the hooks of the other engines' parameters.
+        # Without inputs=, autograd would also run the hooks of other engines' parameters. Leave out
+        # frozen parameters, because torch rejects them.
         named = (each.parameter for each in self._objects.states.parameters.named)
         return [parameter for parameter in named if parameter.requires_grad]
 
@@ -339,7 +351,10 @@ class BackwardRunner:
         among: frozenset[int] | None = None,
         usual: bool = True,
     ) -> Iterator[None]:
-        """Collect gradients inside the block as their hooks run; `by_hand`, at its end."""
+        """Collect gradients from hooks inside the block.
+
+        If `by_hand` is true, collect them all at the end of the block instead.
+        """
         gradients = self._objects.states.gradients
         gradients.begin(last=last, weight=weight, factor=factor, among=among, usual=usual)
         if self._timing is not None:
@@ -360,12 +375,12 @@ class BackwardRunner:
 
     @contextmanager
     def _units(self, *, keep_graph: bool) -> Iterator[None]:
-        """Gather units as backward reaches them, if parameters are sharded."""
+        """Gather each unit when the backward pass reaches it, if parameters are sharded."""
         shown = self._objects.states.shown
         if shown is None:
             yield
             return
-        # From here on, units are gathered as backward reaches them, and freed after it.
+        # From here on, units are gathered when the backward pass reaches them, then freed.
         shown.residency.open_backward()
         try:
             yield
@@ -384,7 +399,7 @@ class BackwardRunner:
         last: bool,
         look_at: LookAtLoss,
     ) -> Tensor:
-        """Run forward and backward of `parts` through the pipeline, and return their mean loss."""
+        """Run forward and backward passes for `parts` in the pipeline. Return the mean loss."""
         assert self._pipeline is not None
         coordinates = self._state.coordinates
         return self._pipeline.train(
@@ -401,9 +416,10 @@ class BackwardRunner:
         )
 
     def _refusal(self, used: Sequence[nn.Parameter]) -> str | None:
-        """Return the error message if a parameter `used` outside of layers is freed too early.
+        """Return the error if a parameter `used` outside of layers is freed too early, or None.
 
-        Some units stay whole from a forward to its backward; others are freed after the forward.
+        Some units stay gathered from the forward pass to the backward pass; others are freed in
+        between.
         """
         shown = self._objects.states.shown
         if shown is None:
@@ -418,7 +434,7 @@ class BackwardRunner:
         return None if first is None else str(parameters_at_rest.used_outside(first))
 
     def _show_stage(self, stage: int | None) -> None:
-        """Gather the units of `stage` from now on, if parameters are sharded."""
+        """From now on, gather the units of `stage`, if parameters are sharded."""
         shown = self._objects.states.shown
         if shown is not None:
             shown.residency.part = stage
@@ -426,7 +442,7 @@ class BackwardRunner:
     def _stage_by_stage(
         self, loss: StageTensor, part: Part, *, last: bool, keep_graph: bool
     ) -> Tensor:
-        """Run the backward of a loss whose layers are on several ranks, stage by stage."""
+        """Run the backward pass of a loss whose layers are on several ranks, stage by stage."""
         assert self._pipeline is not None
         return self._pipeline.backward(
             loss,
@@ -440,7 +456,10 @@ class BackwardRunner:
 
 
 def layer_times_of(state: EngineState) -> LayerTimes | None:
-    """Return the timing of the first engine's first model on rank 0; None if it is off."""
+    """Return the layer timing for the first engine's first model on rank 0, or None.
+
+    None on other ranks, for other engines, and if `time_layers` is not set.
+    """
     path = state.spec.settings.time_layers
     if path is None or state.number or not state.world.is_main:
         return None

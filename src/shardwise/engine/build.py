@@ -37,7 +37,7 @@ from shardwise.states.storage.storage_factory import StorageFactory
 
 @dataclass(frozen=True)
 class ShardedUnits:
-    """The units of sharded parameters, and the residency that gathers and frees them."""
+    """The units of sharded parameters, and the residency manager that gathers and frees them."""
 
     sections: Sections
     residency: Residency
@@ -46,9 +46,9 @@ class ShardedUnits:
 
 @dataclass(frozen=True)
 class BucketBytes:
-    """The parameters of one bucket, and the bytes of each of their states on one rank.
+    """The parameters of one bucket, and the size of each of their states on one rank.
 
-    The bytes are in the order of STATES.
+    `sizes` are in bytes, in the order of STATES.
     """
 
     named: Sequence[NamedParameter]
@@ -59,7 +59,7 @@ class BucketBytes:
 class States:
     """Parameters, gradients and optimizer state, laid out and connected.
 
-    `shown` gathers parameters if they are sharded. `averages` exists with `ema_decay`. `hooks` is
+    `shown` gathers parameters if they are sharded. `averages` is set if `ema_decay` is. `hooks` is
     `spec.hooks`.
     """
 
@@ -74,13 +74,13 @@ class States:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the three states, averages and anchor on this rank now."""
+        """Current size in bytes of the three states, averages and anchor on this rank."""
         gradients = self.gradients.state_bytes
         states = self.parameters.state_bytes + gradients + self.optimizer.state_bytes
         return states + sum(self.extra_bytes().values())
 
     def extra_bytes(self) -> dict[str, int]:
-        """Return the bytes of averages and anchor by name, if there are any."""
+        """Return the sizes of averages and anchor in bytes by name, if they exist."""
         kept = {
             "averages": self.averages,
             "" if self.hooks is None else self.hooks.bytes_name: self.hooks,
@@ -88,7 +88,7 @@ class States:
         return {name: x.state_bytes for name, x in kept.items() if x and x.state_bytes}
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
-        """Group the numbers of buckets by the `key` of the parameters in them."""
+        """Group bucket indices by the `key` of the parameters in the buckets."""
         buckets_of: dict[int, set[int]] = defaultdict(set)
         for number, bucket in enumerate(self.parameters.buckets):
             for slot in bucket.slots:
@@ -96,19 +96,19 @@ class States:
         return {value: frozenset(numbers) for value, numbers in buckets_of.items()}
 
     def expected_bytes(self) -> int:
-        """Return `state_bytes` as they will be once the optimizers have created all state."""
+        """Return what `state_bytes` will be once the optimizers have created all their state."""
         return sum(self.extra_bytes().values()) + sum(self.bytes_by_state().values())
 
     def bytes_by_state(self) -> dict[str, int]:
-        """Return the expected bytes of each of STATES on this rank, on any tier.
+        """Return the expected size in bytes of each of STATES on this rank, on any tier.
 
-        Without averages and anchor.
+        Excludes averages and anchor.
         """
         sizes = zip(*(bucket.sizes for bucket in self.bytes_by_bucket()), strict=True)
         return dict(zip(STATES, map(sum, sizes), strict=True))
 
     def bytes_by_bucket(self) -> list[BucketBytes]:
-        """Return the expected bytes of each bucket; frozen parameters that are sharded are last."""
+        """Return the expected size of each bucket in bytes, with sharded frozen parameters last."""
         parameters, buckets = self.parameters, self.gradients.buckets
         trained = [
             BucketBytes(
@@ -131,17 +131,20 @@ def build(
     averages: Mapping[nn.Parameter, Tensor] | None = None,
     anchor: Kept | None = None,
 ) -> States:
-    """Lay the three states over the models and optimizers of `spec`. Collective.
+    """Lay out the three states for the models and optimizers of `spec`. Collective.
 
-    `masters` are fp32 values of 16-bit parameters, if they are known with more precision than the
-    parameters have. `averages` and `anchor` are the values to continue with.
+    Args:
+        spec: The models, optimizers, settings and process groups.
+        masters: Known fp32 values of 16-bit parameters. Other masters start from the parameters.
+        averages: EMA values to continue from, or None to start from the parameters.
+        anchor: Anchor values to continue from, with islands.
     """
     owners = _owners(spec)
     everything = spec.located()
     _check_trainable(everything, owners, main=spec.world_group.rank == 0)
     located = [t for t in everything if spec.is_here(t.parameter)]
-    # A frozen parameter with an average stays laid out, because its average must not be lost. So
-    # does one with an anchor, because islands have different values until they average it again.
+    # Keep a frozen parameter in the layout if it has an average, which must not be lost. Keep one
+    # with an anchor too, because its values differ between islands until they are averaged again.
     kept = {*(averages or {}), *(p for values in (anchor or {}).values() for p in values)}
     named = [
         t
@@ -154,21 +157,21 @@ def build(
     parameters, shown = _parameters(spec, located, named, owners, storage_factories["parameters"])
     gradients = _gradients(spec, parameters, shown, storage_factories["gradients"])
     scattered = spec.placement.is_sharded("optimizer")
-    # All parameters of a bucket are in the same group, because `_spec` puts it into the key.
+    # All parameters of a bucket are in the same parameter group, because `_spec` puts the group
+    # into the key.
     groups = [owners[named[bucket.slots[0].parameter].parameter] for bucket in parameters.buckets]
     optimizer = OptimizerState(
         parameters,
         groups,
         gradients.buckets,
         storage_factories["optimizer"],
-        # A state on a disk is read span by span, and the others are updated in the same spans.
+        # State on a disk is read span by span, and the other states are updated in the same spans.
         by_spans=any(factory.on_disk for factory in storage_factories.values()),
-        # Replicated parameters with sharded optimizer state: updates must be sent to the other
-        # ranks.
+        # With replicated parameters and sharded optimizer state, ranks must exchange updates.
         sends=scattered and shown is None and spec.shard_group.size > 1,
         known=masters,
     )
-    # Averages are on the tier of the optimizer state, and are sharded like it.
+    # Averages are stored and sharded like the optimizer state.
     decay, moving = spec.settings.ema_decay, None
     if decay is not None:
         held = storage_factories["optimizer"]
@@ -191,7 +194,7 @@ def build(
 def _gradients(
     spec: EngineSpec, parameters: Parameters, shown: ShardedUnits | None, factory: StorageFactory
 ) -> Gradients:
-    """Create the gradients of `parameters`, and decide when their buckets may start."""
+    """Create the gradients of `parameters`, and decide when their buckets may be launched."""
     gradients = Gradients(
         parameters,
         spec.placement,
@@ -204,23 +207,24 @@ def _gradients(
         elsewhere=_counted_elsewhere(spec, parameters),
     )
     if shown is not None:
-        # Sharded parameters: the buckets of a unit start after all ranks have passed the unit in
-        # backward. Earlier, a rank could wait in a bucket for one that waits in a gather.
+        # With sharded parameters, launch a unit's buckets only once all ranks have passed the unit
+        # in the backward pass. Otherwise a rank could wait in a bucket for one waiting in a gather.
         buckets: dict[int, list[int]] = defaultdict(list)
         for number, bucket in enumerate(parameters.buckets):
             first = parameters.named[bucket.slots[0].parameter].parameter
             buckets[shown.sections.unit_of[first]].append(number)
         gradients.paced = shown.residency.pace(lambda unit: gradients.start(buckets[unit]))
-    # Synchronised BatchNorm waits for other ranks inside backward. With sharded parameters its
-    # collectives are in the common order of gathers. Otherwise, backward must not wait for the sum
-    # of a bucket: a rank that has not used the same parameters waits in BatchNorm for this one.
+    # Synchronised BatchNorm waits for other ranks inside the backward pass. With sharded parameters
+    # its collectives follow the same order as gathers. Otherwise, the backward pass must not wait
+    # for a bucket's reduction: a rank that has not used the same parameters may be waiting in
+    # BatchNorm for this one.
     synchronised = bool(sync_batch_norm.converted(spec.models))
     gradients.queue.patient = gradients.paced or not synchronised
     return gradients
 
 
 def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
-    """Return the buckets that all ranks of the replica have whole and another rank counts.
+    """Return the buckets that all ranks of the replica hold unsplit and another rank counts.
 
     Their squares must enter the norm only once.
     """
@@ -236,11 +240,11 @@ def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
 def take_apart(
     spec: EngineSpec, states: States
 ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]:
-    """Give parameters and optimizer state back to the user's objects. Collective.
+    """Move parameters and optimizer state back into the user's objects. Collective.
 
-    Returns masters, averages and anchor by parameter, for `build`.
+    Returns masters, averages and anchor, keyed by parameter, as `build` takes them.
     """
-    # Gather everything first: `release` frees the flat buffers that the values are in.
+    # Gather everything first: `release` frees the flat buffers that hold the values.
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
     anchor = None
@@ -257,7 +261,7 @@ def take_apart(
         for handle in states.shown.handles:
             handle.remove()
     states.parameters.release()
-    # Last, when no state needs its files any more.
+    # Close the files last, when no state needs them any more.
     for factory in states.storage_factories.values():
         factory.close()
     return masters, averages, anchor
@@ -266,8 +270,7 @@ def take_apart(
 def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
     """Return the parameter group that trains each parameter.
 
-    Raises ModelError for a parameter in two groups, and for an optimizer whose state cannot be
-    sharded.
+    Raises ModelError if a parameter is in two groups, or if an optimizer's state cannot be sharded.
     """
     owners: dict[nn.Parameter, ParameterGroup] = {}
     kinds = spec.optimizer_kinds
@@ -275,19 +278,18 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
         for index, options in enumerate(optimizer.param_groups):
             if not options["params"]:
                 continue
-            # An unknown optimizer keeps its own parameters if possible, since it may depend on
-            # their number, order or identity.
+            # If possible, let an unknown optimizer keep its own parameters, because it may depend
+            # on their number, order or identity.
             stays = spec.optimizers_stay and not is_known(optimizer)
             leading = options["params"][0]
             device = spec.device if leading.is_meta else leading.device
-            # An unknown optimizer over sharded state is refused; the trial of its copy gives the
-            # reason.
+            # With sharded state, also try an unknown optimizer on a copy: it is rejected, and the
+            # trial shows why.
             is_copied = not stays or spec.placement.is_sharded("optimizer")
             kind = kinds.of(optimizer, options, device, is_copied=is_copied)
             parts = [p for p in options["params"] if spec.shard_of(p) is not None]
             _check_kind(spec, type(optimizer).__name__, kind, len(parts), index)
-            # Even if a trial found it element-wise: without sharding there is no reason to rely on
-            # that.
+            # Without sharding, don't rely on a trial that classified the optimizer as elementwise.
             as_given = not kind.known and not parts and spec.cuts_nothing
             for parameter in options["params"]:
                 if parameter in owners:
@@ -309,9 +311,9 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
 
 
 def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, group: int) -> None:
-    """Raise ModelError for an optimizer of a `kind` that cannot work on parts of tensors.
+    """Raise ModelError if an optimizer of this `kind` cannot work on parts of tensors.
 
-    `split` is the number of tensors of its `group` that tensor parallelism splits.
+    `split` is the number of tensors in its parameter group `group` that tensor parallelism splits.
     """
     if not kind.separable and spec.placement.is_sharded("optimizer"):
         raise ModelError(
@@ -334,7 +336,7 @@ def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, gr
     on_disk = [name for name, tier in tiers.items() if tier is not None and tier.kind == "nvme"]
     if not on_disk:
         return
-    # Any state on a disk makes the update run in spans, also if the optimizer state is in memory.
+    # If any state is on a disk, the update runs in spans, even if the optimizer state is in memory.
     given = " and ".join(f"{flag(name)} {tiers[name]}" for name in on_disk)
     instead = f"Write {' '.join(f'{flag(name)} cpu' for name in on_disk)}"
     if not kind.elementwise:
@@ -366,7 +368,7 @@ def _check_trainable(
         raise ModelError(
             "No optimizer holds a trainable parameter of the model: pass model.parameters() to it."
         )
-    # On the main rank only, because all ranks build the same model and would repeat the line.
+    # Warn only on the main rank: all ranks build the same model and would repeat the message.
     if lost and main:
         warnings.warn(
             f"{len(lost)} trainable parameter(s) are in no optimizer and will not be trained: "
@@ -382,15 +384,15 @@ def _parameters(
     owners: Mapping[nn.Parameter, ParameterGroup],
     factory: StorageFactory,
 ) -> tuple[Parameters, ShardedUnits | None]:
-    """Create the parameters for the placement, and the units that gather them if sharded."""
+    """Create the parameters for the placement and, if sharded, the units that gather them."""
     if not spec.placement.is_sharded("parameters"):
         buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in named])
         published = spec.placement.is_sharded("optimizer")
         return ReplicatedParameters(named, buckets, spec.shard_group, published=published), None
     sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     units = sections.unit_of
-    # While freed, a parameter is NaN, so that an accidental use shows. Integers have no NaN, so
-    # they stay whole.
+    # A freed parameter is NaN, so that accidental uses are noticed. Integers have no NaN, so they
+    # are not sharded.
     frozen = [t for t in located if t not in named and t.can_rest]
     parameters = ShardedParameters(
         named,
@@ -411,7 +413,7 @@ def _parameters(
 def _spec(
     spec: EngineSpec, named: NamedParameter, owner: ParameterGroup | None, unit: int
 ) -> bucket_layout.Spec:
-    """Return the layout's description of a parameter; it is frozen if no group owns it."""
+    """Return the layout's description of a parameter, which is frozen if `owner` is None."""
     number = -1 if owner is None else spec.optimizers.index(owner.optimizer)
     return bucket_layout.Spec(
         name=named.name,
@@ -422,7 +424,7 @@ def _spec(
             spec.stage_of(named.parameter),
             named.shard is not None,
         ),
-        # A whole tensor is never cut between ranks: its optimizer looks at all of its elements.
+        # Never divide such a tensor between ranks, because its optimizer needs all of its elements.
         whole=owner is not None and owner.whole,
         room=None if named.shard is None else named.shard.most,
     )
@@ -433,6 +435,6 @@ def _buckets(spec: EngineSpec, specs: Sequence[bucket_layout.Spec]) -> list[buck
     buckets = bucket_layout.lay_out(
         specs, ranks=spec.shard_group.size, capacity=capacity, grain=spec.summation.grain
     )
-    # Cheap, and an error in the layout would corrupt training silently.
+    # This is cheap, and an error in the layout would silently corrupt training.
     bucket_layout.check(buckets, specs, spec.shard_group.size)
     return buckets

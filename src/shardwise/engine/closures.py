@@ -1,4 +1,4 @@
-"""Checks for steps with a closure, which some optimizers (L-BFGS) call several times."""
+"""Checks steps with a closure, which some optimizers (L-BFGS) call several times."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from shardwise.errors import UsageError
 def check(
     spec: EngineSpec, states: States, accumulation: LossAccumulation, *, scaled: bool
 ) -> None:
-    """Raise UsageError if a step with a closure is not possible; `scaled`: with a loss scale."""
-    # The gradients of that backward would be added to the closure's.
+    """Raise UsageError if a step with a closure is not possible.
+
+    `scaled` is True if there is a loss scale.
+    """
+    # The gradients of earlier backward passes would be added to the closure's.
     if accumulation.backwards:
         raise UsageError(
             "engine.step(closure=...) after engine.backward: the closure runs the backward of its "
@@ -28,7 +31,7 @@ def check(
             f"{spec.settings.behind} gradients are for earlier weights. Remove --behind, or "
             "use another optimizer, such as AdamW."
         )
-    # Each inner optimizer would call the closure at other values of the others' parameters.
+    # Each inner optimizer would call the closure at different values of the others' parameters.
     if len(states.optimizer.inners) != 1:
         raise UsageError(
             f"engine.step(closure=...) with {names}, which may call the closure several times: it "
@@ -40,7 +43,7 @@ def check(
             f"{names} calls the closure between its own updates, but 16-bit parameters follow "
             "their masters only after the step. Write --precision fp32 or bf16-mixed."
         )
-    # At the second evaluation parameters have already moved, so the step cannot be undone.
+    # At the second evaluation parameters have already been updated, so the step cannot be undone.
     why = (
         f"{names} moves parameters between evaluations, so a step cannot be skipped when the "
         "gradient of one of them is not finite."
@@ -58,12 +61,12 @@ def check(
 
 
 def may_call_repeatedly(states: States) -> bool:
-    """Return whether an optimizer updates all its tensors in one call, and may call a closure."""
+    """Return whether an optimizer updates all tensors at once, and may call a closure often."""
     return any(group.together for group in states.optimizer.groups)
 
 
 def check_given(states: States, *, given: bool) -> None:
-    """Raise UsageError if an optimizer needs a closure and none was `given`."""
+    """Raise UsageError if an optimizer needs a closure, unless one was `given`."""
     for group in states.optimizer.groups:
         if group.kind.needs_closure and not given:
             name = type(group.optimizer).__name__
@@ -74,8 +77,8 @@ def check_given(states: States, *, given: bool) -> None:
 
 
 def _check_known(states: States) -> None:
-    """Raise UsageError for an optimizer that is not torch's."""
-    # torch's element-wise optimizers call the closure once, before the update.
+    """Raise UsageError if an optimizer is not one of torch's own."""
+    # torch's elementwise optimizers call the closure once, before the update.
     for group in states.optimizer.groups:
         if not group.kind.known:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Checks that all ranks train the same model with the same options, from rank 0's state."""
+"""Checks that all ranks train the same model with the same options, and copies rank 0's state."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 
 
 def check_same_model(spec: EngineSpec) -> None:
-    """Raise ModelMismatch on all ranks if ranks built different models. Collective."""
+    """Raise ModelMismatch on all ranks if the ranks built different models. Collective."""
     mine = _description(spec)
-    # Only hashes in the usual case: the description of a large model has megabytes.
+    # Gather hashes first: the description of a large model takes megabytes.
     digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=16).hexdigest()
     if len(set(spec.world_group.gather_objects(digest))) == 1:
         return
@@ -38,17 +38,23 @@ def check_same_model(spec: EngineSpec) -> None:
 
 
 def check_written(spec: EngineSpec, named: Sequence[NamedParameter], written: Set[int]) -> None:
-    """Raise ModelMismatch on all ranks if `written` parameters (numbers) differ between ranks.
+    """Raise ModelMismatch on all ranks if the parameters in `written` differ between ranks.
 
-    Each rank would otherwise train its own model. Collective.
+    Otherwise each rank would train a different model. Collective.
+
+    Args:
+        spec: The engine's models and process groups.
+        named: This rank's parameters.
+        written: Indices into `named` of the parameters that user code has written to.
     """
-    # By name, because numbers differ between pipeline stages.
+    # Compare by name, because indices differ between pipeline stages.
     names = {named[number].name for number in written}
     gathered = _gathered_values(spec, named, names)
-    # Usually all ranks have written to the same parameters. If not, compare all that any wrote.
+    # Usually all ranks have written to the same parameters. Otherwise, compare every parameter that
+    # any rank has written to.
     if any(each.keys() != gathered[0].keys() for each in gathered):
         gathered = _gathered_values(spec, named, {name for each in gathered for _, name in each})
-    # Compare with the first rank that has the parameter: with a pipeline not all ranks have it.
+    # Compare with the first rank that has the parameter: pipeline stages have different ones.
     first: dict[tuple[int, str], tuple[int, Any]] = {}
     for rank, each in enumerate(gathered):
         for key, value in each.items():
@@ -66,9 +72,9 @@ def check_written(spec: EngineSpec, named: Sequence[NamedParameter], written: Se
 def _gathered_values(
     spec: EngineSpec, named: Sequence[NamedParameter], names: Set[str]
 ) -> list[dict[tuple[int, str], tuple[int, int]]]:
-    """Return, for each rank, a fingerprint of each of the parameters `names`. Collective.
+    """Return, for each rank, a fingerprint of each parameter in `names`. Collective.
 
-    The key has the tensor-parallel rank for a split parameter, whose parts differ.
+    The key includes the tensor-parallel rank if the parameter is split, because its parts differ.
     """
     mine = {
         (0 if each.shard is None else spec.tensor_rank, each.name): fingerprints.sums_of(
@@ -98,7 +104,7 @@ def _description(spec: EngineSpec) -> list[str]:
 
 
 def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
-    # Position by position: the lists follow the order of the model.
+    # Compare position by position, because the lists follow the model's order.
     for a, b in zip(mine, other, strict=False):
         if a != b:
             return a, b
@@ -108,8 +114,8 @@ def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, s
 
 
 def make_state_alike(spec: EngineSpec) -> None:
-    """Give every rank the optimizer state of rank 0, as it gets rank 0's parameters. Collective."""
-    # The structure is sent as an object, without tensors; `make_alike` then broadcasts the tensors.
+    """Broadcast rank 0's optimizer state to every rank, as for parameters. Collective."""
+    # Send the structure as an object without tensors; `make_alike` then broadcasts the tensors.
     mine = [_outline(optimizer) for optimizer in spec.optimizers]
     gathered = spec.world_group.gather_objects(mine)
     if spec.world_group.size == 1 or not any(any(each) for outline in gathered for each in outline):
@@ -117,7 +123,7 @@ def make_state_alike(spec: EngineSpec) -> None:
     for optimizer, outline in zip(spec.optimizers, gathered[0], strict=True):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter, entries in zip(parameters, outline, strict=True):
-            # Make room for exactly the entries of rank 0. This rank's other entries are dropped.
+            # Allocate exactly rank 0's entries, and drop any other entries of this rank.
             if spec.world_group.rank and (entries or parameter in optimizer.state):
                 old = optimizer.state[parameter]
                 optimizer.state[parameter] = {
@@ -140,7 +146,7 @@ class _Tensor:
 
 
 def _outline(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the optimizer state of each parameter in order, with tensors as shapes and dtypes."""
+    """Return each parameter's optimizer state in order, with tensors reduced to shape and dtype."""
     states = [
         optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]
     ]
@@ -156,7 +162,7 @@ def _outline(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
-    """Return this rank's entry for one of rank 0's state; a tensor is filled afterwards."""
+    """Return `entry`, or the tensor that it describes, whose values are filled in later."""
     if not isinstance(entry, _Tensor):
         return entry
     if isinstance(old, Tensor) and tuple(old.shape) == entry.shape and old.dtype == entry.dtype:
@@ -166,7 +172,7 @@ def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
 
 
 def everything(spec: EngineSpec) -> list[Tensor]:
-    """Return all parameters and buffers of all models, trained or not, that have memory."""
+    """Return all parameters and buffers of all models, trained or frozen, except meta tensors."""
     buffers = [buffer for model in spec.models for buffer in model.buffers()]
     tensors = [*(named.parameter for named in spec.located()), *buffers]
     return [tensor for tensor in tensors if not tensor.is_meta]
@@ -178,7 +184,7 @@ _PLAIN = (bool, int, float, str, complex, type(None))
 
 
 class OptionChecksum:
-    """A checksum of the options in the parameter groups of `optimizers`, to compare ranks.
+    """Computes a checksum of the options in the optimizers' parameter groups, to compare ranks.
 
     It covers numbers, strings, sequences of these, and tensors on the CPU.
     """
@@ -189,20 +195,20 @@ class OptionChecksum:
         self._number = 0.0
 
     def number(self) -> float:
-        """Return the checksum. Takes microseconds, because it is cached while no value changes."""
+        """Return the checksum. Takes microseconds, because it is cached until a value changes."""
         values = [value for _, value in self._named()]
-        # 32 bits are exact in the fp64 vector of the exchange. `repr` of a float is exact, and the
+        # A 32-bit number is exact in the exchange's fp64 vector. `repr` of a float is exact and the
         # same on every host.
         if values != self._values:
             self._values, self._number = values, float(zlib.crc32(repr(values).encode()))
         return self._number
 
     def difference(self, group: Collectives) -> ModelMismatch:
-        """Return the error for ranks whose checksums differ. Collective."""
+        """Return the error that names the first option that differs between ranks. Collective."""
         gathered: list[list[tuple[str, Any]]] = group.gather_objects(list(self._named()))
         for rank, named in enumerate(gathered):
             for (name, here), (_, there) in zip(gathered[0], named, strict=False):
-                # By repr, like the checksum: two NaNs are equal there.
+                # Compare by repr, like the checksum, so that two NaNs are equal.
                 if repr(here) != repr(there):
                     return ModelMismatch(
                         f"{name} is {here!r} on rank 0 and {there!r} on rank {rank}, so ranks "

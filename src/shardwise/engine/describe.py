@@ -1,4 +1,4 @@
-"""The table of engine.describe(): units, buckets, bytes of each state per rank and tier."""
+"""Builds and prints the table of engine.describe(): units, buckets, and sizes per rank and tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.messages.printable import in_bytes, printable
 
 @dataclass
 class _Row:
-    """One unit, or several equal units that follow each other."""
+    """One unit, or several equal units in sequence."""
 
     names: list[str]
     parameters: int = 0
@@ -29,6 +29,7 @@ class _Row:
 
     def is_like(self, other: _Row) -> bool:
         count = len(self.names)
+        # A merged row holds totals, so compare values per unit.
         mine = [self.parameters // count, *(size // count for size in self.sizes)]
         return mine == [other.parameters, *other.sizes]
 
@@ -46,7 +47,10 @@ class _Row:
 
 
 def table_of(spec: EngineSpec, states: States, transport: str) -> Table:
-    """Return a table with a row per unit (equal neighbours in one) and sums; bytes of this rank."""
+    """Return a table of this rank's sizes, with one row per unit and a row of totals.
+
+    Equal units in sequence share a row.
+    """
     rows = _rows(states)
     total = _Row(["all"])
     for row in rows:
@@ -75,10 +79,10 @@ def table_of(spec: EngineSpec, states: States, transport: str) -> Table:
 
 
 def show(table: Table) -> None:
-    """Print `table`. In a narrow terminal its lines wrap, so that no figure is cut off."""
+    """Print `table`. In a narrow terminal its lines wrap, so that no number is cut off."""
     console = Console(markup=False)
     least = table.__rich_measure__(console, console.options).minimum
-    # rich would shorten numbers with an ellipsis.
+    # Widen the console: rich would otherwise shorten numbers with an ellipsis.
     console.width = max(console.width, least)
     console.print(table)
 
@@ -96,7 +100,8 @@ def _title(spec: EngineSpec, transport: str) -> str:
 
 
 def _rows(states: States) -> list[_Row]:
-    """Return a row per unit, or one row for the model if parameters are replicated."""
+    """Return one row per unit, or a single row for the model if parameters are replicated."""
+    # If parameters are replicated, a bucket may span several units, so there is only one row.
     rows = {0: _Row(["the model"])}
     unit_of = dict.fromkeys((t.parameter for t in states.parameters.named), 0)
     if states.shown is not None:
@@ -111,7 +116,7 @@ def _rows(states: States) -> list[_Row]:
 
 
 def _merge(rows: list[_Row]) -> list[_Row]:
-    """Merge equal rows that follow each other."""
+    """Merge equal rows in sequence."""
     merged: list[_Row] = []
     for row in rows:
         if merged and merged[-1].is_like(row):

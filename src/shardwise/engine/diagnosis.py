@@ -1,4 +1,4 @@
-"""Finds the parameter, rank and samples that caused a gradient that is not finite."""
+"""Finds the parameter, rank and samples that caused a non-finite gradient."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import NonFiniteError
 
 SKIPS = 20
-"""Number of skipped steps in a row before a warning. A loss scale finds its value in fewer."""
+"""Number of consecutive skipped steps before a warning. A loss scale settles in fewer steps."""
 
 
 class Skips:
-    """Counts skipped steps in a row; `scaled` if there is a loss scale."""
+    """Counts consecutive skipped steps. `scaled` is True if there is a loss scale."""
 
     def __init__(self, *, scaled: bool) -> None:
         self._scaled = scaled
         self._count = 0
 
     def words(self, *, finite: bool) -> str:
-        """Return the warning after a step whose gradient was `finite` or not; usually ""."""
+        """Record whether a step's gradient was `finite`, and return a warning or (usually) ""."""
         self._count = 0 if finite else self._count + 1
         if self._count != SKIPS:
             return ""
@@ -36,12 +36,12 @@ class Skips:
 
 @dataclass(frozen=True, kw_only=True)
 class _RankReport:
-    """The report of one rank about the step."""
+    """One rank's report about the failed step."""
 
     parameters: list[str]
     loss_is_bad: bool
     gradient_is_bad: bool | None
-    """None if it is not known, because the sum has overwritten this rank's part."""
+    """None if unknown, because the sum has overwritten this rank's part."""
     samples: list[int]
 
     def accusation(self, rank: int) -> str | None:
@@ -54,16 +54,17 @@ class _RankReport:
 def nonfinite_error(
     step: int, states: States, accumulation: LossAccumulation, group: Collectives
 ) -> NonFiniteError:
-    """Return the error that all ranks raise. Collective."""
+    """Return the NonFiniteError that all ranks raise. Collective."""
     named = states.parameters.named
     mine = _RankReport(
         parameters=[named[index].name for index in states.gradients.nonfinite()],
-        # The step has failed, so waiting for the device does not matter any more.
+        # The step has failed, so synchronising with the device does not matter.
         loss_is_bad=not math.isfinite(float(sum(accumulation.losses))),
         gradient_is_bad=states.gradients.suspect(),
         samples=[index for indices in accumulation.indices for index in indices],
     )
     reports: list[_RankReport] = group.gather_objects(mine)
+    # With sharded gradients each rank checks only its own part, so combine the names.
     names = sorted({name for each in reports for name in each.parameters})
     return NonFiniteError(
         f"Step {step}: the gradient is not finite in {_shortened(names)}. {_origin(reports)} "
@@ -73,12 +74,13 @@ def nonfinite_error(
 
 
 def _origin(reports: Sequence[_RankReport]) -> str:
-    """Return a sentence with the origin of the gradient, as far as it is certain."""
+    """Return a sentence that names the cause of the bad gradient, as far as it is certain."""
     accused = [text for rank, each in enumerate(reports) if (text := each.accusation(rank))]
     if accused:
         return f"The cause is {' and '.join(accused)}."
     if len(reports) == 1:
         return f"The loss is finite; samples {_shortened(reports[0].samples)}."
+    # Finite parts with a non-finite sum: the sum itself overflowed.
     if all(each.gradient_is_bad is False for each in reports):
         return "The sum over the ranks has overflowed (each rank's own part is finite)."
     samples = "; ".join(

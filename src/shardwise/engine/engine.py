@@ -1,13 +1,13 @@
-"""The `Engine` that users call. It delegates the work to its parts:
+"""Implements the `Engine` that users call. It delegates the work to its parts:
 
     EngineState     shared by the parts: the user's objects, the states, the accumulation
-    BackwardRunner  weights losses, seeds autograd, collects gradients    (backward.py)
+    BackwardRunner  weights losses, runs autograd, collects gradients     (backward.py)
     StepRunner      reduces, exchanges, decides, updates, clears          (step.py)
-    StateAccess     whole parameters, averages, plain optimizer state     (state_access.py)
+    StateAccess     full parameters, averages, plain optimizer state      (state_access.py)
     Checkpoints     saves, resumes, loads, saves on preemption            (checkpoint/)
-    RandomState     the random generators of this rank                    (random_state.py)
+    RandomState     this rank's random generators                         (random_state.py)
 
-The cells of the placement alone decide what a step does.
+Only the entries of the placement decide what a step does.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ _engines: WeakSet[Engine] = WeakSet()
 
 
 class Engine(HintsAtAttributes):
-    """Trains models with optimizers over all ranks, with the result of a single process.
+    """Trains models with optimizers on all ranks, with the result of a single process.
 
-    Creating an engine is collective: all ranks create their engines in the same order.
+    Creating an engine is collective: all ranks must create their engines in the same order.
 
     Args:
         models: One module or a sequence of modules. The engine changes them in place.
-        optimizers: One torch optimizer or a sequence. They remain the user's objects, so
-            learning-rate schedulers and edits of `param_groups` keep working.
+        optimizers: One torch optimizer or a sequence. Learning-rate schedulers and edits of
+            `param_groups` keep working.
         scaler: The GradScaler that `step` calls (fp16). Default: none.
-        tensor_plan: With `--tensor`, how to split layers that the engine does not recognise, by
-            patterns of module names: `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise",
+        tensor_plan: With `--tensor`, how to split layers that the engine does not recognise. Keys
+            are patterns of module names: `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise",
             "head": "whole"}`. See docs/parallel.md.
         **settings: Keywords of `shardwise.config.Settings`, such as `zero=2` or
             `precision="bf16-mixed"`. The TOML file, the environment and the flags override them.
 
     Attributes:
-        placement: Where each state is (`Placement`).
+        placement: Where each state is stored (`Placement`).
         world: The `World` of this process.
         settings: The resolved `Settings`.
 
@@ -93,25 +93,26 @@ class Engine(HintsAtAttributes):
         config.refuse_elsewhere(settings, "engine")
         self.settings = world.settle_engine(settings)
         self.placement = self.settings.placement
-        # The number is part of seeds and of records, so all ranks create engines in the same order.
+        # The number is part of seeds and records, which is why all ranks must create engines in the
+        # same order.
         number, world.engines = world.engines, world.engines + 1
         world.expect_no_engine()
         self._spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
         self._state = state = build_state(world, number, self._spec, scaler, tensor_plan)
         # The order matters. Building the state is collective. RandomState reseeds at the first
-        # batch after its creation. A step needs all other parts.
+        # batch after it is created. StepRunner needs all other parts.
         self._timing = layer_times_of(state)
         self._randoms = RandomState(state)
         self._access = StateAccess(state)
         self._checkpoints = Checkpoints(state, self._randoms.reseed, state.returns_of)
         self._backward = BackwardRunner(state, self._randoms, self._timing)
         self._recording = recording_of(state)
-        # The stepper reports a failed background save in the exchange.
+        # The saver's failed background saves are reported in the step's exchange.
         saver = self._checkpoints.saver
         self._stepper = StepRunner(
             state, self._backward, self._randoms, saver, self._timing, self._recording
         )
-        # Only now: a constructor that raises must not leave an engine behind that others see.
+        # Register the engine last: other engines must not see one whose constructor raised.
         living.add(state.objects)
         _engines.add(self)
         start_lines.announce_engine(world, self._spec, self._states)
@@ -124,17 +125,17 @@ class Engine(HintsAtAttributes):
 
     @property
     def has_gradients(self) -> bool:
-        """True if there was a backward since the last step."""
+        """True if there was a backward pass since the last step."""
         return self._state.accumulation.backwards > 0
 
     @property
     def loss_scale(self) -> float:
-        """Current loss scale; 1.0 if the precision needs no scaling."""
+        """Current loss scale, or 1.0 if the precision needs no scaling."""
         return self._state.scale.value
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of training state that this rank holds now, including padding."""
+        """Current size in bytes of this rank's training state, including padding."""
         return self._states.state_bytes
 
     @property
@@ -153,36 +154,36 @@ class Engine(HintsAtAttributes):
         last: bool | None = None,
         retain_graph: bool = False,
     ) -> None:
-        """Run backward from `loss` and accumulate its gradients for the next step.
+        """Run the backward pass of `loss` and accumulate its gradients for the next step.
 
-        Only this engine's parameters get gradients. If gradients are sharded, each backward is
-        collective: every rank calls it equally often.
+        Only this engine's parameters get gradients. If gradients are sharded, every call is
+        collective, so every rank must make the same number of calls.
 
-        Several losses of one batch add up, as in plain PyTorch: the samples count once.
+        Losses of the same batch are added, as in plain PyTorch: its samples are counted once.
 
         Args:
-            loss: Scalar floating-point tensor, shape () or one element, a mean over `weight` items
-                of this rank.
-            weight: Number of items that the loss is a mean over (a number, or a 0-dim tensor on
-                any device). By default it is read from the autograd graph: the labels that
-                `cross_entropy` counts, the elements of a mean, or the divisor of a sum. Losses
-                that are sums over the batch are added, as with `reduction="sum"`. If the graph
-                does not show a weight, it is the number of samples in the Loader's last batch, or
-                1 without a Loader.
-            reduction: How losses combine. `"mean"` (default): a weighted mean over all items.
-                `"sum"`: each loss is a sum over items, and the losses of all workers and backwards
-                are added. `"ddp"`: as in DistributedDataParallel, the losses of one worker are
-                added, and these sums are averaged over the workers.
-            same_items: With `weight`, whether the items of this loss were already counted by an
-                earlier backward of this step. Default: detected from the batch.
-            last: False if more backwards follow in this step. This saves communication and does
-                not change the result.
+            loss: Scalar floating-point tensor, of shape () or with one element. It is a mean over
+                `weight` items of this rank.
+            weight: Number of items that the loss is a mean over (a number, or a 0-dim tensor on any
+                device). By default it is read from the autograd graph: the number of labels that
+                `cross_entropy` counts, the number of elements of a mean, or the divisor of a sum.
+                Losses that are sums over the batch are added, as with `reduction="sum"`. If the
+                graph shows no weight, it is the number of samples in the Loader's last batch, or 1
+                without a Loader.
+            reduction: How losses are combined. `"mean"` (default): a weighted mean over all items.
+                `"sum"`: each loss is a sum over items, and the losses of all workers and backward
+                passes are added. `"ddp"`: as in DistributedDataParallel, the losses of each worker
+                are added, and these sums are averaged across workers.
+            same_items: With `weight`, whether an earlier backward pass of this step has already
+                counted the items of this loss. Default: detected from the batch.
+            last: False if more backward passes follow in this step. This saves communication and
+                does not change the result.
             retain_graph: Keep the autograd graph, as in `torch.Tensor.backward`. Default: False.
 
         Raises:
             UsageError: The loss is not a scalar with a graph (unless its weight is 0), or its
                 weight cannot be determined. If no single weight fits all terms of all workers'
-                losses, `step` raises it.
+                losses, the error is raised by `step`.
 
         Example:
             loss = torch.nn.functional.cross_entropy(model(x), y)
@@ -207,19 +208,19 @@ class Engine(HintsAtAttributes):
         same_items: bool | None = None,
         cut: bool = True,
     ) -> Tensor:
-        """Compute `loss_of(*batch)` and run its backward, one micro-batch after the other.
+        """Compute `loss_of(*batch)` and run its backward pass, one micro-batch at a time.
 
-        With `--pipeline` this is the way to train: the micro-batches keep all stages busy. Without
-        it, the result equals `engine.backward(loss_of(*batch))`.
+        Use it to train with `--pipeline`, where several micro-batches keep all stages busy. Without
+        `--pipeline`, the result is the same as that of `engine.backward(loss_of(*batch))`.
 
         Args:
             loss_of: Calls the model on a micro-batch and returns a scalar loss, a mean over its
                 items.
-            *batch: Tensors, or nested containers of tensors, with the same first dimension. Their
-                rows are cut into `--microbatches` parts (default: 1; with `--pipeline P` up to
-                4 P).
-            weight: Called with a micro-batch; returns the number of items that its loss is a mean
-                over, if these are not rows.
+            *batch: Tensors, or nested containers of tensors, with the same first dimension. They
+                are split along it into `--microbatches` parts (default: 1; with `--pipeline P` up
+                to 4 P).
+            weight: Takes a micro-batch and returns the number of items that its loss is a mean
+                over. Default: the number of rows.
             reduction: As for `backward`.
             same_items: As for `backward`.
             cut: If False, each element of `batch` is already one micro-batch: a tuple of the
@@ -227,7 +228,7 @@ class Engine(HintsAtAttributes):
 
         Returns:
             The mean loss (with `reduction="sum"` or `"ddp"` the sum), a 0-dim fp64 tensor that is
-            the same on all ranks of the replica.
+            identical on all ranks of the replica.
 
         Raises:
             UsageError: As for `backward`.
@@ -245,24 +246,24 @@ class Engine(HintsAtAttributes):
     def step(
         self, max_norm: float | None = None, *, closure: Callable[[], Any] | None = None
     ) -> StepStats:
-        """Average the accumulated gradients over all ranks, clip them, update, and clear them.
+        """Average the accumulated gradients across all ranks, clip them, and update parameters.
 
-        Collective.
+        The gradients are cleared afterwards. Collective.
 
         Args:
-            max_norm: Clip to this global 2-norm, as `torch.nn.utils.clip_grad_norm_` does.
-                Default: no clipping.
-            closure: Computes the loss and calls `engine.backward`, in place of backwards before
-                the step. The optimizer may call it several times (L-BFGS, which needs replicated
-                states: `--zero 0`). The returned statistics describe its first call.
+            max_norm: Clip to this global 2-norm, like `torch.nn.utils.clip_grad_norm_`. Default: no
+                clipping.
+            closure: Computes the loss and calls `engine.backward`, instead of backward passes
+                before the step. The optimizer may call it several times (L-BFGS, which needs
+                replicated states: `--zero 0`). The returned statistics describe its first call.
 
         Returns:
             `StepStats`: the mean loss, the gradient norm before clipping, the number of items, and
-            whether the step was skipped.
+                whether the step was skipped.
 
         Raises:
-            UsageError: There was no backward.
-            NonFiniteError: A gradient is NaN or infinite, and no loss scale is in use. With
+            UsageError: There was no backward pass since the last step.
+            NonFiniteError: A gradient is NaN or infinite, and there is no loss scale. With
                 `--nonfinite skip` the step is skipped instead.
             CheckpointNotWritten: A background save has failed since the last step. The step itself
                 is complete.
@@ -274,32 +275,32 @@ class Engine(HintsAtAttributes):
         return self._stepper.step(max_norm, closure)
 
     def reduce(self) -> float:
-        """Reduce the gradients of this step over all workers, before `step` is called.
+        """Reduce this step's gradients across all workers, before `step` is called.
 
-        `engine.step()` then uses these sums. No backward may be called in between. Collective.
+        `engine.step()` then uses these sums. Don't call `backward` in between. Collective.
 
         Returns:
             The global 2-norm of the mean gradient.
 
         Raises:
-            UsageError: There was no backward.
+            UsageError: There was no backward pass since the last step.
             NonFiniteError: As for `step`.
         """
         return self._stepper.reduce()
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
-        """Make `param.grad` the whole averaged gradient inside the block, to read or change.
+        """Set `param.grad` to the full averaged gradient inside the block, to read or change it.
 
-        Use it between backward and step. Every trained parameter gets the gradient of the mean
-        over all items of all workers, unscaled and unclipped, with the parameter's shape and
-        dtype, or None if no worker had one. `engine.step()` updates with the gradients that rank 0
-        leaves there. Setting one to None excludes its parameter from the step. Collective: every
-        rank enters and leaves.
+        Use it between backward and step. Inside, every trained parameter's `grad` is the gradient
+        of the mean over all items of all workers, unscaled and unclipped, with the parameter's
+        shape and dtype. It is None if no worker has a gradient. `engine.step()` updates with the
+        gradients that rank 0 has at the end of the block. Setting a gradient to None excludes the
+        parameter from the step. Collective: every rank must enter and leave the block.
 
         Raises:
-            UsageError: There was no backward, or no worker has the whole model (`--tensor`,
-                `--pipeline`).
+            UsageError: There was no backward pass since the last step, or no worker has the full
+                model (`--tensor`, `--pipeline`).
 
         Example:
             engine.backward(loss)
@@ -313,28 +314,28 @@ class Engine(HintsAtAttributes):
     def zero_grad(self) -> None:
         """Discard the gradients accumulated since the last step.
 
-        Every rank calls it. Without gradients it does nothing. `step` already clears them, so a
-        training loop needs no call.
+        Must be called on every rank. Without gradients it does nothing. A training loop does not
+        need it, because `step` already clears the gradients.
         """
         self._stepper.zero_grad()
 
-    # -- parameters and optimizer state, whole ------------------------------------------------
+    # -- full parameters and optimizer state ----------------------------------------------------
 
     @contextmanager
     def full_parameters(
         self, module: nn.Module | None = None, *, write: bool = False
     ) -> Iterator[None]:
-        """Make parameters whole inside the block, to read or write, with autograd off.
+        """Gather full parameters inside the block, to read or write them with autograd off.
 
-        Collective: every rank enters and leaves. Replicated parameters can also be read at any
-        time without it.
+        Collective: every rank must enter and leave the block. Replicated parameters can also be
+        read at any time outside it.
 
         Args:
-            module: Whose parameters to gather. Default: all models.
-            write: If True, all ranks get rank 0's values on leaving, including fp32 masters. With
-                islands that have taken a step, each island gets the values of its first rank.
-                Gradients that were accumulated before are kept, so it also works between backward
-                and step (as SAM needs). Default: False.
+            module: Module whose parameters to gather. Default: all models.
+            write: If True, rank 0's values are broadcast to all ranks at the end of the block,
+                including the fp32 masters. Once islands have taken a step, each island gets the
+                values of its first rank instead. Accumulated gradients are kept, so it also works
+                between backward and step (as SAM needs). Default: False.
 
         Example:
             with engine.full_parameters(write=True):
@@ -345,14 +346,15 @@ class Engine(HintsAtAttributes):
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Allow ranks to run different numbers of forwards inside the block, without training.
+        """Allow ranks to run different numbers of forward passes inside the block.
 
-        Use it for generation of different lengths, or for evaluation on rank 0 alone. All ranks
-        enter and leave. A rank that has left keeps serving the gathers of the others until all
-        have left. If parameters are not sharded it does nothing.
+        Use it to generate sequences of different lengths, or to evaluate on rank 0 only. Training
+        inside is an error. All ranks must enter and leave the block. A rank that has finished keeps
+        participating in the gathers of the other ranks until all have finished. Does nothing if
+        parameters are not sharded.
 
         Raises:
-            UsageError: With `--pipeline`, because a forward needs all workers of a replica.
+            UsageError: With `--pipeline`, because a forward pass needs all workers of a replica.
 
         Example:
             with engine.uneven(), torch.no_grad():
@@ -366,7 +368,7 @@ class Engine(HintsAtAttributes):
     def ema(self) -> Iterator[None]:
         """Swap in the exponential moving average of the parameters (`ema_decay`) inside the block.
 
-        Only parameters that an optimizer trains have an average; the others keep their value.
+        Only parameters that an optimizer trains have an average; the others keep their values.
         Collective.
 
         Example:
@@ -378,10 +380,10 @@ class Engine(HintsAtAttributes):
 
     @contextmanager
     def anchor(self) -> Iterator[None]:
-        """Swap in the anchor inside the block: the parameters at the last averaging of islands.
+        """Swap in the anchor inside the block: the parameters after the islands' last averaging.
 
-        Use it to evaluate them. `export`, `model_state_dict` and checkpoints always use the
-        anchor. Collective. Without `--islands` it does nothing.
+        Use it for evaluation. `export`, `model_state_dict` and checkpoints always use the anchor.
+        Collective. Does nothing without `--islands`.
 
         Raises:
             UsageError: Gradients are accumulated for a step.
@@ -390,17 +392,17 @@ class Engine(HintsAtAttributes):
             yield
 
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
-        """Write the weights of a model into one file that plain PyTorch reads.
+        """Write a model's weights to a single file that plain PyTorch can load.
 
-        Names, shapes and dtypes are as in the plain model. Tied weights are written once.
-        Inside `engine.ema()` the averages are written. With `--trial` nothing is written. Every
-        rank calls it: if parameters are sharded it is collective. Rank 0 writes, and holds the
-        whole model while it does.
+        Names, shapes and dtypes are those of the plain model. Tied weights are written once. Inside
+        `engine.ema()` the averages are written. With `--trial` nothing is written. Call it on every
+        rank: it is collective if parameters are sharded. Rank 0 writes the file, and holds the full
+        model meanwhile.
 
         Args:
-            path: File to write, in the format of `torch.save` if it ends in .pt, .pth or .bin,
-                else as safetensors.
-            model: Which model. Default: the only one.
+            path: File to write. Its format is that of `torch.save` if it ends in .pt, .pth or .bin,
+                otherwise safetensors.
+            model: The model to export. Default: the only one.
 
         Example:
             engine.export("model.safetensors")
@@ -408,28 +410,28 @@ class Engine(HintsAtAttributes):
         self._access.export(path, model)
 
     def model_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Return the state_dict of a model with whole tensors on rank 0, and {} on other ranks.
+        """Return a model's state_dict with full tensors on rank 0, and {} on other ranks.
 
-        The tensors are copies on the CPU. Tied weights share one tensor. If parameters are
-        sharded it is collective, and rank 0 holds the whole model while it copies.
+        The tensors are copies on the CPU. Tied weights share one tensor. If parameters are sharded,
+        the call is collective, and rank 0 holds the full model while it copies.
 
         Args:
-            model: Which model. Default: the only one.
+            model: The model to copy. Default: the only one.
         """
         return self._access.model_state_dict(model)
 
     def optimizer_state_dict(
         self, optimizer: optim.Optimizer | None = None, *, for_resume: bool = False
     ) -> dict[str, Any]:
-        """Return the state_dict that the optimizer would have in one process, on every rank.
+        """Return on every rank the state_dict that the optimizer would have in a single process.
 
         Collective. For 16-bit parameters it has the additional key `fp32_master_weights`, which
         torch's `load_state_dict` ignores.
 
         Args:
-            optimizer: Which optimizer. Default: the only one.
-            for_resume: Add the key `loss_weight_divisor`, which is needed to continue training
-                from the state_dict. torch's `load_state_dict` ignores it too. Default: False.
+            optimizer: The optimizer whose state to return. Default: the only one.
+            for_resume: Add the key `loss_weight_divisor`, which is needed to continue training from
+                the state_dict. torch's `load_state_dict` ignores it too. Default: False.
         """
         return self._access.optimizer_state_dict(optimizer, for_resume=for_resume)
 
@@ -442,11 +444,11 @@ class Engine(HintsAtAttributes):
         weight; otherwise the weight itself becomes the master. Collective.
 
         Args:
-            state: The state_dict, on every rank or on rank 0 alone (None on the others).
-            optimizer: Which optimizer. Default: the only one.
+            state: The state_dict, either on every rank or only on rank 0 (None on the others).
+            optimizer: The optimizer to load into. Default: the only one.
 
         Raises:
-            CheckpointMismatch: The state_dict belongs to another optimizer.
+            CheckpointMismatch: The state_dict belongs to a different optimizer.
             UsageError: Gradients are accumulated for a step, or the model is split (`--tensor`,
                 `--pipeline`).
         """
@@ -455,17 +457,17 @@ class Engine(HintsAtAttributes):
     # -- checkpoints --------------------------------------------------------------------------
 
     def track(self, **objects: Any) -> None:
-        """Save and load further objects with the engine's checkpoints.
+        """Save and load additional objects with the engine's checkpoints.
 
-        Rank 0's state is saved, and loaded on every rank.
+        Rank 0's state is saved, and is loaded on every rank.
 
         Args:
-            **objects: Objects by the name they get in the checkpoint: anything with `state_dict`
-                and `load_state_dict`; a generator of torch, numpy or random; a dict, list, deque
-                or tensor, which loading fills in place.
+            **objects: The objects, by the names they get in the checkpoint. An object can be
+                anything with `state_dict` and `load_state_dict`; a generator of torch, numpy or
+                random; or a dict, list, deque or tensor, which is filled in place on load.
 
         Raises:
-            UsageError: An object has another type.
+            UsageError: An object has an unsupported type.
 
         Example:
             engine.track(loader=loader, scheduler=scheduler)
@@ -482,23 +484,23 @@ class Engine(HintsAtAttributes):
     ) -> Path | None:
         """Write a checkpoint to `folder`/step-N, where N is `steps`.
 
-        A checkpoint appears under its name only when it is complete (format:
+        The checkpoint gets this name only once it is complete (for the format, see
         docs/checkpoint_format.md). With `--trial` nothing is written. Collective.
 
         Args:
             folder: Folder of the run's checkpoints.
-            keep: Keep only the newest `keep` checkpoints up to this one. Default: all.
-            background: Return as soon as the state is copied into memory, and write it in a
-                thread. A later failure is raised by the next `step`, `save`, `load` or `close`.
-                Default: False.
+            keep: Keep only the newest `keep` checkpoints, including this one. Default: all.
+            background: Return once the state is copied to memory, and write it in a thread. A later
+                failure is raised by the next `step`, `save`, `load` or `close`. Default: False.
             split_gb: Split files longer than this many GB (10^9 bytes). Default: 5.
 
         Returns:
-            The path of the checkpoint; None if it failed and `--save-failure continue` is set.
+            The path of the checkpoint, or None if the save failed and `--save-failure continue` is
+            set.
 
         Raises:
             CheckpointNotWritten: No disk accepts the checkpoint. Raised on all ranks.
-            UsageError: Gradients are accumulated for a step, or this is inside `ema()`.
+            UsageError: Gradients are accumulated for a step, or the call is inside `ema()`.
 
         Example:
             if engine.steps % 1000 == 0:
@@ -509,19 +511,22 @@ class Engine(HintsAtAttributes):
     def resume(self, folder: str | PathLike[str]) -> int:
         """Load the newest complete checkpoint in `folder`, if there is one.
 
-        With the same world size, row and settings, training then continues with the bits of a run
-        that was never interrupted. Build models and split data before calling it, because it sets
-        the random generators of each rank. A damaged checkpoint is skipped with a warning. With
+        With the same world size, placement and settings, the resumed run is bit-identical to one
+        that was never interrupted. Build models and split data before the call, because it sets
+        each rank's random generators. A damaged checkpoint is skipped with a warning. With
         `--trial` nothing is loaded. Collective.
+
+        Args:
+            folder: Folder of the run's checkpoints, as passed to `save`.
 
         Returns:
             `steps`, the number of completed steps.
 
         Raises:
-            CheckpointMismatch: The newest checkpoint belongs to another model.
-            FolderInUse: Another job saves into this folder.
-            BrokenCheckpoint: A checkpoint lacks only its checkpoint.json. Starting over next to
-                its data would probably be a mistake.
+            CheckpointMismatch: The newest checkpoint belongs to a different model.
+            FolderInUse: Another job saves to this folder.
+            BrokenCheckpoint: A checkpoint is complete except for its checkpoint.json. Starting over
+                next to its data would probably be a mistake.
 
         Example:
             engine.track(loader=loader)
@@ -533,22 +538,22 @@ class Engine(HintsAtAttributes):
     def load(
         self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False
     ) -> None:
-        """Load a checkpoint, or the weights of a model from another library.
+        """Load a checkpoint, or model weights saved by another library.
 
-        Collective. Pickle files are read without running code from them.
+        Collective. Pickle files are read without executing code from them.
 
         Args:
-            path: A checkpoint of ours (`folder`/step-N) from any row and world size; a DeepSpeed
-                checkpoint (stages 0 to 3); or model weights as .safetensors, .pt, or a Hugging
-                Face folder.
+            path: One of Shardwise's checkpoints (`folder`/step-N), saved with any placement and
+                world size; a DeepSpeed checkpoint (stages 0 to 3); or model weights as
+                .safetensors, .pt, or a Hugging Face folder.
             strict: If False, ignore missing and unexpected names. Default: True.
-            model_only: Load the weights only; keep optimizers, steps and tracked objects. Weights
-                of other libraries are always loaded that way. Default: False.
+            model_only: Load only the weights; keep optimizers, steps and tracked objects. Weights
+                from other libraries are always loaded this way. Default: False.
 
         Raises:
             CheckpointError: There is nothing to load.
             BrokenCheckpoint: Files are incomplete or damaged.
-            CheckpointMismatch: The checkpoint belongs to another model.
+            CheckpointMismatch: The checkpoint belongs to a different model.
 
         Example:
             engine.load("checkpoints/step-1000", model_only=True)
@@ -556,17 +561,16 @@ class Engine(HintsAtAttributes):
         self._checkpoints.load(Path(path), strict=strict, model_only=model_only)
 
     def leave_folders(self) -> None:
-        """Release the folders this engine has saved into, so that other jobs can save there.
+        """Release the folders that this engine has saved to, so that other jobs can save there.
 
-        The next save into a folder takes it again. For callers that use a new folder for each
-        save.
+        The next save to a folder acquires it again. Call this if each save goes to a new folder.
         """
         self._checkpoints.saver.leave()
 
     # -- the engine itself --------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Print a table of units and buckets, with bytes per rank and tier, on rank 0."""
+        """Print a table of units and buckets on rank 0, with bytes per rank and tier."""
         if self.world.is_main:
             name = self.world.collectives.name
             describe.show(describe.table_of(self._spec, self._states, name))
@@ -574,15 +578,15 @@ class Engine(HintsAtAttributes):
     def close(self) -> None:
         """Turn models and optimizers back into plain ones, including the optimizer state.
 
-        The engine cannot be used afterwards. With `--islands` the weights are as after the last
-        averaging. Weights that were cast to 16 bits keep that dtype, and optimizer state gets the
-        dtype that torch's optimizers use for such weights. Collective.
+        The engine cannot be used afterwards. With `--islands`, the models hold the weights after
+        the last averaging. Weights that were cast to 16 bits keep that dtype, and their optimizer
+        state gets the dtype that torch's optimizers use for such weights. Collective.
         """
         self._randoms.stop_waiting()
         try:
             self._checkpoints.close()
         finally:
-            # In `finally`, because a failed background save must not keep the models in pieces.
+            # Use `finally`, because models must be restored even if a background save has failed.
             self._state.objects.end()
             if self._timing is not None:
                 self._timing.close()
@@ -592,15 +596,15 @@ class Engine(HintsAtAttributes):
             _engines.discard(self)
 
     def _leave_in_child(self) -> None:
-        """Leave the models to plain PyTorch in a forked child, and refuse all further calls."""
+        """Turn the models into plain ones in a forked child, and make all further calls raise."""
         self._state.objects.leave_in_child()
         parts = ("_randoms", "_access", "_checkpoints", "_backward", "_stepper")
-        # Every method goes through one of these parts, so every call raises.
+        # Every public method uses one of these parts, so every call raises.
         vars(self).update(dict.fromkeys(parts, _RefusedInChild(self.world.rank)))
 
 
 class _RefusedInChild:
-    """Stands in for the parts of an engine in a forked child of rank `rank`."""
+    """Replaces the parts of an engine in a forked child of rank `rank`, and raises on any use."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

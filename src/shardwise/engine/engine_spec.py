@@ -1,4 +1,4 @@
-"""The inputs of an engine: models, optimizers, settings, groups of ranks."""
+"""Defines the inputs of an engine: models, optimizers, settings and process groups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shardwise.states.step_hooks import StepHooks
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Models, optimizers, settings and groups of ranks. They are kept when states are rebuilt."""
+    """Models, optimizers, settings and process groups, which outlive a rebuild of the states."""
 
     models: tuple[nn.Module, ...]
     optimizers: tuple[optim.Optimizer, ...]
@@ -43,22 +43,22 @@ class EngineSpec:
     world_group: Collectives
     """All ranks."""
     data_group: Collectives
-    """Data-parallel ranks: those with the same part of the model, in this island."""
+    """Data-parallel ranks: the ranks in this island that have the same part of the model."""
     device: torch.device
     gather_order: GatherOrder
-    """The common order of the data-parallel ranks' gathers, inside forwards and backwards."""
+    """Makes data-parallel ranks gather in the same order inside forward and backward passes."""
     micro_shards: MicroShards | None = None
-    """The micro-shards of a step in the exact mode; None otherwise."""
+    """The micro-shards of a step in exact mode, otherwise None."""
     tensor: TensorParallelModels | None = None
-    """Tensor parallelism: the part of each layer that this rank has. None without it."""
+    """Tensor parallelism: this rank's part of each layer, or None if layers are not split."""
     pipeline: PipelineGroup | None = None
-    """Pipeline parallelism: the layers that this rank has. None without it."""
+    """Pipeline parallelism: this rank's layers, or None if every rank has all layers."""
     stage_group: Collectives = field(default_factory=Solo)
-    """Ranks of all replicas with the same stage of the pipeline, in this island."""
+    """Ranks of all replicas in this island that have the same pipeline stage."""
     step_group: Collectives = field(default_factory=Solo)
-    """Ranks that step together: all, or the ranks of this island."""
+    """Ranks that step together: all ranks or, with islands, the ranks of this island."""
     peers: Collectives = field(default_factory=Solo)
-    """Ranks with the same place in each island; only this rank if there is one island."""
+    """Ranks with the same index in each island; only this rank if there is a single island."""
 
     def __post_init__(self) -> None:
         _check_names(self.models, self.settings)
@@ -72,19 +72,19 @@ class EngineSpec:
 
     @cached_property
     def hooks(self) -> StepHooks | None:
-        """Hooks around each step if there are several islands, else None."""
+        """Hooks around each step if there are several islands, otherwise None."""
         return island_hooks.hooks_for(
             self.settings, self.world_group, self.step_group, self.peers, self.shard_group
         )
 
     @cached_property
     def extra_sets(self) -> ExtraSets:
-        """Additional tensors of checkpoints, besides model, optimizers and progress."""
+        """Checkpoint tensors other than model, optimizers and progress."""
         return IslandSets(self.hooks, self.peers)
 
     @property
     def staleness(self) -> StalenessRule | None:
-        """The staleness rule of islands (`--behind`); None without it, or with a single island."""
+        """The staleness rule of islands; None without `--behind` or with a single island."""
         return self.settings.staleness_rule if self.has_peers else None
 
     @property
@@ -99,7 +99,10 @@ class EngineSpec:
 
     @property
     def apart(self) -> Collectives:
-        """Ranks with the same place in islands with different weights; else only this rank."""
+        """Ranks with the same index in each island, if islands have different weights.
+
+        Otherwise only this rank.
+        """
         return self.peers if self.staleness is None else Solo()
 
     @property
@@ -109,11 +112,11 @@ class EngineSpec:
 
     @property
     def tensor_rank(self) -> int:
-        """This rank's place along the tensor-parallel axis."""
+        """This rank's index along the tensor-parallel axis."""
         return 0 if self.tensor is None else self.tensor.group.rank
 
     def is_here(self, parameter: Tensor) -> bool:
-        """Return whether this rank trains `parameter`, or a part of it."""
+        """Return whether this rank trains `parameter` or a part of it."""
         return self.pipeline is None or self.pipeline.owns(parameter)
 
     def stage_of(self, parameter: Tensor) -> int:
@@ -128,87 +131,89 @@ class EngineSpec:
 
     @property
     def takes_writes(self) -> bool:
-        """True if that block keeps values that are written inside it."""
+        """True if values written inside the current `full_parameters` block persist after it.
+
+        Applies to models that `--tensor` or `--pipeline` splits.
+        """
         split, line = self.tensor, self.pipeline
         return (split is not None and split.writes) or (line is not None and line.writes)
 
     def runs(self, module: nn.Module) -> bool:
-        """Return whether this rank runs `module`, or the first layer in it."""
+        """Return whether this rank runs `module` (for a container, the first layer in it)."""
         return (
             self.pipeline is None or self.pipeline.stage_of_module(module) in self.pipeline.stages
         )
 
     @property
     def pipeline_rank(self) -> int:
-        """This rank's place along the pipeline axis."""
+        """This rank's index along the pipeline axis."""
         return 0 if self.pipeline is None else self.pipeline.group.rank
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
-        """Return the part of a tensor that a split `parameter` is; None if it is not split."""
+        """Return which part of the full tensor `parameter` holds, or None if it is not split."""
         if self.tensor is None or not isinstance(parameter, nn.Parameter):
             return None
         return self.tensor.shards.get(parameter)
 
     @cached_property
     def summation(self) -> Summation:
-        """The way to add gradients of several backwards and ranks: in any order, or in one tree."""
+        """The way gradients are added across passes and ranks: in any order, or in a tree."""
         return Summation() if self.micro_shards is None else in_tree(self.micro_shards)
 
     @cached_property
     def optimizer_kinds(self) -> OptimizerKinds:
-        """Results of the trials of optimizers."""
+        """Cached results of the trial updates that classify optimizers."""
         return OptimizerKinds()
 
     @cached_property
     def prefixes(self) -> tuple[str, ...]:
-        """The prefix of the parameter names of each model; "" if there is only one."""
+        """The prefix of each model's parameter names; "" if there is only one model."""
         several = len(self.models) > 1
         return tuple(f"models[{i}]" if several else "" for i in range(len(self.models)))
 
     @cached_property
     def shard_group(self) -> Collectives:
-        """Ranks that share the shards of states: all, or the ranks of a host."""
-        # With replicated states there is nothing to shard, on any group.
+        """Ranks that states are sharded across: all data-parallel ranks, or those on this host."""
+        # Replicated states are not sharded, so don't create a group per host for them.
         within = self.settings.shard_within == "host" and self.placement.level > 0
         return shard_within_hosts(self.data_group) if within else self.data_group
 
     @property
     def cuts_nothing(self) -> bool:
-        """True if optimizers can update whole tensors.
+        """True if optimizers can update full tensors.
 
-        Their state is then neither sharded nor on a disk, and the exact mode, whose bits would
-        depend on it, is off.
+        Their state is then neither sharded nor on a disk, and exact mode is off.
         """
-        # In the exact mode, updates of whole tensors would round otherwise than updates of
-        # intervals.
+        # In exact mode every update must work on intervals: updates of full tensors may round
+        # differently, so results would depend on whether the state is sharded.
         alone = self.shard_group.size == 1 or not self.placement.is_sharded("optimizer")
         on_disk = any(tier.kind == "nvme" for tier in self.placement.tiers)
         return alone and not on_disk and self.micro_shards is None
 
     @property
     def optimizers_stay(self) -> bool:
-        """True if the user's own optimizer can update its own parameters.
+        """True if the user's own optimizer object can update its own parameters.
 
-        Each rank then has all parameters and all optimizer state whole.
+        Each rank then holds all parameters and optimizer state in full.
         """
         is_split = self.tensor is not None or self.pipeline is not None
         return self.cuts_nothing and not is_split and not self.placement.is_sharded("parameters")
 
     @cached_property
     def gather_group(self) -> Collectives:
-        """The ranks of `shard_group` over separate channels, for gathers.
+        """The ranks of `shard_group` on separate channels, for gathers.
 
-        Their order relative to other collectives may differ between ranks.
+        The order of gathers relative to other collectives may differ between ranks.
         """
-        # Creating the side channel is collective, so do it here and not in the first forward.
+        # Creating the side channel is collective, so don't wait for the first forward pass.
         side = self.gather_order.group
         return side if self.shard_group is self.data_group else self.shard_group.second_group()
 
     def leave_groups(self) -> None:
-        """Close the groups of ranks that belong to this engine only. Collective."""
-        self.world_group.barrier()  # no rank is in a collective of one of them any more
-        # `cached_property` stores into `vars`, so a group that was never created is not created
-        # here.
+        """Close the process groups that belong to this engine only. Collective."""
+        self.world_group.barrier()  # now no rank is still in a collective on one of these groups
+        # `cached_property` stores its value in `vars`. Popping it there avoids creating a group
+        # only to close it.
         gathers = vars(self).pop("gather_group", self.data_group)
         sharding = vars(self).pop("shard_group", self.data_group)
         if sharding is not self.data_group:
@@ -218,16 +223,16 @@ class EngineSpec:
 
     @cached_property
     def parameter_uses(self) -> ParameterUses:
-        """Watches user code that computes with split parameters."""
+        """Detects user code that computes with split parameters."""
         return ParameterUses(self.tensor, self.pipeline)
 
     @cached_property
     def unit_hooks(self) -> UnitHooks:
-        """Hooks on modules, whose forwards gather the units that they need."""
+        """Module hooks that gather a unit's parameters when its forward pass starts."""
         return UnitHooks()
 
     def located(self) -> list[NamedParameter]:
-        """Return every parameter of the models, and parameters that only an optimizer has."""
+        """Return all parameters of the models, and those that only an optimizer holds."""
         located = locate(self.models, self.prefixes)
         known = {named.parameter for named in located}
         for number, optimizer in enumerate(self.optimizers):
@@ -239,7 +244,7 @@ class EngineSpec:
                         located.append(NamedParameter(name, parameter))
         cast = PRESETS[self.settings.precision].cast
         for named in located:
-            if named.parameter.is_meta:  # not materialised yet: set the device and dtype to be
+            if named.parameter.is_meta:  # not materialised yet: record its future device and dtype
                 named.device = self.device
                 if cast is not None and is_cast(named.places, cast):
                     named.dtype = cast
@@ -251,38 +256,36 @@ class EngineSpec:
         return Census(self.models)
 
     def shape(self) -> Shape:
-        """Return the current shape of parameter groups, which decides the layout of states."""
+        """Return the current shape of parameter groups, which determines the states' layout."""
         with unguarded():
-            # `_census` caches the parameters: this runs at every backward.
+            # Use the parameters cached in `_census`, because this runs before every backward pass.
             trained = [p.requires_grad for p in self._census.parameters()]
         return Shape([len(g["params"]) for o in self.optimizers for g in o.param_groups], trained)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The lengths of the parameter groups, and whether each parameter is trained."""
+    """The lengths of the parameter groups, and whether each parameter is trainable."""
 
     groups: list[int]
     trained: list[bool]
 
     def fits(self, now: Shape) -> bool:
-        """Return whether states that are laid out for this shape also serve `now`.
+        """Return whether states laid out for this shape can also be used for `now`.
 
-        A parameter that was frozen since keeps its place, without a gradient: a GAN freezes its
+        A parameter that has been frozen since keeps its slot, without a gradient: a GAN freezes its
         discriminator in every step.
         """
-        # More parameters, or other groups, always need a new layout.
+        # A different number of parameters or different groups always needs a new layout.
         if (self.groups, len(self.trained)) != (now.groups, len(now.trained)):
             return False
         return all(was or not is_ for was, is_ in zip(self.trained, now.trained, strict=True))
 
 
 def _check_names(models: Sequence[nn.Module], settings: Settings) -> None:
-    """Raise ConfigError for names of units or stages that match no module.
-
-    Also if there are too few workers for them to matter.
-    """
-    # On any number of workers, so that a typo does not first show in the large run.
+    """Raise ConfigError if a unit or stage name in the settings matches no module."""
+    # Check on any number of workers, even where the names have no effect, so that a typo does not
+    # first show up in the large run.
     for pattern in units.unknown(models, settings.units or ()):
         names = [name for model in models for name, _ in model.named_children()]
         raise ConfigError(

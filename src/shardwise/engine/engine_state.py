@@ -1,4 +1,4 @@
-"""The state that the parts of one engine share."""
+"""Holds the state that the parts of an engine share."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ from shardwise.world.world import World
 
 @dataclass(eq=False)
 class EngineState:
-    """The shared state of engine number `number` of this process.
+    """The state that the parts of one engine share.
 
-    The first fields never change; those from `steps` on are the progress of training.
+    `number` is the engine's index in this process. The fields before `steps` never change; `steps`
+    and those after it track the progress of training.
     """
 
     world: World
@@ -46,21 +47,21 @@ class EngineState:
     aggregation: Aggregation
     weighting: GradientWeighting
     accumulation: LossAccumulation
-    """This rank's backwards since the last step."""
+    """This rank's backward passes since the last step."""
     extra_sets: ExtraSets
-    """Additional tensors of checkpoints, besides model, optimizers and progress."""
+    """Checkpoint tensors other than model, optimizers and progress."""
     steps: int = 0
     """Number of completed steps."""
     totals: StepTotals | None = None
-    """The totals of this step over all ranks, once its gradients are reduced."""
+    """This step's totals across all ranks, once its gradients are reduced."""
     in_uneven: bool = False
-    """True while ranks may run different numbers of forwards."""
+    """True while ranks may run different numbers of forward passes."""
     asked_to_end: bool = False
-    """True once all ranks have learned, from an exchange of this engine, of a signal to end."""
+    """True once an exchange of this engine has told all ranks to stop because of a signal."""
 
     @property
     def in_ema(self) -> bool:
-        """True while the parameters are averages, or the anchor."""
+        """True while the parameters hold their averaged (EMA) or anchor values."""
         return self.objects.in_ema
 
     @in_ema.setter
@@ -69,12 +70,12 @@ class EngineState:
 
     @property
     def buffers(self) -> Buffers:
-        """The buffers of the models, which forwards may change."""
+        """The models' buffers, which forward passes may change."""
         return self.objects.buffers
 
     @property
     def replicas(self) -> int:
-        """Number of replicas of the model that step together."""
+        """Number of model replicas that step together."""
         return self.spec.replicas
 
     @property
@@ -84,7 +85,7 @@ class EngineState:
 
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
-        """The coordinates of the next backward, for seeds: engine, step, replica, backward."""
+        """The indices that seed the next backward pass: engine, step, replica, backward pass."""
         return self.number, self.steps, self.world.data_rank, self.accumulation.backwards
 
     @property
@@ -93,13 +94,14 @@ class EngineState:
         return self.accumulation.backwards == 0 and not self.in_ema
 
     def continue_at(self, steps: int) -> None:
-        """Set the number of steps from a checkpoint."""
+        """Set the number of completed steps, after loading a checkpoint."""
+        # Otherwise schedulers created after a resume warn that the optimizer has not stepped.
         if steps:
             usage_checks.mark_schedulers(self.spec.optimizers)
         self.steps = steps
 
     def refuse_in_step(self, call: str) -> None:
-        """Raise UsageError unless `call` is made between two steps."""
+        """Raise UsageError if `call` is made during a step, or in an EMA or anchor block."""
         if self.accumulation.backwards:
             raise UsageError(
                 f"{call} between engine.backward and engine.step: call it after the step."
@@ -115,7 +117,8 @@ class EngineState:
             yield
             return
         with torch.no_grad():
-            # Entered by hand: autograd is off for the swap only, and not inside the block.
+            # Enter the context by hand, so that autograd is off only during the swap, not inside
+            # the block.
             context = hooks.common_weights()
             context.__enter__()
         self.in_ema = True
@@ -128,7 +131,7 @@ class EngineState:
             self.parameters_changed()
 
     def squared_norm(self) -> float:
-        """Return the squared norm of the current gradient sums over all layers. Collective."""
+        """Return the squared norm of the current gradient sums of all layers. Collective."""
         spec = self.spec
         squared = squared_norm(
             self.aggregation, self.states.gradients, spec.stage_group, spec.shard_group.copies
@@ -140,12 +143,12 @@ class EngineState:
         return float(group.read(group.gather_rows(row)).sum())
 
     def returns_of(self, checkpoints: HookedCheckpoints) -> Returns | None:
-        """Return the object that brings islands back from `checkpoints`; None if none can leave."""
+        """Return the object that lets islands rejoin from `checkpoints`; None without islands."""
         hooks = self.spec.hooks
         return None if hooks is None else hooks.returns(self, checkpoints)
 
     def parameters_changed(self) -> None:
-        """Invalidate copies of parameters on other pipeline stages after a change of values."""
+        """Invalidate copies of parameters on other pipeline stages after their values change."""
         if self.spec.pipeline is not None:
             self.spec.pipeline.tied_weights.invalidate()
 
@@ -159,8 +162,8 @@ def spec_of(
 ) -> EngineSpec:
     """Collect the inputs of an engine.
 
-    Raises ModelError for an object that is no model or no optimizer, and ConfigError for settings
-    that cannot be combined.
+    Raises ModelError if an argument is not a model or an optimizer, and ConfigError if settings
+    cannot be combined.
     """
     shards = exact_mode.shards_of(settings, world.collectives)
     model_tuple = _as_tuple(models, nn.Module)
@@ -192,10 +195,10 @@ def build_state(
     scaler: GradScaler | None,
     tensor_plan: TensorPlan | None,
 ) -> EngineState:
-    """Take over the user's objects, and build the states. Collective."""
+    """Prepare the user's objects and build the states. Collective."""
     _refuse_second_engine(spec)
     accumulation = LossAccumulation()
-    # The accumulation alone, so that the engine itself can be freed.
+    # Pass only the accumulation, so that the engine itself can be freed.
     world.unstepped.watch(accumulation)
     scale = LossScale(scaler, active=precision.PRESETS[spec.settings.precision].scaled)
     aggregation = (
@@ -203,11 +206,11 @@ def build_state(
         if spec.micro_shards is None
         else exact_mode.ExactAggregation(spec.micro_shards)
     )
-    # The unit of weights must be the same on all ranks whose gradients are summed.
+    # The unit of loss weights must be the same on all ranks whose gradients are summed.
     estimated_by = spec.data_group if spec.staleness is None else spec.world_group
-    # SyncBatchNorm sends gradients of one rank's loss to other ranks, inside the graph.
+    # SyncBatchNorm sends gradients of one rank's loss to other ranks inside the graph.
     crosses = spec.settings.sync_batch_norm and spec.data_group.size > 1
-    # The exact mode fixes the order of sums even on one worker.
+    # Exact mode fixes the order of sums even on a single worker.
     alone = world.size == 1 and spec.micro_shards is None
     weighting = GradientWeighting(scale, estimated_by, aggregation, crosses=crosses, alone=alone)
     objects = UserObjects(world, spec, accumulation, weighting, tensor_plan)
@@ -225,7 +228,7 @@ def build_state(
 
 
 def _refuse_second_engine(spec: EngineSpec) -> None:
-    """Raise UsageError for a parameter that another engine trains."""
+    """Raise UsageError if another engine already trains one of the parameters."""
     trained = {t.parameter for other in living for t in other.states.parameters.named}
     for named in spec.located():
         if named.parameter in trained:
@@ -236,7 +239,7 @@ def _refuse_second_engine(spec: EngineSpec) -> None:
 
 
 def _as_tuple(argument: Any, kind: type[Any]) -> tuple[Any, ...]:
-    """Return one object or a sequence as a tuple; raise ModelError for other types."""
+    """Return one object or a sequence as a tuple. Raises ModelError for other types."""
     is_one = isinstance(argument, kind) or not isinstance(argument, Iterable)
     items = (argument,) if is_one else tuple(argument)
     wrong = [item for item in items if not isinstance(item, kind)]

@@ -1,10 +1,10 @@
-"""Several engines of one script (GANs), saved and resumed together.
+"""Saves and resumes several engines of one script (such as a GAN's) together.
 
 checkpoints/
 ├── generator/step-100/           a checkpoint of each engine, like any other
 ├── discriminator/step-500/
-└── together-7.json               written last: the checkpoints that belong together, each with the
-                                  CRC-32 of its checkpoint.json
+└── together-7.json               written last: lists the checkpoints that belong together, with
+                                  the CRC-32 of each one's checkpoint.json
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _NAME = re.compile(r"together-(\d+)\.json")
 class Engines:
     """Several engines that are saved and resumed together, in one folder.
 
-    Each engine may step as often as it likes. Objects tracked with `engine.track` are saved with
-    their engine.
+    The engines may take different numbers of steps. Objects tracked with `engine.track` are saved
+    with their engine.
 
     Args:
-        **engines: The engines by name; each gets a subfolder of that name.
+        **engines: The engines by name. Each gets a subfolder of that name.
 
     Attributes:
         saves: Number of saves, including those before a resume.
 
     Raises:
-        UsageError: There is no engine, an argument is no engine, or a name cannot name a folder.
+        UsageError: No engine was passed, an argument is not an engine, or a name is not valid as a
+            folder name.
 
     Example:
         both = sw.Engines(generator=g_engine, discriminator=d_engine)
@@ -65,30 +66,29 @@ class Engines:
         self._home: Path | None = None
         self._resumes = False
         self._joined: tuple[int, Path] | None = None
-        """The last save in `_home`: the number of steps of this process at that time, and its file.
-        """
+        """The last save in `_home`: this process's number of steps then, and the file's path."""
         self.saves = 0
 
     def save(self, folder: str | PathLike[str], keep: int | None = None) -> Path | None:
-        """Save every engine in `folder`, then write the file that joins the checkpoints.
+        """Save every engine in `folder`, then write the file that ties the checkpoints together.
 
         A save is valid only if that file exists. With `--trial` nothing is written. Collective.
 
         Args:
             folder: Folder of the run's checkpoints.
-            keep: Keep the newest `keep` saves, and one more checkpoint of each engine. Default:
-                all.
+            keep: Number of saves to keep; one additional checkpoint of each engine is kept.
+                Default: keep all.
 
         Returns:
-            The path of the file that joins the checkpoints; None if it failed and `--save-failure
-            continue` is set.
+            The path of the file that ties the checkpoints together, or None if the save failed and
+            `--save-failure continue` is set.
 
         Raises:
             CheckpointNotWritten: No disk accepts the checkpoints.
             UsageError: As for `Engine.save`.
         """
         home = Path(folder)
-        # One more, because the checkpoints of the previous save must outlive a failure in this one.
+        # Keep one more: the previous save's checkpoints must survive a failure in this save.
         kept = None if keep is None else keep + 1
         paths = {
             name: each._checkpoints.save_without_leaving(home / name, kept)
@@ -99,15 +99,16 @@ class Engines:
             try:
                 joined = self._join(home)
             except CheckpointNotWritten as error:
-                # Raises, or with --save-failure continue prints a line.
+                # Raises, or only prints a message with --save-failure continue.
                 next(iter(self._engines.values()))._checkpoints.saver.tolerate(error)
         if joined is not None:
             if keep is not None and self._world.is_main:
                 for _, path in _marks(home)[keep:]:
-                    with suppress(OSError):  # its checkpoints are gone, so it is only clutter
+                    # Ignore a file that remains: without its checkpoints it is harmless.
+                    with suppress(OSError):
                         path.unlink()
-            # After a resume from one folder, a save into another is a copy, and signals still save
-            # at home.
+            # If the run was resumed from another folder, treat this save as a copy: a save on a
+            # signal still goes to the original folder.
             if self._home in (None, home) or not self._resumes:
                 self._settle_in(home)
                 self._joined = self._world.steps_made, joined
@@ -117,17 +118,22 @@ class Engines:
     def resume(self, folder: str | PathLike[str]) -> int:
         """Load the newest save in `folder`, if there is one. Collective.
 
+        Args:
+            folder: Folder that was passed to `save`.
+
         Returns:
-            `saves`, the number of saves.
+            `saves`, the number of saves so far; 0 if there was nothing to load.
 
         Raises:
-            BrokenCheckpoint: Engines were saved there, but never together.
-            CheckpointMismatch: As for `Engine.resume`, like all its errors.
+            BrokenCheckpoint: `folder` has checkpoints of the engines, but no complete save of all
+                of them.
+            CheckpointMismatch: As for `Engine.resume`, which may raise other errors too.
         """
         home = Path(folder)
         if self._world.settings.trial:
             return self.saves
-        # Only the main rank looks: another host might see a shared folder at another moment.
+        # Only the main rank lists the folder, because another host might see a different state of a
+        # shared file system.
         mine = _find_newest(home, list(self._engines)) if self._world.is_main else _NOTHING
         found = self._world.broadcast_object(mine)
         agree(self._world.collectives, found.wrong, BrokenCheckpoint)
@@ -137,7 +143,7 @@ class Engines:
         last = self._engines.get(fields.get("last", ""))
         if last is not None:
             self._world.last_stepped_engine = last._state.number
-            last._randoms.reseed()  # as after a step of the engine that stepped last
+            last._randoms.reseed()  # same state as after that engine's step
         self.saves, self._resumes = number, True
         self._settle_in(home)
         if fields:
@@ -148,7 +154,7 @@ class Engines:
         return number
 
     def _settle_in(self, home: Path) -> None:
-        """Join the checkpoints in `home` also when a signal ends the run, after all saves."""
+        """Use `home` for saves on a signal too."""
         if self._home is None:
             self._world.preemption.heed(self._is_between_steps, self._join_at_the_end)
         if home != self._home:
@@ -158,14 +164,14 @@ class Engines:
         return True  # each engine has its own check
 
     def _join_at_the_end(self) -> Path:
-        """Join the last checkpoints of the engines, unless that is already done for this step."""
+        """Tie the engines' last checkpoints together, unless that is already done for this step."""
         assert self._home is not None
         if self._joined is not None and self._joined[0] == self._world.steps_made:
             return self._joined[1]
         return self._join(self._home)
 
     def _join(self, home: Path) -> Path:
-        """Write the file that joins the engines' checkpoints in `home`. Collective."""
+        """Write the file that ties the engines' checkpoints in `home` together. Collective."""
         # The engines' steps differ, so the file records each, and which engine stepped last.
         steps = {name: engine.steps for name, engine in self._engines.items()}
         named = {engine._state.number: name for name, engine in self._engines.items()}
@@ -185,12 +191,12 @@ class Engines:
 
 
 def _sum(checkpoint: Path) -> str:
-    """Return the CRC-32 of a checkpoint's document, which contains the checksums of all files."""
+    """Return the CRC-32 of a checkpoint's document, which lists the checksums of all its files."""
     return crc_of((checkpoint / DOCUMENT).read_bytes())
 
 
 def _marks(home: Path) -> list[tuple[int, Path]]:
-    """Return numbers and paths of the files that join checkpoints, newest first."""
+    """Return the (number, path) of each file that ties checkpoints together, newest first."""
     paths = home.iterdir() if home.is_dir() else ()
     marks = [(int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name))]
     return sorted(marks, reverse=True)
@@ -198,9 +204,9 @@ def _marks(home: Path) -> list[tuple[int, Path]]:
 
 @dataclass(frozen=True)
 class _Found:
-    """A save of all engines: its number and content, and the checkpoint of each engine.
+    """A save of all engines: its number, its content, and the checkpoint of each engine.
 
-    `wrong` is the error message if there is no valid one.
+    `wrong` is the error message if there is no valid save.
     """
 
     number: int = 0
@@ -213,13 +219,13 @@ _NOTHING = _Found()
 
 
 def _find_newest(home: Path, names: list[str]) -> _Found:
-    """Return the newest valid save of all engines `names`."""
-    # The checksums matter: a later save, killed before it joined its checkpoints, may have replaced
-    # a checkpoint by another one of the same step.
+    """Return the newest valid save that contains all engines in `names`."""
+    # Compare checksums, because a later save that was killed before it wrote its own file may have
+    # replaced a checkpoint with another one of the same step.
     there = {name: {each.step: each.path for each in complete(home / name)} for name in names}
     marks = _marks(home)
     for number, path in marks:
-        # A damaged or incomplete save is skipped, and an older one is used.
+        # Skip a damaged or incomplete save, and try the next older one.
         with suppress(OSError, ValueError, KeyError, TypeError):
             fields = json.loads(path.read_text())
             paths = {name: there[name][fields["steps"][name]] for name in names}

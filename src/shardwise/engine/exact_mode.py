@@ -1,4 +1,4 @@
-"""The exact mode, which gives the same bits on any number of workers: its checks and its sums."""
+"""Implements exact mode, whose results are bit-identical on any number of workers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _WITHOUT = {
 
 
 def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
-    """Return the micro-shards of a step; None if the exact mode is off.
+    """Return the micro-shards of a step, or None if exact mode is off.
 
-    Raises ConfigError for settings it cannot be combined with, and for a number of workers that
-    cannot give the same bits.
+    Raises ConfigError if a setting cannot be combined with it, or if the number of workers cannot
+    give bit-identical results.
     """
     if settings.exact is None:
         return None
@@ -40,7 +40,7 @@ def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
             f"--exact {settings.exact} sums over all workers in one tree, but --shard-within host "
             "would cut the tree at the hosts. Write --shard-within all."
         )
-    # A host sums its ranks first, so the ranks of a host must be a subtree of the whole tree.
+    # Each host sums its own ranks first, so the ranks of a host must be a subtree of the full tree.
     if not group.knows_tree:
         raise ConfigError(
             f"--exact {settings.exact} sums in a binary tree, and the ranks of each host must be "
@@ -51,7 +51,10 @@ def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
 
 
 class ExactAggregation(Aggregation):
-    """Adds up in the exact mode: each micro-shard is reported separately, and sums round once."""
+    """Adds up the ranks' reports in exact mode, rounding only once.
+
+    Each micro-shard is reported separately.
+    """
 
     def __init__(self, shards: MicroShards) -> None:
         super().__init__(shards.rank)
@@ -63,7 +66,10 @@ class ExactAggregation(Aggregation):
         return seed_from(seed, "micro-shard", engine, step, number)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
-        """Estimate from the first micro-shard, which is rank 0's for any number of ranks."""
+        """Estimate the step's total weight and number of backward passes.
+
+        Uses the first micro-shard, which rank 0 runs for any number of ranks.
+        """
         return weights[0] * self._shards.count, self._shards.count
 
     def check(self, backwards: int) -> None:
@@ -77,12 +83,13 @@ class ExactAggregation(Aggregation):
             )
 
     def report(self, values: Sequence[Number]) -> list[Number]:
-        # One number per micro-shard, so that `total` can round once over all of them.
+        # Report one number per micro-shard, so that `total` can round once over all of them.
         return list(values)
 
     def total(self, rows: Sequence[Sequence[float]]) -> float:
         values = [value for row in rows for value in row]
-        # fsum is exact in any order. It raises for infinities of both signs; sum gives their NaN.
+        # fsum is exact in any order. It raises for infinities of both signs; `sum` returns their
+        # NaN.
         return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
     def total_of_squares(self, rows: Sequence[Sequence[float]]) -> float:
@@ -90,7 +97,7 @@ class ExactAggregation(Aggregation):
 
     def refuse_late(self, names: Sequence[str], group: Collectives) -> None:
         several = itertools.chain.from_iterable(group.gather_objects(list(names)))
-        # Every rank raises the same message, although maybe only one has late gradients.
+        # Raise the same message on every rank, even if only one has late gradients.
         first, *more = dict.fromkeys(several) or ["a parameter"]
         raise UsageError(
             f"--exact {self._shards.count}: the gradient of {first}"

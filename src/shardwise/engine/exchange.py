@@ -1,4 +1,4 @@
-"""The one small collective of a step, after which all ranks make the same update."""
+"""The single small collective in each step that lets every rank apply the same update."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ def exchange(
     written: bool,
     counts: bool = True,
 ) -> StepTotals:
-    """Report this rank's statistics of the step, and return the totals of all ranks. Collective.
+    """Report this rank's statistics of the step, and return the global totals. Collective.
 
-    It also averages the buffers that forward changes, weighted by rows, and reduces gradients that
-    arrived after their bucket had started on any rank.
+    It also averages the buffers that forward passes change, weighted by rows, and reduces gradients
+    that arrived after some rank had already launched their bucket.
 
-    copies    number of ranks that have the same part of the summed gradient
-    options   a checksum of the optimizer options, which must be the same on all ranks
-    calls     the calls that all ranks must make
-    unsaved   a background save has failed on this rank
-    asked     the signal that asks this rank to end, or 0
-    written   user code has written into parameters
-    counts    True on one rank of a replica, whose ranks all have the same batches
+    copies    number of ranks that hold the same part of the summed gradient
+    options   checksum of the optimizer options, which must be the same on all ranks
+    calls     this rank's collective calls since the last step, which all ranks must have made
+    unsaved   True if a background save has failed on this rank
+    asked     the signal that asks this rank to stop, or 0
+    written   True if user code has written to parameters
+    counts    True on exactly one rank per replica, because all ranks of a replica see the same
+    batches
 
-    Raises UsageError on all ranks for late gradients if `aggregation` refuses them.
+    Raises UsageError on all ranks if gradients are late and `aggregation` does not allow that.
     """
-    # The same length, because the vector of each rank must have the same layout.
+    # Keep the length, because all ranks' vectors must have the same layout.
     nothing = [0.0] * accumulation.backwards
     no_mix = math.inf, -math.inf
     mine = StepReport(
@@ -72,15 +73,15 @@ def exchange(
         alone=accumulation.needs_sole_loss,
         buffer_rows=buffers.shares(counts=counts),
     )
-    # Buffers are appended to the report: one collective instead of two.
+    # Append the buffers to the report: one collective instead of two.
     report = mine.row(group.small_device)
-    # Evaluated on the CPU: one copy from the GPU, and only one synchronisation per step.
+    # Evaluate the totals on the CPU: one copy from the GPU, and only one synchronisation per step.
     sent = torch.cat([report, buffers.weighted(counts=counts)])
     rows = group.read(group.gather_rows(sent))
     everyone = mine.join(rows[:, : report.numel()].tolist(), aggregation)
     if everyone.news or everyone.copies_differ:
-        # Some rank saw a buffer change that the others did not average. Agree on the list, and
-        # send the buffers again. This happens in the first steps only.
+        # A rank saw a change in a buffer that is not averaged yet. Agree on the list of buffers,
+        # and send them again. This happens only in the first steps.
         buffers.agree(differ=everyone.copies_differ)
         values = group.read(group.gather_rows(buffers.weighted(counts=counts)))
     else:
@@ -88,12 +89,12 @@ def exchange(
     buffers.average(values, rows[:, report.numel() - len(mine.buffer_rows) : report.numel()])
     buffers.stepped()
     squared = everyone.squared_norm
-    # All ranks know of any rank's late gradients now, so all of them start the same reduction.
+    # Now all ranks know which gradients are late on any rank, so they all start the same reduction.
     if any(everyone.late):
         aggregation.refuse_late(gradients.unforeseen_names(), group)
         gradients.reduce_late([number for number, late in enumerate(everyone.late) if late])
         squared = squared_norm(aggregation, gradients, group, copies)
-    # The squares may have overflowed fp32 although the gradients are finite.
+    # The squares may overflow fp32 even if the gradients are finite.
     elif not math.isfinite(squared):
         squared = _squared_in_fp64(aggregation, gradients, group, copies)
     return replace(everyone, squared_norm=squared)
@@ -102,8 +103,11 @@ def exchange(
 def squared_norm(
     aggregation: Aggregation, gradients: Gradients, group: Collectives, copies: int
 ) -> float:
-    """Return the squared norm of the summed gradients; `copies` as for `exchange`. Collective."""
-    # In fp64 on all ranks: a rank without any part of the gradients has a zero of another dtype.
+    """Return the squared norm of the summed gradients. Collective.
+
+    `copies` is the number of ranks that hold the same part of the gradient.
+    """
+    # Convert to fp64 on all ranks: a rank without any gradients has a zero of a different dtype.
     row = (gradients.squared().double() / copies).reshape(-1).to(group.small_device)
     squared = aggregation.total_of_squares(group.read(group.gather_rows(row)).tolist())
     if math.isfinite(squared):
@@ -121,9 +125,10 @@ def _squared_in_fp64(
 
 
 def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
-    """Combine the `totals` of each pipeline stage; `group` has one rank of each. Collective.
+    """Combine the `totals` of all pipeline stages; `group` has one rank per stage. Collective.
 
-    Weights and losses are the same on every stage, which all have the same batches.
+    Weights and losses are already the same on every stage, because all stages have the same
+    batches.
     """
     flags = [float(totals.several), float(totals.unsaved), float(totals.asked), totals.written]
     flags += [float(totals.rows_differ), totals.calls, float(totals.is_mixed)]
@@ -133,7 +138,7 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
     return replace(
         totals,
         squared_norm=float(rows[:, 0].sum()),
-        # NaN means that ranks differ, as in StepReport.join.
+        # As in StepReport.join, NaN means that ranks differ.
         options=options[0] if len(set(options)) == 1 else math.nan,
         calls=calls[0] if len(set(calls)) == 1 else math.nan,
         rows_differ=bool(rows[:, 6].any()),

@@ -1,8 +1,9 @@
-"""Refuses hooks on parameters that are not linear, if backward gives them a part of the gradient.
+"""Rejects nonlinear hooks on parameters, if the backward pass gives them only part of the gradient.
 
-A hook of `parameter.register_hook` runs on every worker, on the gradient of that worker's rows, and
-the engine adds up the results. For a linear hook (a mask, a factor) the sum is the same as in a
-single process. For another hook it is not: the sum of clamped parts is not the clamped sum.
+A hook from `parameter.register_hook` runs on every worker, on the gradient of that worker's rows,
+and the engine adds up the results. For a linear hook (a mask, a factor) the sum is the same as in a
+single process. For a nonlinear hook it is not: the sum of clamped parts differs from the clamped
+sum.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 def watch(named: Iterable[NamedParameter]) -> None:
-    """Make the next backward test each hook of these parameters that changes the gradient.
+    """Make the next backward pass test every hook on these parameters that changes the gradient.
 
-    That backward raises UsageError for a hook that is not linear.
+    That backward pass raises UsageError if a hook is not linear.
     """
     with unguarded():
         for each in named:
@@ -36,7 +37,7 @@ def watch(named: Iterable[NamedParameter]) -> None:
 
 
 class _Trial:
-    """Replaces a hook until it gets a gradient that is finite and not 0, and then tests it."""
+    """Stands in for a hook and tests it on the first gradient that is finite and nonzero."""
 
     def __init__(self, name: str, hook: Hook, hooks: MutableMapping[int, Hook], key: int) -> None:
         self._name, self._hook = name, hook
@@ -44,19 +45,20 @@ class _Trial:
 
     def __call__(self, grad: Tensor) -> Tensor | None:
         result = self._hook(grad)
-        # A hook that only reads is not called a second time: it may write a log.
+        # Don't call a read-only hook a second time: it may write to a log.
         if result is None or result is grad or not grad.numel():
             self._hooks[self._key] = self._hook
             return result
-        # One synchronisation with the device for both numbers.
+        # Stack both numbers to synchronise with the device only once.
         largest_in, largest_out = (
             torch.stack([grad.abs().max(), result.abs().max()]).double().tolist()
         )
         if not (largest_in > 0 and math.isfinite(largest_in + largest_out)):
-            return result  # nothing to compare: the next backward tests the hook
+            return result  # nothing to compare: try again in the next backward pass
         self._hooks[self._key] = self._hook
         factor = _trial_factor(max(largest_in, largest_out), grad.dtype)
-        # The hook may draw random numbers, and this additional call must not change what follows.
+        # The hook may draw random numbers. Restore the generators, so that this extra call doesn't
+        # change later draws.
         with preserved():
             scaled: Any = self._hook(grad * factor)
         expected = result.double() * factor
@@ -81,12 +83,12 @@ class _Trial:
 
 
 def _trial_factor(largest: float, dtype: torch.dtype) -> float:
-    """Return the factor that scales a gradient to test a hook.
+    """Return the factor by which to scale a gradient to test a hook.
 
-    `largest` is the largest number in the gradient and in the hook's result. The factor is
-    negative, which exposes abs(), and large, which exposes clamping, within the range of `dtype`.
-    If `largest` leaves no room for a large factor, it is small, which exposes clamping that has
-    had an effect.
+    `largest` is the largest absolute value in the gradient and in the hook's result. The factor is
+    negative to expose abs(), and as large as `dtype` allows to expose clamping. If `largest` is too
+    close to the maximum of `dtype`, the factor is small instead, which exposes clamping that has
+    already taken effect.
     """
     room = math.log2(torch.finfo(dtype).max / 8) - math.log2(largest)
     return -(2.0 ** (min(math.floor(room), 20) if room >= 2 else -4))

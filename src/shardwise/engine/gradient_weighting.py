@@ -1,25 +1,26 @@
-"""Weights gradients, so that their sum is the gradient of the mean over all items of all workers.
+"""Weights gradients so that their sum is the gradient of the mean over all items of all workers.
 
-Each rank's loss is a mean over `weight` items. Its gradient is multiplied by weight / unit, and
-added over micro-batches and ranks. The weights are added too, and one division in the update turns
-the sum into the mean. The factor has two parts:
+Each rank's loss is a mean over `weight` items. Its gradient is multiplied by weight / unit and
+summed across micro-batches and ranks. The weights are summed too, and a single division in the
+update turns the sum into the mean. The factor has two parts:
 
-    weight / unit  =  seed         of autograd: seen by hooks and autograd.Functions in the graph
+    weight / unit  =  seed         passed to autograd: seen by hooks and autograd.Functions
                       x rest       applied to each gradient when it enters its bucket
 
-The seed is the loss's share of the mean that a single process would compute: its rows / the rows
-of the total batch. Code in the graph that is not linear (a hook that clamps) therefore sees
-gradients of the same size as in a single process. With one worker and a whole batch the seed is 1,
-as in `loss.backward()`. A loss that is a sum (reduction="sum" or "ddp") always has a seed of 1.
+The seed is the loss's share of the mean that a single process would compute: its rows divided by
+the rows of the global batch. Nonlinear code in the graph (a hook that clamps) therefore sees
+gradients of the same size as in a single process. With one worker and an undivided batch the seed
+is 1, as in `loss.backward()`. The seed of a sum (reduction="sum" or "ddp") is always 1.
 
-The unit is the total weight of the last step / its total of shares. As long as weights are
-proportional to rows and batches have the same size, the rest is then 1 and costs nothing. It is
-not 1 for weights such as tokens, around a short batch, and if a 16-bit loss rounds its seed.
+The unit is the total weight of the last step divided by its total of shares. As long as weights are
+proportional to rows and batches have the same size, the rest is then 1 and costs nothing. The rest
+is not 1 if weights count tokens, around a short batch, and if the seed of a 16-bit loss is rounded.
 
-- The weight of the only backward of a step on the only worker cancels out, so it is left out
-  (`is_sole`). If another backward follows, the unit is set so that the first rest is 1.
-- With --sync-batch-norm the seed is the whole factor. Gradients cross between ranks inside the
-  graph there, so a rest that is applied afterwards would also multiply other ranks' gradients.
+- The weight cancels out if a step has only one backward pass and there is only one worker, so it is
+  left out (`is_sole`). If another backward pass follows, the unit is set so that the first rest is
+  1.
+- With --sync-batch-norm the seed is the entire factor. Gradients then cross between ranks inside
+  the graph, so a rest that is applied afterwards would also multiply other ranks' gradients.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ REDUCTIONS = ("mean", "sum", "ddp")
 class LossWeight:
     """The weight of a loss in its step.
 
-    Its gradient is multiplied by `factor`, and `items` are added to the items of the step. If
-    losses are means, both are the weight, and the sum is divided by all items. If they are sums,
-    the factor is 1 and nothing is divided. `shown` is the number of items as users see it: rows, if
-    the loss is a mean over the elements of whole rows.
+    The loss's gradient is multiplied by `factor`, and `items` are added to the step's number of
+    items. If losses are means, both equal the weight, and the sum is divided by the total number of
+    items. If losses are sums, the factor is 1 and there is no division. `shown` is the number of
+    items to print in messages: the number of rows if the loss is a mean over all elements of its
+    rows.
     """
 
     factor: float | Tensor
@@ -64,11 +66,16 @@ def weigh(
     summed: bool,
     terms: LossTerms = UNKNOWN,
 ) -> LossWeight:
-    """Return how much a loss of `batch` counts: a mean over `weight` items, or `summed` over them.
+    """Return the weight of a loss of `batch`.
 
-    Without `weight` the number of items is read from the `terms` of the loss, or it is the number
-    of samples of the batch, or 1 without a batch. A stand-in always weighs 0. A number on a GPU
-    stays there, as a 0-dim tensor.
+    A stand-in batch always has weight 0. A weight on a GPU stays there, as a 0-dim tensor.
+
+    Args:
+        batch: The batch of the loss, or None.
+        weight: Number of items that the loss is a mean over. If None, it is read from `terms`,
+            falling back to the number of samples of the batch, or 1 without a batch.
+        summed: Whether the loss is a sum over the items instead of a mean.
+        terms: The terms found in the loss's graph.
     """
     shown = items = _items(weight, batch)
     if summed:
@@ -83,11 +90,11 @@ def weigh(
 
 
 def share_of(batch: Batch | None, *, summed: bool, replicas: int, groups: int = 1) -> float:
-    """Return the share of a loss of `batch` in the loss of a single process: the seed of backward.
+    """Return the loss's share of a single process's loss, which is the seed of its backward pass.
 
-    A mean over some rows of a total batch counts by its rows. Without a batch, the `replicas` are
-    assumed to have equal parts. A sum counts whole. The total batch has the rows of all `groups`
-    that step separately, and each of them averages over its own part.
+    For a mean, this is its fraction of the rows of the global batch. Without a batch, all
+    `replicas` are assumed to have equal parts. For a sum the share is 1. With islands (`groups` of
+    ranks that step separately), each group averages over its own part of the global batch.
     """
     if batch is not None and batch.samples == 0:
         return 0.0
@@ -99,11 +106,11 @@ def share_of(batch: Batch | None, *, summed: bool, replicas: int, groups: int = 
 
 
 def divisor_of(reduction: str, *, weighted: bool, replicas: int) -> float:
-    """Return the divisor of the added losses of a step.
+    """Return the divisor of the summed losses of a step.
 
     It is 1 for "sum", the number of `replicas` for "ddp", and 0 for "mean", whose divisor is the
-    number of items. Raises UsageError for another reduction, and for a weight with a reduction that
-    takes none.
+    number of items. Raises UsageError if `reduction` is unknown, or if a weight is combined with
+    "sum" or "ddp".
     """
     if reduction not in REDUCTIONS:
         raise UsageError(f"reduction is one of {', '.join(REDUCTIONS)}, not {reduction!r}.")
@@ -126,7 +133,8 @@ def _items(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
         if given.numel() != 1:
             shape = tuple(given.shape)
             raise UsageError(f"weight takes one number, not a tensor of shape {shape}.")
-        # Reading it would wait for the GPU. The exchange reads it later, with the other statistics.
+        # Reading it would synchronise with the GPU. The exchange reads it later, with the other
+        # statistics.
         if given.device.type != "cpu":
             return given.detach().double().reshape(())
         given = given.item()
@@ -136,10 +144,14 @@ def _items(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
 
 
 class GradientWeighting:
-    """Computes the seeds of backward and the divisor of the gradients, the same on all ranks.
+    """Computes backward seeds and the divisor of gradients, identically on all ranks.
 
-    `crosses`: gradients cross between ranks inside the graph (SyncBatchNorm). `alone`: one worker
-    computes the whole step, and sums may be in any order.
+    Args:
+        scale: The loss scale.
+        group: The data-parallel ranks whose gradients are summed.
+        parts: Aggregates the ranks' statistics.
+        crosses: True if gradients cross between ranks inside the graph (SyncBatchNorm).
+        alone: True if one worker computes the entire step, and sums may be in any order.
     """
 
     def __init__(
@@ -157,19 +169,19 @@ class GradientWeighting:
         self._crosses = crosses
         self._alone = alone
         self._sole: tuple[float | Tensor, float] | None = None
-        """Weight and share of this step's only backward so far, if its weight was left out."""
+        """Weight and share of this step's only backward pass so far, if its weight was left out."""
         self._had_several = False
         self._unit: float | None = None
         self._varies = False
-        """True if weights are not all 1, so that another unit would give other bits."""
+        """True if weights are not all 1, so that a different unit would change the rounding."""
 
     def begin(self, weight: float | Tensor, share: float) -> None:
-        """Estimate the unit from the first backward's `weight` and `share` on each rank.
+        """Estimate the unit from every rank's first `weight` and `share`.
 
-        The first call is collective; later ones do nothing.
+        The first call is collective; later calls do nothing.
         """
         if self._unit is None:
-            # In fp64, so that the unit has the same bits on all ranks.
+            # Use fp64, so that the unit is bit-identical on all ranks.
             row = torch.as_tensor(weight, dtype=torch.float64, device=self._group.small_device)
             row = torch.stack([row.reshape(()), torch.full_like(row.reshape(()), share)])
             rows = self._group.read(self._group.gather_rows(row))
@@ -177,16 +189,18 @@ class GradientWeighting:
             self.follow(total, count, self._parts.first_step(rows[:, 1].tolist())[0])
 
     def is_sole(self, weight: float | Tensor, share: float) -> bool:
-        """Return whether this backward is probably the only one of its step, on the only worker."""
-        # After a step with several backwards, expect several again: `settle` would wait for a GPU.
+        """Return whether this is probably the step's only backward pass, on the only worker."""
+        # After a step with several backward passes, expect several again: `settle` would
+        # synchronise.
         has_weight = isinstance(weight, Tensor) or weight > 0
         return self._alone and not self._had_several and has_weight and share > 0
 
     def settle(self) -> bool:
-        """Prepare for another backward of the step, after one whose weight was left out.
+        """Prepare for another backward pass after one whose weight was left out.
 
         Returns False if the gradients so far must be dropped, because their weight is 0 and they
-        may be NaN. Waits for a GPU that has this weight; later steps then do not leave it out.
+        may be NaN. Synchronises if the weight is on a GPU; later steps then do not leave weights
+        out.
         """
         if self._sole is None:
             return True
@@ -199,73 +213,81 @@ class GradientWeighting:
     def seed(
         self, loss: Tensor, weight: float | Tensor, share: float, *, is_sole: bool = False
     ) -> tuple[Tensor, float | Tensor]:
-        """Return the seed of a backward of `loss`, in its shape and dtype, and the rest.
+        """Return the seed of a backward pass of `loss`, in its shape and dtype, and the rest.
 
-        The rest is the factor to apply to its gradients afterwards. `share` is the loss's part of
-        the loss of a single process. If it `is_sole`, its weight is left out. The first call is
-        collective.
+        The rest is the factor to apply to the gradients afterwards. The first call is collective.
+
+        Args:
+            loss: The loss, with one element.
+            weight: Its weight.
+            share: Its share of the loss of a single process.
+            is_sole: True to leave the weight out, because it cancels out.
         """
         self.begin(weight, share)
         # `divisor` uses these in place of the weight that was left out.
         self._sole = (weight, share) if is_sole else None
         whole = share * self._scale.value if is_sole else weight / self._divisor
         if self._crosses and isinstance(whole, Tensor):
-            # Computed in fp64 on the device, because reading `whole` would wait for the device.
+            # Compute in fp64 on the device, because reading `whole` would synchronise.
             narrow = whole.to(loss.dtype)
             rest = torch.where(narrow == 0, 1.0, whole / narrow) if loss.dtype in NARROW else 1.0
             return narrow.view_as(loss), rest
         seed = float(whole) if self._crosses else share * self._scale.value
         if loss.dtype in NARROW:
-            # Round to the nearest 16-bit number, but not to 0 or infinity; 0 stays 0.
+            # Round to the nearest 16-bit number, but never to 0 or infinity. A seed of 0 stays 0.
             limits = torch.finfo(loss.dtype)
             within = min(max(seed, limits.tiny), limits.max) if seed else 0.0
             seed = float(torch.tensor(within, dtype=loss.dtype))
         rest = whole / seed if seed else 1.0
         if not isinstance(rest, Tensor) and math.isclose(rest, 1.0, rel_tol=1e-12):
-            rest = 1.0  # a difference in the last bits is rounding: save the multiplication
-        # `full` on the device, because a copy from the host would wait for it.
+            rest = 1.0  # a difference this small is rounding: skip the multiplication
+        # Use `full` on the device, because a copy from the host would synchronise.
         filled = torch.full((), seed, dtype=loss.dtype, device=loss.device)
         return filled.view_as(loss), rest
 
     def divisor(self, total_weight: float) -> float:
-        """Return the number to divide summed gradients by to get their mean."""
+        """Return the number that summed gradients are divided by to get their mean."""
         if self._sole is not None:
             return self._sole[1] * self._scale.value
         return total_weight / self._divisor
 
     def clear(self, *, several: bool | None = None) -> None:
-        """Reset for the next step. `several`: the completed one had more than one backward."""
+        """Reset for the next step.
+
+        `several` is True if the completed step had several backward passes.
+        """
         self._sole = None
         self._had_several = self._had_several if several is None else several
 
     def follow(self, total_weight: float, count: int, shares: float) -> None:
-        """Set the unit from a step with `count` backwards, whose seeds add up to `shares`."""
+        """Set the unit from a step with `count` backward passes, whose seeds add up to `shares`."""
         self._varies = total_weight != count
-        # Rounded, because the exact mode needs the same unit however ranks have added the shares.
+        # Round, because exact mode needs the same unit in whichever order ranks add the shares.
         shares = round(shares * _SHARE_GRAIN) / _SHARE_GRAIN
         self._unit = total_weight / shares if total_weight > 0 and shares > 0 else 1.0
 
     def follow_step(self, totals: StepTotals) -> None:
-        """Set the unit from the totals of a step whose weight is not 0."""
-        # The factor of each sum is 1, so the factors of a step add up to its number of backwards.
+        """Set the unit from the totals of a step with a nonzero weight."""
+        # Each sum has a factor of 1, so a step's factors add up to its number of backward passes.
         factors = totals.backwards if totals.divisor else totals.weight
         self.follow(factors, totals.backwards, totals.shares)
 
     @property
     def unit(self) -> float | None:
-        """The weight whose seed is 1; None before the first backward."""
+        """The weight whose seed is 1, or None before the first backward pass."""
         return self._unit
 
     @unit.setter
     def unit(self, unit: float | None) -> None:
         self._unit = unit
-        self._varies = unit is not None  # unknown after a load, so assume it
+        self._varies = unit is not None  # assume it does: a checkpoint does not say
 
     @property
     def lasting_unit(self) -> float | None:
-        """The unit to save in a checkpoint, for a resume with the same bits.
+        """The unit to save in a checkpoint for a bit-identical resume.
 
-        None if all weights are 1, because the first backward then gives the same unit.
+        None if all weights are 1, because the first backward pass after the resume then computes
+        the same unit.
         """
         return self._unit if self._varies else None
 

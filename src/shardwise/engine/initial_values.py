@@ -1,4 +1,4 @@
-"""Gives all ranks rank 0's initial values, and materialises tensors on the meta device."""
+"""Broadcasts rank 0's initial values to all ranks, and materialises tensors on the meta device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 
 
 def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
-    """Give every rank rank 0's values of `tensors`. Collective."""
+    """Broadcast rank 0's values of `tensors` to every rank. Collective."""
     if group.size == 1:
         return
     with torch.no_grad():
         for tensor in tensors:
-            # A clone: the tensor may be expanded or shared, and a broadcast writes into its
+            # Clone, because the tensor may be expanded or shared, and a broadcast writes into its
             # argument.
             value = tensor.detach().contiguous().clone().view(-1).view(torch.uint8)
             if value.numel():
-                # As bytes, which every transport can send. NCCL sends only tensors on a GPU, but
+                # Send bytes, which every transport supports. NCCL sends only tensors on a GPU, but
                 # some buffers are on the CPU.
                 value = value.to(group.small_device if value.device.type == "cpu" else value.device)
                 group.broadcast(value).wait()
@@ -31,10 +31,10 @@ def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
 
 
 def fill_unrecorded(models: Sequence[nn.Module], say: Callable[[str], None]) -> None:
-    """Fill tensors that were built on the meta device outside of `on_meta`, by `reset_parameters`.
+    """Initialise meta tensors that were built outside `on_meta`, by calling `reset_parameters`.
 
-    Including buffers. Raises ModelError for a module without `reset_parameters`, or whose
-    `reset_parameters` leaves some of them unset.
+    Includes buffers. Raises ModelError if a module has no `reset_parameters`, or if it leaves some
+    of the module's tensors uninitialised.
     """
     names = []
     for model in models:
@@ -54,7 +54,7 @@ def fill_unrecorded(models: Sequence[nn.Module], say: Callable[[str], None]) -> 
 def make_all_real(located: Iterable[NamedParameter], device: torch.device) -> None:
     """Compute the values of all parameters that were built inside `on_meta`, on `device`."""
     for named in located:
-        # Others were built with memory, and keep their values.
+        # Parameters that are not on the meta device keep their values.
         if named.parameter.is_meta:
             value = meta.materialise(named.parameter, named.alias)
             meta.make_real(named.parameter, value.to(device))
@@ -63,8 +63,8 @@ def make_all_real(located: Iterable[NamedParameter], device: torch.device) -> No
 def value_of(named: NamedParameter, group: Collectives, peers: Collectives) -> Tensor:
     """Return the initial value of a parameter.
 
-    If it is on the meta device, rank 0 of the first of the `peers` (islands) computes it, and all
-    ranks get it. Collective in that case.
+    If it is on the meta device, rank 0 of the first island in `peers` computes it and broadcasts it
+    to all ranks; the call is then collective.
     """
     parameter = named.parameter
     if not parameter.is_meta:
@@ -73,7 +73,7 @@ def value_of(named: NamedParameter, group: Collectives, peers: Collectives) -> T
         value = meta.materialise(parameter, named.alias).contiguous().to(named.device)
     else:
         value = torch.empty(named.shape, dtype=parameter.dtype, device=named.device)
-    # First between the islands' first ranks, then inside each island.
+    # Broadcast between the islands' first ranks, then inside each island.
     route = [peers, group] if group.rank == 0 else [group]
     for each in route:
         if each.size > 1 and value.numel():

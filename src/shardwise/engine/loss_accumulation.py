@@ -1,4 +1,4 @@
-"""The weights and losses of a rank's backwards between two steps."""
+"""Records the weight and loss of each of this rank's backward passes since the last step."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shardwise.errors import UsageError
 from shardwise.world.current_batch import Batch
 
 _PLACES = 1 << 20
-"""More than the number of micro-batches of any batch."""
+"""An upper bound on the number of micro-batches per batch."""
 
 
 @dataclass(frozen=True)
 class LossTerm:
-    """The share of one loss in its step.
+    """One loss's contribution to its step.
 
     batch    the batch it was computed from
-    weight   how much it counts
+    weight   its weight in the mean
     given    True if the user passed the weight
-    of       number of the earlier backward of this step that counted the same items, or None
-    terms    what its graph shows
+    of       index of the earlier backward pass of this step that counted the same items, or None
+    terms    the terms found in its autograd graph
     parts    terms and weight of each micro-batch, if the loss is a mean over several
     """
 
@@ -40,16 +40,17 @@ class LossTerm:
 
     @property
     def is_repeated(self) -> bool:
-        """True if an earlier backward of the step has counted its items."""
+        """True if an earlier backward pass of this step has already counted its items."""
         return self.of is not None
 
 
 @dataclass
 class LossAccumulation:
-    """This rank's backwards since the last step (gradient accumulation; no `no_sync` is needed).
+    """This rank's backward passes since the last step (gradient accumulation without `no_sync`).
 
-    For each backward, `weights` has its number of items, `shown` that number as users see it,
-    `losses` its loss x factor, and `indices` its samples. Numbers on a GPU stay there.
+    The four lists have one entry per backward pass: its number of items (`weights`), that number as
+    shown in messages (`shown`), its loss times its factor (`losses`), and its sample indices
+    (`indices`). Values on a GPU stay there.
     """
 
     weights: list[Number] = field(default_factory=list)
@@ -57,21 +58,21 @@ class LossAccumulation:
     losses: list[Number] = field(default_factory=list)
     indices: list[tuple[int, ...]] = field(default_factory=list)
     shares: float = 0.0
-    """Sum of the seeds of these backwards; see gradient_weighting."""
+    """Sum of the seeds of these backward passes; see gradient_weighting."""
     divisor: float = 0.0
-    """Divisor of the added losses; 0 for means, which are divided by their items."""
+    """Divisor of the summed losses; 0 for means, which are divided by their number of items."""
     is_said: bool = False
-    """True if the user has said, or a graph shows, whether losses are means or sums."""
+    """True once the user or a loss's graph has determined whether losses are means or sums."""
     stepping: bool = False
-    """True once the step has begun, and also if it failed."""
+    """True once the step has started, even if it then failed."""
     checks_weights: bool = True
-    """Whether weights from the user are compared with what graphs show."""
+    """Whether to compare the user's weights with the number of items in the graphs."""
     _terms: list[LossTerm] = field(default_factory=list)
     _mixes: dict[int, Number] = field(default_factory=dict)
-    """For each backward that counted items: a number that is the same on all ranks if its weight
-    fits all losses of these items."""
+    """Maps each backward pass that counted items to a number that is the same on all ranks if its
+    weight fits all losses of these items."""
     needs_sole_loss: bool = False
-    """True if a loss has sums and means, so that no weight is right together with other losses."""
+    """True if a loss mixes sums and means, so that no weight fits if there are other losses."""
 
     def clear(self) -> None:
         """Reset for the next step."""
@@ -82,21 +83,21 @@ class LossAccumulation:
 
     @property
     def backwards(self) -> int:
-        """Number of backwards since the last step."""
+        """Number of backward passes since the last step."""
         return len(self.weights)
 
     @property
     def weighted_backwards(self) -> int:
-        """Number of backwards whose weight is not known to be 0."""
+        """Number of backward passes since the last step, without those known to have weight 0."""
         return sum(isinstance(weight, Tensor) or weight != 0 for weight in self.weights)
 
     def divisor_from(self, terms: LossTerms) -> float:
-        """Return the divisor of a loss by its `terms` alone: 1 for a sum, 0 for a mean."""
+        """Return the divisor of a loss, judged by its `terms` alone: 1 for a sum, 0 for a mean."""
         return float(terms.is_sum) if self._is_open else self.divisor
 
     @property
     def _is_open(self) -> bool:
-        """True if the next loss may be a mean or a sum: those so far weigh nothing."""
+        """True if the next loss may be a mean or a sum: all losses so far have weight 0."""
         return not self.is_said and not self.weighted_backwards
 
     def term(
@@ -109,20 +110,33 @@ class LossAccumulation:
         same_items: bool | None = None,
         terms: LossTerms = UNKNOWN,
     ) -> LossTerm:
-        """Return how a loss of `batch` counts. `given`: the user passed its `weight`.
+        """Return how a loss of `batch` contributes to the step.
 
-        Losses of the same items are added; losses of different items are averaged by their numbers.
-        By default, losses of one batch are of the same items, as in plain PyTorch, if the weight is
-        the size of the batch. `same_items` overrides this.
+        Losses of the same items are added. Losses of different items are averaged, weighted by
+        their number of items. By default, losses of the same batch are taken to be of the same
+        items, as in plain PyTorch, if the weight is the size of the batch. `same_items` overrides
+        this.
 
-        Raises UsageError if that is ambiguous, and for losses with another `divisor`.
+        Args:
+            batch: The batch of the loss, or None.
+            weight: The loss's weight.
+            given: True if the user passed the weight.
+            divisor: Divisor of the summed losses; 0 for means.
+            same_items: Whether an earlier loss of this step has counted these items, or None to
+                infer it.
+            terms: The terms found in the loss's graph.
+
+        Raises:
+            UsageError: It is unclear whether the losses are of the same items, or an earlier loss
+                of the step has a different `divisor`.
         """
-        # A loss with weight 0 fits sums as well as means: a worker without items need not know.
+        # Skip losses with weight 0: they fit sums as well as means, so a worker without items need
+        # not know which of the two the other workers use.
         if not given or _is_counted(weight.items):
             self._check_reduction(divisor)
         of = self._counted_by(batch, weight, given, same_items)
         if of is not None and not given and not divisor:
-            # The items were counted with the first loss's weight, and are not counted again.
+            # The items have been counted with the first loss's weight; don't count them again.
             weight = replace(weight, factor=self._terms[of].weight.factor)
         return LossTerm(batch, weight, given, of, terms)
 
@@ -135,13 +149,19 @@ class LossAccumulation:
         *,
         compares: bool = True,
     ) -> None:
-        """Count one backward of `loss`, which is this `share` of the loss of a single process.
+        """Record a backward pass of `loss`.
 
-        If `compares`, record whether its terms fit its weight.
+        Args:
+            loss: The loss, a scalar.
+            term: How it contributes, from `term()`.
+            divisor: Divisor of the summed losses; 0 for means.
+            share: The loss's fraction of the loss that a single process would compute.
+            compares: If True, also record whether the number of items in its graph matches its
+                weight.
         """
         number = self.backwards
         self.shares += 0.0 if term.is_repeated else share
-        # A weight of 0 says nothing about the kind of loss, as above.
+        # As in `term`, a weight of 0 does not show whether the loss is a mean or a sum.
         is_said = (
             _is_counted(term.weight.items) if term.given else bool(term.terms.terms or term.parts)
         )
@@ -158,8 +178,8 @@ class LossAccumulation:
             return
         cut = sum(_is_counted(weight) for _, weight in term.parts) > 1
         if cut and not term.given and not divisor and any(t.has_sum for t, _ in term.parts):
-            # The micro-batches were averaged, which is wrong for sums. Two different numbers make
-            # all ranks raise at the exchange, although maybe only this one has the loss.
+            # The micro-batches were averaged, which is wrong for sums. Add two different numbers,
+            # so that all ranks raise at the exchange even if only this rank has the loss.
             self._mixes.update({-1: 0.0, -2: 1.0})
         for place, (terms, weight) in enumerate(term.parts or [(term.terms, term.weight.factor)]):
             if not isinstance(weight, Tensor) and weight == 0:
@@ -169,26 +189,26 @@ class LossAccumulation:
                 continue
             if terms == UNKNOWN:
                 continue  # for example on pipeline stages without the loss
-            # The first loss of the items: the ratio of its terms to its weight must be equal on all
-            # ranks.
+            # For the first loss of these items, the ratio of its number of items to its weight must
+            # be equal on all ranks.
             if term.of is None:
                 self._mixes[number * _PLACES + place] = terms.mix(weight)
             elif terms.terms:
                 first = self._terms[term.of]
-                # Number the losses of each batch, because ranks may have different numbers of
-                # batches: the n-th loss of every batch must have the same ratio.
+                # Match losses by their position within a batch, because ranks may have different
+                # numbers of batches: the n-th loss of every batch must have the same ratio.
                 ordinal = sum(each.of == term.of for each in self._terms)
                 key = term.of * _PLACES + min(place, max(len(first.parts) - 1, 0))
                 self._mixes[key] = self._mixes.get(key, 0.0) + (ordinal + 1) * terms.mix(weight)
 
     def mix_range(self) -> tuple[Number, Number]:
-        """Return the lowest and highest of this rank's numbers in `_mixes`.
+        """Return the minimum and maximum of this rank's values in `_mixes`.
 
-        They are equal on all ranks if the weights fit all losses. Without any: infinity and minus
-        infinity.
+        If the weights fit all losses, both are equal on all ranks. Returns (inf, -inf) if there are
+        no values.
         """
         mixes = list(self._mixes.values())
-        # Numbers on a GPU are compared there, because reading them would wait for it.
+        # Compare values on a GPU there, because reading them would synchronise.
         far = [mix for mix in mixes if isinstance(mix, Tensor) and mix.device.type != "cpu"]
         if not far:
             numbers = [float(mix) for mix in mixes if math.isfinite(mix)]
@@ -204,7 +224,7 @@ class LossAccumulation:
         )
 
     def describe(self) -> list[str]:
-        """Describe each loss of the step and its weight. Waits for a GPU that has the weight."""
+        """Describe each loss of the step and its weight. Synchronises if a weight is on a GPU."""
         return [
             f"{terms.describe()}, weighed by {float(weight):,.10g}"
             for term in self._terms
@@ -214,23 +234,23 @@ class LossAccumulation:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Sources of the losses of this step whose weight was read from their graph."""
-        # A user who passes a weight has already decided how losses are weighted.
+        # Skip losses with a weight from the user, who has already decided how to weight them.
         mains = [t.terms.main for t in self._terms if not (t.given or t.is_repeated)]
         return tuple(dict.fromkeys(main.source for main in mains if main is not None))
 
     @property
     def first_terms(self) -> LossTerms | None:
-        """Terms of the step's first loss, if its weight was read from its graph; else None."""
+        """Terms of the step's first loss if its weight was read from its graph, otherwise None."""
         first = self._terms[0] if self._terms else None
         return None if first is None or first.given or self.divisor else first.terms
 
     @property
     def has_given_weights(self) -> bool:
-        """True if the user has passed the weight of each loss of the step."""
+        """True if the user passed a weight for every loss of the step."""
         return all(term.given for term in self._terms)
 
     def _check_reduction(self, divisor: float) -> None:
-        """Raise UsageError if earlier losses of the step have another divisor."""
+        """Raise UsageError if an earlier loss of the step has a different divisor."""
         if not self._is_open and divisor != self.divisor:
             raise UsageError(
                 "Losses of one step have a different `reduction` (sums with means, or both kinds "
@@ -241,10 +261,11 @@ class LossAccumulation:
     def _counted_by(
         self, batch: Batch | None, weight: LossWeight, given: bool, same_items: bool | None
     ) -> int | None:
-        """Return the number of the earlier backward of this step that counted the items of a loss.
+        """Return the index of the earlier backward pass that counted a loss's items, or None.
 
         Raises UsageError if a weight was `given` for one of two losses of a batch, because each may
-        be a mean over a part of it, and for means over different numbers of the same items.
+        be a mean over only part of it. Also raises for means over different numbers of the same
+        items.
         """
         if same_items is False or (not isinstance(weight.items, Tensor) and weight.items == 0):
             return None
@@ -278,12 +299,15 @@ class LossAccumulation:
 
 
 def _is_counted(items: Number) -> bool:
-    """Return whether `items` are not known to be 0. A number on a GPU is not read."""
+    """Return False only if `items` is known to be 0.
+
+    A value on a GPU counts as nonzero, because reading it would synchronise.
+    """
     return isinstance(items, Tensor) or items != 0
 
 
 def _weighted(loss: Tensor, weight: Number) -> Number:
-    """Return `loss` x `weight`; 0 for weight 0, even if the loss is NaN."""
+    """Return `loss * weight`, or 0 if the weight is 0 (even if the loss is NaN)."""
     if not isinstance(weight, Tensor) and weight == 0:
         return 0.0
     value = loss.detach().double()

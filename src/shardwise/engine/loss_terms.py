@@ -1,8 +1,8 @@
-"""Reads the terms of a loss from its autograd graph: means over how many items, and sums.
+"""Reads from a loss's autograd graph which means and sums it consists of, and over how many items.
 
-The walk starts at the loss and follows operations that are linear in a scalar: additions,
-scalings, casts and views. Each path ends at the operation that reduced a tensor to a scalar, and
-gives a term:
+The walk starts at the loss and follows operations that are linear in a scalar: additions, scalings,
+casts and views. Each path ends at the operation that reduced a tensor to a scalar, and yields a
+term:
 
     cross_entropy(...) + 0.1 * hidden.square().mean()
 
@@ -10,8 +10,8 @@ gives a term:
     ├─ NllLossBackward0               a mean over _saved_total_weight labels
     └─ MulBackward0 ─ MeanBackward0   a mean over hidden.numel() elements
 
-Penalties on parameters are the same for every share of a batch, so they are no terms. Nothing here
-waits for a GPU: counts that are on it stay there, as 0-dim tensors.
+Penalties on parameters are the same for every part of a batch, so they are not terms. Nothing here
+synchronises with a GPU: counts on a GPU stay there, as 0-dim tensors.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ Kind = Literal["mean", "sum", "unread"]
 class Term:
     """A part of a loss that depends on the batch.
 
-    `items` is the number of items of a "mean". For a "sum" it is 1. For an "unread" term it is an
-    estimate, which is the same per row on all ranks if they have the same share of labels. `source`
-    names the operation. `has_rows` is True if its first dimension is the rows of the batch.
+    `items` is the number of items of a "mean", and 1 for a "sum". For an "unread" term it is an
+    estimate, which is the same per row on all ranks if they have the same fraction of labels.
+    `source` names the operation. `has_rows` is True if the first dimension of its input is the
+    batch dimension.
     """
 
     kind: Kind
@@ -53,9 +54,9 @@ class Term:
 class LossTerms:
     """The terms of a loss.
 
-    curved    names of non-linear operations on a mean or a sum of the batch; such a loss depends on
-              how the batch is cut
-    guessed   numbers that a sum was divided by and that are not known to be a count
+    curved    names of nonlinear operations on a mean or a sum over the batch; such a loss depends
+    on how the batch is split
+    guessed   divisors of sums that are assumed to be a number of items, but may be constants
     is_zero   True if the loss was multiplied by 0
     """
 
@@ -64,11 +65,11 @@ class LossTerms:
     guessed: Sequence[float] = ()
     is_zero: bool = False
     has_penalty: bool = False
-    """True if a term depends on parameters alone."""
+    """True if the loss includes a penalty that depends on parameters only."""
 
     @property
     def is_sum(self) -> bool:
-        """True if the loss is a sum over the batch, and nothing else."""
+        """True if the loss consists only of sums over the batch."""
         return bool(self.terms) and not self.curved and all(t.kind == "sum" for t in self.terms)
 
     @property
@@ -77,7 +78,7 @@ class LossTerms:
 
     @property
     def main(self) -> Term | None:
-        """The term whose items are the weight of the loss; None without a mean."""
+        """The term whose number of items is the loss's weight, or None if there is no mean."""
         means = [term for term in self.terms if term.kind == "mean"]
         counted = [term for term in means if not term.has_rows]
         return next(iter(counted or means), None)
@@ -85,34 +86,35 @@ class LossTerms:
     def mixes_sums(self, *, summed: bool) -> bool:
         """Return whether means, sums and penalties are added, so that no single factor fits all.
 
-        `summed`: losses of several workers are added.
+        `summed` is True if the losses of several workers are added.
         """
         if summed:
             return self.has_penalty or any(term.kind != "sum" for term in self.terms)
         return self.has_sum
 
     def mix(self, weight: Number) -> Number:
-        """Return a number that is equal on all ranks and micro-batches if `weight` is right."""
+        """Return a number that is equal on all ranks and micro-batches if `weight` is correct."""
         terms = [term for term in self.terms if term.kind != "sum"]
         if len(terms) == 1 and terms[0].items is weight:
             return 1.0
-        # The factors keep counts that add up to the same number from cancelling out.
+        # Use a different factor per term, so that differences between counts cannot cancel.
         total = sum(((1 + 0.618 * i) * term.items for i, term in enumerate(terms)), 0.0)
         return total / weight if terms else -1.0
 
     def describe(self) -> str:
-        """Return the terms in words. Waits for a GPU that has the counts."""
+        """Return the terms in words. Synchronises if a count is on a GPU."""
         return " and ".join(map(_words, self.terms)) or "nothing that depends on the batch"
 
 
 UNKNOWN = LossTerms()
-"""The terms of a loss that was not read."""
+"""The terms of a loss whose graph was not read."""
 
 
 def _known(number: Any) -> float:
-    """Return a number that autograd has saved on the CPU.
+    """Return the value of a number that autograd has saved on the CPU.
 
-    A Python number is saved as a tensor that `item` passes to a TorchDispatchMode as a number.
+    Autograd saves a Python number as a 0-dim tensor. Don't call `item` on it: an active
+    TorchDispatchMode would then receive a number instead of a tensor.
     """
     value: Any = number.tolist() if isinstance(number, Tensor) else number
     return float(value)
@@ -128,16 +130,21 @@ def _words(term: Term) -> str:
 
 
 def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
-    """Read the terms of `loss`, a scalar of a batch of `rows` rows.
+    """Read the terms of `loss` from its autograd graph.
 
-    All ranks together have `total` rows. A tensor that a saved-tensor hook keeps is not read: it
-    may be on a disk, or torch.utils.checkpoint would run a forward again to produce it.
+    Tensors kept by a saved-tensor hook are not read: they may be on a disk, or
+    torch.utils.checkpoint would rerun a forward pass to produce them.
+
+    Args:
+        loss: A scalar.
+        rows: Number of rows of this rank's batch, or None without a batch.
+        total: Number of rows of the global batch.
     """
     walk = _Walk(rows, total)
     if loss.grad_fn is not None:
         walk.visit(loss.grad_fn, 0, _Scale())
-    # Merge equal terms: a sum over rows in Python has one term per row. Tensors are compared by
-    # identity, because comparing their values would wait for a GPU.
+    # Merge equal terms: a Python sum over rows has one term per row. Compare tensors by identity,
+    # because comparing values would synchronise.
     terms = {(t.kind, t.items, t.source): t for t in reversed(walk.terms)}
     is_zero = walk.is_zero and not terms
     curved = tuple(dict.fromkeys(walk.curved))
@@ -146,23 +153,23 @@ def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
 
 @dataclass(frozen=True)
 class _Scale:
-    """The scaling of a scalar between its term and the loss.
+    """Scaling of a scalar between its term and the loss.
 
-    `factor` is the product of the known numbers that it was multiplied by. `count` is the number
-    that it was divided by, or None; NaN if a hook keeps it.
+    `factor` is the product of the known numbers that it is multiplied by. `count` is the number
+    that it is divided by: None if there is no division, NaN if a hook keeps the number.
     """
 
     factor: float = 1.0
     count: Number | None = None
     siblings: int = 0
-    """Number of scalars that were added before the division by `count`; 0 if none."""
+    """Number of scalars that are added before the division by `count`; 0 if none are."""
     is_multiplied: bool = False
     is_bent: bool = False
-    """True if an operation between it and the loss is not linear."""
+    """True if an operation between the scalar and the loss is nonlinear."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A key that is equal for equal scales. A count on a GPU is compared by identity."""
+        """A key that is equal for equal scales. Counts on a GPU are compared by identity."""
         count = id(self.count) if isinstance(self.count, Tensor) else self.count
         return self.factor, count, self.siblings, self.is_multiplied, self.is_bent
 
@@ -198,11 +205,11 @@ _LINEAR = frozenset(
         "Cat",
     ]
 )
-"""Operations that pass a scalar on unchanged, or added to others."""
+"""Operations that pass a scalar through, or add it to others."""
 
 _SUMS = ("Sum", "Nansum", "Dot", "Vdot")
 _PRODUCTS = ("Mm", "Bmm", "Mv")
-"""Products that give a scalar. They are sums."""
+"""Products that reduce to a scalar, and so count as sums."""
 
 _LOSSES = {
     "NllLoss": "cross_entropy",
@@ -216,13 +223,13 @@ _LOSSES = {
     "MultiMarginLoss": "multi_margin_loss",
     "MultilabelMarginLoss": "multilabel_margin_loss",
 }
-"""torch's losses that are one operation, by their name in the graph."""
+"""Maps the graph name of a torch loss that is a single operation to its function name."""
 
 _BY_ROWS = ("MultiMarginLoss", "MultilabelMarginLoss")
-"""Losses that are means over rows, not over elements."""
+"""Losses that average over rows instead of elements."""
 
 _MEAN, _SUM = 1, 2
-"""torch's numbers for reduction="mean" and "sum"."""
+"""torch's internal codes for reduction="mean" and "sum"."""
 
 _WITH_DATA = frozenset(
     [
@@ -240,18 +247,18 @@ _WITH_DATA = frozenset(
         "GridSampler3D",
     ]
 )
-"""Operations with data inputs that are not edges of the graph."""
+"""Operations whose data inputs are not edges in the graph."""
 
 _ELEMENTWISE = ("Mul", "Div", "Add", "Sub", "Rsub", "Where", "MaskedFill", "Pow", "Maximum")
 
 _OF_WEIGHTS = ("_GatherParameterBackward", "_TakeParameterShardBackward")
-"""Operations of this package that return whole parameters, or parts of them."""
+"""This package's operations that return full parameters, or parts of them."""
 
 DEEPEST = 16
-"""Largest number of operations between a penalty and its parameters."""
+"""Maximum number of operations between a penalty and its parameters."""
 
 SMALL = 0.05
-"""A factor this small may be a division by a number of items."""
+"""A factor up to this size may be a division by a number of items."""
 
 
 @dataclass
@@ -267,10 +274,10 @@ class _Walk:
     has_penalty: bool = False
 
     def visit(self, node: Any, output: int, scale: _Scale) -> None:
-        """Find the terms under `output` of `node`, a scalar that was scaled by `scale`."""
-        # A stack, not recursion: a loss may be a Python sum of thousands of terms. The same place
-        # with the same scale gives the same terms. Without `seen`, a recurrence such as
-        # s = s + f(s) would be walked once for each of its exponentially many paths.
+        """Find the terms under `output` of `node`, a scalar that enters the loss with `scale`."""
+        # Use a stack instead of recursion: a loss may be a Python sum of thousands of terms. The
+        # same node with the same scale gives the same terms. Without `seen`, a recurrence such as s
+        # = s + f(s) would be walked once for each of its exponentially many paths.
         opened, seen = [(node, output, scale)], set[Any]()
         while opened:
             node, output, scale = opened.pop()
@@ -283,7 +290,8 @@ class _Walk:
             elif _is_times_zero(node):
                 opened.extend(self._scaled(node, name, scale))
             elif _of_parameters(node):
-                # A worker without items often returns parameters times 0. That is no penalty.
+                # A worker without items often returns its parameters times 0, which is not a
+                # penalty.
                 self.is_zero |= scale.factor == 0
                 self.has_penalty |= scale.factor != 0
             elif name in ("Mul", "Div"):
@@ -295,7 +303,8 @@ class _Walk:
             elif name in ("Select", "Unbind", "Split", "Slice", "Index", "Gather"):
                 self._sum(1, 1, name, scale)
             else:
-                # A non-linear operation. If it takes a scalar of the batch, continue below that.
+                # A nonlinear operation. If its input is a scalar computed from the batch, continue
+                # below it.
                 of_batch = [edge for edge in _edges(node) if not _of_parameters(edge[0])]
                 if _is_opaque(node) or not of_batch or _numel(*of_batch[0]) != 1:
                     self._unread(node)
@@ -306,11 +315,11 @@ class _Walk:
     # -- scalars of scalars -----------------------------------------------------------------
 
     def _scaled(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
-        """Yield the scalar that `node` multiplies or divides, with its scale."""
+        """Yield the scalar that `node` multiplies or divides, with its new scale."""
         edges: Sequence[Any] = (*node.next_functions, (None, 0))
         first, second = edges[0], edges[1]
         both = first[0] is not None and second[0] is not None
-        # Both inputs have a gradient. Only a factor that is data-independent keeps the loss linear.
+        # Both inputs have a gradient. The loss is only linear if one does not depend on data.
         if both and _of_parameters(first[0]):  # a learned factor
             yield (*second, scale)
         elif both:
@@ -336,30 +345,29 @@ class _Walk:
         number = math.nan if number is None else number
         if isinstance(number, Tensor) and number.device.type == "cpu":
             number = _known(number)
-        # Two divisions, such as by tokens and by rows, are one by their product.
+        # Merge two divisions, such as by tokens and by rows, into one by their product.
         count = number if scale.count is None else scale.count * number
-        # (a + b) / 2 averages two means, and 2 is their number, not a number of items.
+        # In (a + b) / 2, the 2 is the number of means, not a number of items.
         added = _added(child) if _kind(child) in ("Add", "Sum") else []
         return replace(scale, count=count, siblings=len(added))
 
     # -- scalars of tensors -----------------------------------------------------------------
 
     def _reduced(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
-        """Add the term of a mean or sum over a tensor, or yield the scalars it stacks, to visit."""
+        """Add the term of a mean or sum over a tensor, or yield the scalars that it stacks."""
         child, output = _edges(node)[0]
         sizes = _sizes(child, output)
         numel = math.prod(sizes)
-        # torch.stack(losses).mean() over the losses of all rows is a mean over rows, not over
-        # terms.
+        # With one loss per row, torch.stack(losses).mean() averages over rows, not over terms.
         stacked = _stacked(child)
         if stacked and not (name == "Mean" and self.rows == len(stacked)):
             yield from ((inner, number, scale) for inner, number in stacked)
             return
-        # The inputs of a product may have the rows in any dimension, such as (1, rows) @ (rows, 1).
+        # A product's inputs may have the batch dimension anywhere, such as (1, rows) @ (rows, 1).
         has_rows = self.rows in (sizes if name in _PRODUCTS else sizes[:1])
         inner = _kind(child)
         if inner in ("Mean", "Sum") and (across := _rows_reduced(child)):
-            # The rows were reduced before, as in x.mean(0).sum().
+            # An inner operation has already reduced the rows, as in x.mean(0).sum().
             has_rows = across == self.rows
             numel = across if inner == "Mean" else numel
             name = inner
@@ -375,7 +383,7 @@ class _Walk:
             self._sum(numel if counted is None else counted, numel, name, scale, has_rows=has_rows)
 
     def _loss(self, node: Any, name: str, scale: _Scale) -> None:
-        """Add the term of one of torch's losses."""
+        """Add the term of one of torch's built-in losses."""
         source = _LOSSES[name]
         sizes = _sizes(*_edges(node)[0])
         numel = math.prod(sizes)
@@ -395,16 +403,16 @@ class _Walk:
 
     def _mean(self, items: Number, source: str, scale: _Scale, *, has_rows: bool = False) -> None:
         if scale.siblings and scale.siblings == self.rows == scale.count:
-            # The script has averaged the losses of single rows: this is the loss of one row.
+            # The script averages per-row losses, and this is the loss of one row.
             items, has_rows = float(self.rows), True
         self.terms.append(Term("mean", items, source, has_rows))
 
     def _sum(
         self, counted: Number, numel: int, source: str, scale: _Scale, *, has_rows: bool = False
     ) -> None:
-        """Add the term of a sum of `numel` elements; `counted` of them are not masked.
+        """Add the term of a sum of `numel` elements. `counted` is the number of unmasked ones.
 
-        It is a mean if it was divided by their number.
+        The term becomes a mean if the sum was divided by that number.
         """
         source, count, factor = source.lower(), scale.count, abs(scale.factor)
         if isinstance(count, float) and math.isnan(count):
@@ -412,7 +420,8 @@ class _Walk:
             return
         known = {self.rows, numel} | ({scale.siblings} if numel == 1 else set())
         if isinstance(count, Tensor) or (count is not None and isinstance(counted, Tensor)):
-            # If everything is masked, the divisor is often the 1 of clamp(min=1), not the count 0.
+            # If everything is masked, the divisor is often 1 from clamp(min=1), although the count
+            # is 0.
             device = count.device if isinstance(count, Tensor) else counted.device  # type: ignore[union-attr]
             count = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
             some = torch.as_tensor(counted, device=device) != 0
@@ -420,8 +429,8 @@ class _Walk:
         elif count is not None:
             is_known = count in known or math.isclose(count, counted, rel_tol=1e-5)
             divided = float(count) if counted else 0.0
-            # Counts such as rows or rows x tokens divide the number of elements. A constant seldom
-            # does.
+            # Real counts, such as rows or rows x tokens, usually divide the number of elements;
+            # constants rarely do.
             is_multiple = divided and numel % count == 0 and count % (self.rows or 1) == 0
             if divided and not is_known and (not is_multiple or count == self.total):
                 self.guessed.append(float(count))
@@ -437,7 +446,7 @@ class _Walk:
             self.terms.append(Term(kind, 1.0 if kind == "sum" else float(numel), source))
 
     def _counted(self, node: Any) -> Any:
-        """Return how many elements of the output of `node` are not masked; None if unknown."""
+        """Return the number of unmasked elements in the output of `node`, or None if unknown."""
         while node is not None:
             name = _kind(node)
             if name in ("NllLoss", "NllLoss2D"):
@@ -448,7 +457,7 @@ class _Walk:
                 mask = _saved(node, "mask")
                 return None if mask is None else _number((~mask).sum())
             edges = _edges(node)
-            # The branch with an edge is the one with a gradient: the mask selects its elements.
+            # The branch with an edge has the gradient, so the mask selects its elements.
             first = node.next_functions[0][0] is not None if node.next_functions else False
             if name == "Where" and len(edges) == 1:
                 mask = _saved(node, "condition")
@@ -456,29 +465,29 @@ class _Walk:
             if name == "Mul" and len(edges) == 1:
                 mask = _saved(node, "other" if first else "self")
                 if isinstance(mask, Tensor) and mask.numel() > 1:
-                    # Absolute values, because factors with signs (advantages) may sum to 0.
+                    # Use absolute values, because signed factors (advantages) may sum to 0.
                     return _number(mask.double().abs().sum() * (_numel(node, 0) // mask.numel()))
             passes = name in ("Mul", "Neg", "View", "UnsafeView", "ReshapeAlias", "ToCopy")
             node = edges[0][0] if passes and len(edges) == 1 else None
         return None
 
     def _unread(self, node: Any) -> None:
-        """Add an unknown term. Its items are estimated from the sizes of its inputs."""
+        """Add a term of unknown kind. Its number of items is estimated from its inputs' sizes."""
         sizes = [_sizes(*edge) for edge in _edges(node) if not _of_parameters(edge[0])]
         items: Number = float(self._largest(sizes))
         if _is_opaque(node):
             saved = [kept for raw in node._raw_saved_tensors if (kept := _kept(raw)) is not None]
             labels = [t for t in saved if t.dtype == torch.int64 and self._largest([t.shape])]
             items += float(self._largest([t.shape for t in labels]))
-            # Negative labels are usually excluded from a mean.
+            # Means usually ignore negative labels.
             for each in labels:
                 items = items - _number((each < 0).sum())
         self.terms.append(Term("unread", items, node.name().removesuffix("Backward")))
 
     def _largest(self, shapes: Iterable[Sequence[int]]) -> int:
-        """Return the number of elements of the largest of `shapes` that may have the batch's rows.
+        """Return the number of elements of the largest shape that may have the batch dimension.
 
-        Tables and positions have the same size for any number of rows, and are mostly smaller.
+        Tables and positions have the same size for any number of rows, and are usually smaller.
         """
         of_rows = (shape for shape in shapes if shape and shape[0] % (self.rows or 1) == 0)
         return max(map(math.prod, of_rows), default=0)
@@ -488,14 +497,14 @@ def _kind(node: Any) -> str:
     return _operation(node.name())
 
 
-@cache  # a graph has many nodes with few names, and is read in each step
+@cache  # a graph has many nodes with few distinct names, and is read in each step
 def _operation(name: str) -> str:
-    """Return "Mul" for `MulBackward0`."""
+    """Return the operation of an autograd node name, such as "Mul" for `MulBackward0`."""
     return re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
 
 
 def _whole_inverse(factor: float) -> int | None:
-    """Return 1 / `factor` if it is a whole number, else None."""
+    """Return 1 / `factor` if it is an integer, otherwise None."""
     if not math.isfinite(factor) or not math.isfinite(1 / factor):
         return None
     inverse = round(1 / factor)
@@ -514,7 +523,7 @@ def _sizes(node: Any, output: int) -> tuple[int, ...]:
 
 
 def _is_times_zero(node: Any) -> bool:
-    """Return whether `node` multiplies by the number 0. A number on a GPU is not read."""
+    """Return whether `node` multiplies by the number 0. Values on a GPU are not read."""
     if _kind(node) != "Mul" or len(_edges(node)) != 1:
         return False
     number = _saved(node, "other" if node.next_functions[0][0] is not None else "self")
@@ -524,22 +533,22 @@ def _is_times_zero(node: Any) -> bool:
 
 
 def _saved(node: Any, name: str) -> Any:
-    """Return the tensor or number that `node` has saved under `name`; None if a hook keeps it."""
+    """Return the tensor or number that `node` has saved as `name`, or None if a hook keeps it."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     return getattr(node, f"_saved_{name}") if raw is None else _kept(raw)
 
 
 def _kept(raw: Any) -> Tensor | None:
-    """Return a tensor that autograd has saved; None if it has none, or if a hook keeps it."""
+    """Return the tensor in autograd's saved variable `raw`, or None if a hook keeps it."""
     kept: Any = raw.data
-    if isinstance(kept, Kept):  # our own hooks kept the tensor as it is
+    if isinstance(kept, Kept):  # our own hooks leave the tensor unchanged
         return kept.tensor
     is_hooked = find_outer_unpack(raw.unpack_hook) is not None
     return kept if isinstance(kept, Tensor) and not is_hooked else None
 
 
 def _is_zeros(node: Any) -> bool:
-    """Return whether the output of `node` was multiplied by the number 0."""
+    """Return whether the output of `node` was multiplied by the number 0 anywhere below it."""
     while node is not None and not _is_times_zero(node):
         edges = _edges(node)
         passes = _kind(node) in ("Mul", "Neg", "View", "UnsafeView", "ReshapeAlias", "ToCopy")
@@ -552,8 +561,9 @@ def _numel(node: Any, output: int) -> int:
 
 
 def _number(value: Tensor) -> Any:
-    """Return a Python number if `value` is on the CPU, else a tensor: reading it would wait."""
-    # In fp64, because the total weight of 16-bit logits has 16 bits too, and would overflow.
+    """Return `value` as a Python number if it is on the CPU, otherwise as an fp64 tensor."""
+    # Don't read a value on a GPU, which would synchronise. Use fp64, because with 16-bit logits the
+    # total weight has 16 bits too, and would overflow in later arithmetic.
     return value.item() if value.device.type == "cpu" else value.detach().double()
 
 
@@ -563,12 +573,12 @@ def _signed(index: int) -> int:
 
 
 def _is_opaque(node: Any) -> bool:
-    """Return whether `node` is an autograd.Function in Python, such as a compiled one."""
+    """Return whether `node` is a Python autograd.Function, such as a compiled graph."""
     return isinstance(node, BackwardCFunction)
 
 
 def _stacked(node: Any) -> list[tuple[Any, int]]:
-    """Return the scalars that `node` stacks; empty if it stacks none."""
+    """Return the graph edges of the scalars that `node` stacks, or [] if it stacks none."""
     if _kind(node) not in ("Stack", "Cat"):
         return []
     edges = _edges(node)
@@ -576,7 +586,7 @@ def _stacked(node: Any) -> list[tuple[Any, int]]:
 
 
 def _added(node: Any) -> list[Any]:
-    """Return the scalars that `node` adds, by additions or as a sum over a stack of scalars."""
+    """Return the scalars that `node` adds, either by additions or by summing a stack of them."""
     opened, scalars = [node], []
     while opened:
         one = opened.pop()
@@ -590,7 +600,7 @@ def _added(node: Any) -> list[Any]:
 
 
 def _rows_reduced(node: Any) -> int:
-    """Return the size of the first dimension if `node` has reduced over it alone, else 0."""
+    """Return the size of the first dimension if `node` reduced that dimension only, otherwise 0."""
     dims: Any = getattr(node, "_saved_dim", None)
     sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
     if not isinstance(dims, tuple) or len(dims) != 1 or len(sizes) < 2:
@@ -638,14 +648,14 @@ _BY_ELEMENT = frozenset(
         "Tanh",
     ]
 )
-"""Operations below which to look for a statistic of the batch."""
+"""Operations that a batch statistic may be hidden under."""
 
 
 def _statistic_under(node: Any) -> str:
-    """Return the name of a statistic over the rows of a batch, such as a variance, under `node`.
+    """Return the name of a batch statistic under `node` (such as a variance), or "".
 
-    A sum or a mean above it is over features, whose number does not depend on the items. Empty if
-    there is none.
+    A batch statistic reduces the rows. A sum or mean above it reduces features, whose number does
+    not depend on the items.
     """
     opened, seen = [node], set[Any]()
     while opened and len(seen) < 50:
@@ -671,13 +681,13 @@ def _statistic_under(node: Any) -> str:
 
 
 def _of_parameters(node: Any) -> bool:
-    """Return whether the output of `node` depends on parameters alone, and not on the batch.
+    """Return whether the output of `node` depends on parameters only, and not on the batch.
 
-    Data has no edge in the graph: an operation that takes data has fewer edges than tensors,
-    except for a constant of the shape of the parameter, such as the weights that a penalty pulls
+    Data has no edge in the graph, so an operation that takes data has fewer edges than inputs. The
+    exception is a constant of the parameter's shape, such as the weights that a penalty pulls
     towards.
     """
-    # Penalties are shallow. Without a limit this would walk through the whole model in each step.
+    # Penalties are shallow. Without a depth limit, this would walk the whole model in each step.
     opened, seen = [(node, 0)], set[Any]()
     while opened:
         one, depth = opened.pop()

@@ -1,4 +1,4 @@
-"""Applies pipeline parallelism to the engine's model, and checks settings that exclude it."""
+"""Applies pipeline parallelism to the engine's model, and rejects incompatible settings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardwise.world.world import World
 
 
 def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> PipelineGroup | None:
-    """Return a pipeline without layers; None if every rank has all layers.
+    """Return a pipeline that has no layers yet, or None if every rank has all layers.
 
-    Raises ConfigError for settings that exclude it.
+    Raises ConfigError if settings are incompatible with pipeline parallelism.
     """
     if settings.exact is not None and (settings.microbatches or 1) > 1:
         raise ConfigError(
@@ -26,7 +26,7 @@ def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> Pipe
             f"{settings.microbatches}: both cut the batch, in different ways. Remove one of the "
             "two."
         )
-    # Flags that only matter with a pipeline are then ignored, so a script runs on one worker too.
+    # Ignore flags that only matter with a pipeline, so that a script also runs on one worker.
     if world.pipeline_size == 1:
         return None
     size = world.pipeline_size
@@ -60,7 +60,7 @@ def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> Pipe
 
 
 def stages_of(settings: Settings) -> int:
-    """Return the number of stages of a replica.
+    """Return the number of stages per replica.
 
     Raises ConfigError if workers would have different numbers of stages.
     """
@@ -78,16 +78,16 @@ def stages_of(settings: Settings) -> int:
 
 
 def assign_layers(spec: EngineSpec, pipeline: PipelineGroup) -> None:
-    """Assign layers to stages, the same on all ranks.
+    """Assign layers to stages, identically on all ranks.
 
-    Raises ModelError or ConfigError on all ranks.
+    Raises ModelError or ConfigError on all ranks if the model cannot be divided into these stages.
     """
     settings = spec.settings
     partition = partitions.partition_model(
         spec.models[0], stages_of(settings), settings.units, settings.stages
     )
     optimized = {p for o in spec.optimizers for group in o.param_groups for p in group["params"]}
-    # Such as a temperature that only the loss function uses.
+    # An example is a temperature that only the loss function uses.
     if outside := [t.name for t in spec.located() if not t.places]:
         raise ModelError(
             f"{outside[0]} is in no model, so with --pipeline it is not known which stage uses it: "
@@ -107,7 +107,7 @@ def assign_layers(spec: EngineSpec, pipeline: PipelineGroup) -> None:
 def _check_recomputed(spec: EngineSpec, partition: Partition) -> None:
     """Raise ConfigError if a recomputed unit contains several layers.
 
-    Recomputing it would send the values between its layers again.
+    Recomputing it would send the activations between its layers again.
     """
     if spec.settings.activations != "recomputed":
         return
@@ -122,7 +122,7 @@ def _check_recomputed(spec: EngineSpec, partition: Partition) -> None:
 
 
 def describe_stages(partition: Partition) -> str:
-    """Return the layers of each stage: "0: embed to blocks.1; 1: blocks.2 to head"."""
+    """Describe the layers of each stage: "0: embed to blocks.1; 1: blocks.2 to head"."""
     return "; ".join(
         f"{stage}: {partition.describe_stage(stage)}" for stage in range(partition.stages)
     )

@@ -1,20 +1,20 @@
 """Builds a plain state_dict from an engine's optimizer state, and loads one.
 
-torch reads `state` and `param_groups` of a state_dict and ignores further keys, so the values that
-a plain optimizer does not have are further keys:
+torch reads `state` and `param_groups` of a state_dict and ignores other keys. Values that a plain
+optimizer does not have are therefore stored under additional keys:
 
     state                {0: {"step": ..., "exp_avg": ...}, ...}
     param_groups         [{"lr": ..., "params": [0, ...]}, ...]
     fp32_master_weights  {0: ..., ...}, for 16-bit parameters
-    fp32_gradients       True if gradients of 16-bit parameters are summed in fp32, as they are
-                         after the first step with several backwards
-    loss_weight_divisor  for a resume, if weights of losses are not all 1: the divisor of these
-                         weights in backward. The update cancels it, except for rounding.
+    fp32_gradients       True if gradients of 16-bit parameters are summed in fp32, which starts
+                         after the first step with several backward passes
+    loss_weight_divisor  for a resume, if not all loss weights are 1: the divisor of these weights
+                         in the backward pass. The update cancels it, except for rounding.
     attributes           values that the optimizer keeps in attributes and changes in its steps, and
                          the optimizer that it wraps: see `attribute_values`
 
-Masters are not in `state`: torch would round them to 16 bits and keep them for ever, and it would
-treat a parameter with nothing else in its state as already initialised.
+fp32 masters are not in `state`: torch would round them to 16 bits and keep them forever, and it
+would treat a parameter that has only a master in its state as already initialised.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ATTRIBUTES = "attributes"
 
 
 def only(spec: EngineSpec, optimizer: optim.Optimizer | None) -> optim.Optimizer:
-    """Return `optimizer`, or the only one. Raises UsageError if it is ambiguous or unknown."""
+    """Return `optimizer`, or the engine's only one. Raises UsageError if ambiguous or unknown."""
     if optimizer is None and len(spec.optimizers) != 1:
         raise UsageError("This engine has several optimizers: pass one as `optimizer`.")
     if optimizer is not None and not any(optimizer is each for each in spec.optimizers):
@@ -60,19 +60,20 @@ def make(
 ) -> dict[str, Any]:
     """Build the state_dict of Engine.optimizer_state_dict. Collective.
 
-    `unit` is the divisor of weights, or None. `resting` has masters of frozen parameters.
+    `unit` is the divisor of loss weights, or None. `resting` contains the fp32 masters of frozen
+    parameters.
     """
-    # The state of a parameter that was frozen during training is in the user's optimizer.
+    # A parameter that was frozen during training has its state in the user's optimizer.
     whole = _whole(spec, optimizer, {**held(optimizer), **states.gathering.optimizer_state()})
     wide = {p: {MASTERS: master} for p, master in _masters_now(states).items()}
     known = _whole(spec, optimizer, wide) | {p: {MASTERS: kept} for p, kept in resting.items()}
-    # torch numbers parameters in the order of groups, and each parameter once.
+    # torch numbers parameters in the order of their groups, each parameter once.
     numbers: dict[nn.Parameter, int] = {}
     groups = []
     for group in optimizer.param_groups:
         members = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
         groups.append({**group, "params": members})
-    # State that belongs to no parameter goes back into the user's optimizer, where `common_state`
+    # Move state that belongs to no parameter back into the user's optimizer, where `common_state`
     # finds it.
     states.optimizer.return_common_state()
     own = {number: whole[p] for p, number in numbers.items() if p in whole}
@@ -87,12 +88,12 @@ def make(
 
 
 def _masters_now(states: States) -> dict[nn.Parameter, Tensor]:
-    """Return the master of each 16-bit parameter. Collective.
+    """Return the fp32 master of each 16-bit parameter. Collective.
 
     A parameter that user code has written to is its own master, as it will be in the next step.
     """
     masters = states.gathering.wide_masters()
-    # Sharded parameters can be written only in full_parameters, which updates the masters.
+    # Sharded parameters can only be written in full_parameters, which updates the masters itself.
     for index in states.parameters.written() if states.shown is None else ():
         parameter = states.parameters.named[index].parameter
         if parameter in masters:
@@ -103,7 +104,7 @@ def _masters_now(states: States) -> dict[nn.Parameter, Tensor]:
 def _whole(
     spec: EngineSpec, optimizer: optim.Optimizer, held: dict[Any, dict[str, Any]]
 ) -> dict[Any, dict[str, Any]]:
-    """Return the state of all layers and whole tensors, from this rank's part. Collective."""
+    """Gather the full optimizer state from all ranks' layers and split tensors. Collective."""
     if spec.pipeline is not None:
         held = held | spec.pipeline.ownership.gather_other_states(held, spec.optimizers)
     if spec.tensor is not None:
@@ -113,14 +114,14 @@ def _whole(
 
 
 def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """Return why `state` does not fit `optimizer` (other groups or shapes); None if it fits."""
+    """Return why `state` does not fit `optimizer` (different groups or shapes), or None."""
     name = type(optimizer).__name__
     if not {"state", "param_groups"} <= set(state):
         return (
             "This is not the state_dict of an optimizer, which has the keys state and "
             f"param_groups: it has {', '.join(map(str, state)) or 'no keys'}."
         )
-    # Names are not compared, as in torch: the numbers of parameters decide.
+    # Don't compare names: as in torch, parameters are matched by number.
     theirs = [len(group["params"]) for group in state["param_groups"]]
     ours = [len(group["params"]) for group in optimizer.param_groups]
     if theirs != ours:
@@ -132,7 +133,7 @@ def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
 
 
 def _wrong_extra_keys(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """Return the error in keys that torch does not know; None if they are correct."""
+    """Return the error in a key that torch ignores, or None if all are correct."""
     unit = state.get(DIVISOR, 1.0)
     if not isinstance(unit, int | float) or not 0 < unit < math.inf:
         return (
@@ -151,13 +152,13 @@ def _wrong_extra_keys(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> s
 
 
 def _wrong_shape(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """Return which tensor of `state` does not have the shape for its parameter; None if all do."""
+    """Return the error for the first tensor in `state` with a wrong shape, or None."""
     name = type(optimizer).__name__
     for parameter, entries in _by_parameter(optimizer, state, state["state"]).items():
         for key, value in entries.items():
             if not isinstance(value, Tensor) or not value.ndim:
                 continue
-            # None for an optimizer that is not torch's, whose state may have any shape.
+            # None for an optimizer that is not in torch.optim: its state may have any shape.
             known = state_shape(type(optimizer), key, parameter.shape)
             if known is not None and tuple(value.shape) != known:
                 return (
@@ -169,7 +170,7 @@ def _wrong_shape(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | 
 
 
 def give(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Give `optimizer` the options and the state of `state`, in their dtypes.
+    """Load the options and the state in `state` into `optimizer`, cast to the engine's dtypes.
 
     State that a plain optimizer has kept in 16 bits, like its parameter, becomes fp32.
     """
@@ -193,7 +194,7 @@ def _as_updated(
     optimizer: optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """Return the state of each parameter, in the dtypes of the engine's updates."""
-    # With masters the state was saved by an engine, which keeps it in fp32 already.
+    # A state_dict with masters was saved by an engine, so its state is already fp32.
     mastered = _masters(optimizer, state)
     return {
         parameter: entries if parameter in mastered else widen_state(parameter, entries)
@@ -202,32 +203,32 @@ def _as_updated(
 
 
 def numbers(state: Mapping[str, Any]) -> tuple[bool, float | None]:
-    """Return whether gradients are summed in fp32, and the divisor of weights or None."""
+    """Return whether gradients are summed in fp32, and the divisor of loss weights or None."""
     return bool(state.get(WIDE)), state.get(DIVISOR)
 
 
 def refine(
     known: dict[nn.Parameter, Tensor], optimizer: optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[nn.Parameter, Tensor]:
-    """Put the masters of `state` into `known`, and return the masters of frozen parameters."""
+    """Update the masters in `known` from `state`, and return the masters of frozen parameters."""
     saved = _masters(optimizer, state)
     for parameter in saved.keys() & known.keys():
         known[parameter] = _finer(parameter, saved[parameter], known[parameter])
-    # Frozen parameters are in no bucket, so their masters wait until they are trained again.
+    # Frozen parameters are in no bucket, so keep their masters until they are trained again.
     narrow = [p for p in saved if p.dtype in NARROW]
     return {p: saved[p] for p in narrow if not p.requires_grad}
 
 
 def thawed(resting: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-    """Remove the masters of parameters that are trained again from `resting`, and return them."""
+    """Remove the masters of parameters that are trainable again from `resting`, and return them."""
     trained = [parameter for parameter in resting if parameter.requires_grad]
     return {p: _finer(p, resting.pop(p), p.detach().float()) for p in trained}
 
 
 def _finer(parameter: nn.Parameter, saved: Tensor, now: Tensor) -> Tensor:
-    """Return the `saved` master wherever it rounds to the parameter's value, elsewhere `now`.
+    """Return the `saved` master where it rounds to the parameter's current value, otherwise `now`.
 
-    The state_dict of an optimizer must not change weights.
+    Loading an optimizer's state_dict must not change weights.
     """
     saved = saved.to(now.device, now.dtype)
     return torch.where(saved.to(parameter.dtype) == parameter.detach(), saved, now)
@@ -240,7 +241,7 @@ def _masters(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> dict[nn.Pa
 def _by_parameter(
     optimizer: optim.Optimizer, state: Mapping[str, Any], entries: Mapping[int, Any]
 ) -> dict[nn.Parameter, Any]:
-    """Return `entries`, whose keys are the numbers of parameters in `state`, by parameter."""
+    """Return `entries` keyed by parameter instead of by the parameter's number in `state`."""
     by_parameter: dict[nn.Parameter, Any] = {}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):

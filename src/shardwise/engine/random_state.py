@@ -1,8 +1,8 @@
-"""Seeds the random generators of a rank by engine, step and rank.
+"""Seeds a rank's random generators from the engine, step and rank.
 
-Creating an engine does not change any generator. When training begins, and at the end of each
-step, the generators of this rank get a seed for the next step: a hash of engine, step and rank, or
-of the micro-shard in the exact mode.
+Creating an engine does not change any generator. When training starts, and at the end of each step,
+this rank's generators get a seed for the next step: a hash of engine, step and rank. In exact mode
+the micro-shard replaces the rank.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from shardwise.world import randomness
 
 
 class RandomState:
-    """The generators of this rank while an engine trains.
+    """Controls this rank's random generators while an engine trains.
 
-    They are unchanged until the first training batch, or the first forward with gradients of one of
-    the engine's models.
+    They are unchanged until the first training batch, or until the first forward pass with
+    gradients in one of the engine's models.
     """
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self._is_apart = False  # True once this rank draws its own numbers
+        self._is_apart = False  # True once this rank's random stream differs from other ranks'
         self._forget_common_draws()
         draws = state.world.draws
         draws.wait(self._begin)
@@ -33,14 +33,14 @@ class RandomState:
         ]
 
     def _begin(self) -> None:
-        """Seed this rank's own generators, because training begins."""
-        # A method, not a closure: `CommonRandomStream` holds it weakly.
+        """Seed this rank's own generators when training starts."""
+        # This is a method instead of a closure because `CommonRandomStream` holds it weakly.
         self.stop_waiting()
         if not self._is_apart:
             self.reseed()
 
     def stop_waiting(self) -> None:
-        """Remove the hooks from the models. Can be called again."""
+        """Remove the hooks from the models. Idempotent."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -54,15 +54,16 @@ class RandomState:
             spec.pipeline.seed_forward(randomness.seed_from(seed, "line", *self._state.coordinates))
 
     def reseed(self) -> None:
-        """Seed the generators for the next backward or step, unless `--no-reseed` is set.
+        """Seed the generators for the next backward pass or step, unless `--no-reseed` is set.
 
-        The seed is a pure function of the position in training, so a resume draws the same.
+        The seed depends only on the position in training, so a resumed run draws the same numbers.
         """
         state = self._state
         self._is_apart = True
         state.world.draws.part()
         self._forget_common_draws()
-        # In the exact mode each micro-shard has a seed, so it must be known which one is next.
+        # In exact mode each micro-shard has its own seed, so count the backward passes to know
+        # which is next.
         backwards = state.accumulation.backwards
         seed = state.aggregation.seed(state.world.seed, state.number, state.steps, backwards)
         if seed is not None and state.world.settings.reseed:

@@ -1,7 +1,7 @@
-"""Records the results of each step of an engine, for `shardwise verify` (--record-tensors).
+"""Records the results of every engine step, for `shardwise verify` (--record-tensors).
 
-Without the flag it costs nothing. With it, each step is followed by a walk over all tensors of
-this rank, in the form of a checkpoint, so the records do not depend on the placement.
+Without the flag it has no cost. With it, each step is followed by a pass over all tensors of this
+rank in checkpoint form, so the records do not depend on the placement.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 
 class Recording:
-    """Writes records of an engine's steps into `folder`.
+    """Writes records of an engine's steps to `folder`.
 
-    Creating it and `stepped` are collective, because listing the tensors is.
+    Its creation and `stepped` are collective, because listing the tensors is.
     """
 
     def __init__(self, state: EngineState, folder: Path) -> None:
@@ -36,6 +36,7 @@ class Recording:
         self._inputs = ForwardInputs(_named(state.spec), lambda: world.current_batch.batch)
         self._rows = 0
         self._log.note("rank", {"driver": "engine"})
+        # Record step 0, the state before training.
         self._write({})
 
     def stepped(self, stats: StepStats, weight: float) -> None:
@@ -56,7 +57,7 @@ class Recording:
         reported = tensors.trained.reported()
         counts = self._world.counts
         fed, samples = self._inputs.taken()
-        # Of the ranks of a replica, which have the same batches, one records inputs and samples.
+        # Ranks of a replica have the same batches, so only one of them records inputs and samples.
         figures = figures | {
             "lr": [float(g["lr"]) for o in spec.optimizers for g in o.param_groups if "lr" in g],
             "numbers": _numbers(tensors, reported),
@@ -69,18 +70,18 @@ class Recording:
             self._log.write(self._state.number, self._rows, figures, _parts(tensors, reported))
 
     def close(self) -> None:
-        """Stop recording."""
+        """Stop recording. Removes the hooks that record inputs."""
         self._inputs.close()
 
 
 def _parts(tensors: EngineTensors, reported: ReportedState) -> Iterator[Part]:
-    """Yield all tensors and parts of tensors that this rank has."""
+    """Yield all tensors and parts of tensors that this rank holds."""
     odd = tensors.out_of_order(reported)
     for span in tensors.trained:
         yield from _of_holding(span, odd)
     buffers = tensors.inventory.buffers
     for span in tensors.beside():
-        # Buffers are recorded by `other_tensors`, under their names in the model.
+        # `other_tensors` records the buffers, under their names in the model.
         kept = {e.tensor for e in span.extents} - buffers.keys()
         yield from _of_holding(span, odd, kept)
     for span in tensors.reordered(reported):
@@ -103,7 +104,7 @@ def _of_holding(
     ]
     if not extents:
         return
-    # Loaded per span, so that a state on a disk is never in memory as a whole.
+    # Load span by span, so that state on a disk is never in memory all at once.
     flat = span.storage.loaded()
     for extent in extents:
         part = flat[extent.start : extent.end]
@@ -111,7 +112,7 @@ def _of_holding(
 
 
 def _numbers(tensors: EngineTensors, reported: ReportedState) -> dict[str, float]:
-    """Return optimizer state that is one number per parameter, such as a count of steps."""
+    """Return the optimizer state that is a single number per parameter, such as a step count."""
     named = tensors.states.parameters.named
     return {
         state_name(named[number].name, key): float(value)
@@ -122,7 +123,7 @@ def _numbers(tensors: EngineTensors, reported: ReportedState) -> dict[str, float
 
 
 def _parameters(spec: EngineSpec) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Return names and shapes of each optimizer's parameters, in its own order."""
+    """Return the name and shape of each optimizer's parameters, in the optimizer's order."""
     known = {named.parameter: named for named in spec.located()}
     return [
         [
@@ -135,6 +136,6 @@ def _parameters(spec: EngineSpec) -> list[list[tuple[str, tuple[int, ...]]]]:
 
 
 def recording_of(state: EngineState) -> Recording | None:
-    """Return the recording for `shardwise verify`; None without --record-tensors. Collective."""
+    """Return the recording for `shardwise verify`, or None without --record-tensors. Collective."""
     folder = state.world.settings.record_tensors
     return None if folder is None else Recording(state, Path(folder))

@@ -1,4 +1,4 @@
-"""The lines at the start of a run: its settings, and what depends on the number of workers."""
+"""Prints the startup summary: the run's settings, and what depends on the number of workers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from shardwise.model.sync_batch_norm import is_out_of_reach
 from shardwise.world.world import World
 
 _NAMES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
-"""The states in words, by their names in the placement."""
+"""Maps the placement's names of the states to words for messages."""
 
 
 def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
-    """Print the lines of a new engine.
+    """Print the startup summary of a new engine.
 
-    The first has workers, transport, row and precision; the second has the model, the bytes of its
-    states, and tiers. Further lines follow for split layers, the exact mode, islands, and
-    optimizers that a trial has examined. A trial run is announced even if lines are off.
+    The first line shows workers, transport, placement and precision. The second shows the model,
+    the size of its states, and tiers. More lines follow for split layers, exact mode, islands, and
+    optimizers that were classified by a trial update. With `--trial`, a message about it is printed
+    even if the summary is disabled.
     """
     if world.settings.trial:
         world.print("shardwise: trial: nothing is resumed, saved or exported")
@@ -72,10 +73,11 @@ def announce_activations(world: World, spec: EngineSpec, activations: Activation
 def announce_batch(
     world: World, spec: EngineSpec, parts: int | None, *, averaged: bool = False
 ) -> None:
-    """Print the lines of the first backward: the batch, and what depends on the number of workers.
+    """Print how the first batch is split, and what depends on the number of workers.
 
-    `averaged`: losses are averaged over the workers. `parts` is the number of micro-batches that go
-    through the pipeline; None if the batch goes through it as one, stage after stage.
+    `averaged` is True if losses are averaged across workers. `parts` is the number of micro-batches
+    that pass through the pipeline, or None if the batch passes through it undivided, stage after
+    stage.
     """
     if spec.pipeline is None and parts is None and spec.settings.microbatches is not None:
         world.say_once(
@@ -94,7 +96,7 @@ def announce_batch(
             "engine.forward_backward keeps all workers busy"
         )
     streams = world.current_batch.training_streams()
-    # Both ways to cut a batch: by forward_backward, and by the Loader.
+    # A batch can be split by forward_backward or by the Loader.
     parts = max([parts or 1, *(stream.plan.micro_batches for stream in streams)])
     outside = outside_promise(spec, parts) if spec.micro_shards is None else []
     if outside:
@@ -102,9 +104,9 @@ def announce_batch(
 
 
 def announce_loss(world: World, spec: EngineSpec, terms: LossTerms, *, is_said: bool) -> None:
-    """Print how the first loss is weighted if that is uncertain, and what depends on workers.
+    """Print how the first loss is weighted, if that is uncertain, and if it depends on the workers.
 
-    `is_said`: the user has passed a weight or a reduction.
+    `is_said` is True if the user has passed a weight or a reduction.
     """
     if spec.settings.quiet:
         return
@@ -136,7 +138,7 @@ def announce_loss(world: World, spec: EngineSpec, terms: LossTerms, *, is_said: 
 
 
 def announce_weight(world: World, spec: EngineSpec, terms: LossTerms, items: float) -> None:
-    """Print, after the first step, the items of a loss that is not a mean over rows."""
+    """After the first step, print the number of items of a loss that is not a mean over rows."""
     main = terms.main
     if main is not None and not main.has_rows and not spec.settings.quiet:
         noun = "labels" if main.source == "cross_entropy" else "items"
@@ -144,13 +146,14 @@ def announce_weight(world: World, spec: EngineSpec, terms: LossTerms, items: flo
 
 
 def _optimizers_by_trial(states: States) -> dict[str, str]:
-    """Return the optimizers whose tensors are cut because of a trial, with a text on whole groups.
+    """Return the names of optimizers whose tensors are split because of a trial update.
 
-    If some of its groups stay whole, the name of an optimizer includes the groups that are cut.
+    Each name is mapped to a note on groups whose tensors are not split, or "". If there are such
+    groups, the name includes the groups that are split.
     """
     notes: dict[str, str] = {}
     for optimizer in dict.fromkeys(group.optimizer for group in states.optimizer.groups):
-        # The groups here are one per bucket, so `index` may occur several times.
+        # There is one group object per bucket, so the same `index` may occur several times.
         mine = [group for group in states.optimizer.groups if group.optimizer is optimizer]
         cut = sorted({g.index for g in mine if not g.whole and not g.kind.known})
         whole = sorted({g.index for g in mine if g.whole})
@@ -181,7 +184,7 @@ def _run_line(world: World, spec: EngineSpec) -> str:
 
 
 def precision_in_words(spec: EngineSpec) -> str:
-    """Return the precision preset; for fp32, which casts nothing, the dtypes that are trained."""
+    """Return the precision preset. For fp32, which casts nothing, return the trained dtypes."""
     if spec.settings.precision != "fp32":
         return spec.settings.precision
     dtypes = dict.fromkeys(t.dtype for t in spec.located() if t.parameter.requires_grad)
@@ -194,11 +197,11 @@ _DTYPES = {
     torch.bfloat16: "bf16 with fp32 masters",
     torch.float16: "fp16 with fp32 masters",
 }
-"""Dtypes of trained parameters in words."""
+"""Maps dtypes of trained parameters to words."""
 
 
 def sharded_states(placement: Placement) -> str:
-    """Return the states that a placement shards, in words."""
+    """Describe which states a placement shards."""
     sharded = [name for state, name in _NAMES.items() if placement.is_sharded(state)]
     return (", ".join(sharded) + " sharded") if sharded else "all replicated"
 
@@ -206,14 +209,14 @@ def sharded_states(placement: Placement) -> str:
 def _model_line(spec: EngineSpec, states: States) -> str:
     trained = states.parameters.named
     if spec.pipeline is not None:
-        # The states have the layers of this stage only, but the line is about the whole model.
+        # The states contain only this stage's layers, but the line describes the full model.
         trained = [t for t in spec.located() if t.parameter.requires_grad]
     count = sum(named.whole_shape.numel() for named in trained)
     line = f"  model: {in_short(count)} parameters in {many(_unit_count(spec, states), 'unit')}"
     line += f", state {in_bytes(states.expected_bytes())} per worker"
     if spec.placement.level and spec.data_group.size > 1:
         replicated = _replicated_bytes(spec, states)
-        # For a tiny model, the padding of intervals can exceed what sharding saves.
+        # For a tiny model, padding may exceed what sharding saves.
         padded = "padding included; " if states.expected_bytes() > replicated else ""
         line += f" ({padded}replicated: {in_bytes(replicated)})"
     elsewhere = _elsewhere(spec, states)
@@ -233,7 +236,7 @@ def _unit_count(spec: EngineSpec, states: States) -> int:
 
 
 def _elsewhere(spec: EngineSpec, states: States) -> str:
-    """Return the states that are on another tier than the device, in words; "" if none are."""
+    """Describe the states that are not on the device's tier, or return "" if there are none."""
     offloaded: dict[Tier, list[str]] = {}
     for state, nbytes in states.bytes_by_state().items():
         tier = spec.placement.tier(state)
@@ -247,14 +250,14 @@ def _elsewhere(spec: EngineSpec, states: States) -> str:
 
 
 def _replicated_bytes(spec: EngineSpec, states: States) -> int:
-    """Return the bytes of the same states if every rank held them whole, without padding."""
+    """Return the size in bytes of the same states, unsharded on every rank, without padding."""
     total = 0
     anchor = 0 if states.hooks is None else states.hooks.copies
     for index, bucket in enumerate(states.parameters.buckets):
         dtype, _ = states.parameters.kind(index)
         is_narrow = dtype in NARROW
-        # Parameter and gradient in the parameter's dtype; moments, master, average and anchor in
-        # fp32.
+        # Parameters and gradients have the parameter's dtype; moments, master, average and anchor
+        # are fp32.
         moments = len(states.optimizer.groups[index].kind.tensor_keys)
         kept = moments + is_narrow + (spec.settings.ema_decay is not None) + anchor
         each = 2 * dtype.itemsize + kept * (4 if is_narrow else dtype.itemsize)
@@ -276,7 +279,7 @@ def _batch_line(world: World, *, averaged: bool) -> str:
     parts = [replicas, many(plan.micro_batches, "micro-batch", "es")]
     up_to = "" if each * world.data_size * plan.micro_batches == plan.batch_size else "up to "
     line = f"  batch: {plan.batch_size} = {' x '.join(parts)} x {up_to}{each}"
-    if streams[-1].passing:  # the number of batches before engine.step() is not known yet
+    if streams[-1].passing:  # the number of batches per step is not known yet
         line += f" of each {streams[-1].name}; those before one engine.step() are added"
     if plan.steps_per_epoch is not None:
         line += f", {plan.steps_per_epoch:,} steps per epoch"
@@ -297,7 +300,7 @@ def _unknown_batch(world: World) -> str:
 
 
 def outside_promise(spec: EngineSpec, micro_batches: int = 1) -> list[str]:
-    """Return why results depend on the number of workers, or of `micro_batches` in a step."""
+    """Return why results depend on the number of workers, or of `micro_batches` per step."""
     counts: dict[str, int] = {}
     for module in (m for model in spec.models for m in model.modules()):
         reason = _reason(module, spec.settings.sync_batch_norm, micro_batches)
@@ -327,9 +330,10 @@ def _reason(module: nn.Module, synchronised: bool, micro_batches: int) -> str | 
 
 
 def _has_dropout(module: nn.Module) -> bool:
-    """Return whether a forward of `module` in training drops values at random."""
-    # An attribute `p` is a probability only if the module, or a function that its forward calls,
-    # has a name like one of _DRAWING. Otherwise it may be the exponent of a norm.
+    """Return whether the forward pass of `module` drops values at random in training."""
+    # Treat an attribute `p` as a probability only if the module's name, or that of a function
+    # called in its forward, contains a word of _DRAWING. Otherwise it may be the exponent of a
+    # norm.
     code = getattr(type(module).forward, "__code__", None)
     names = [type(module).__name__.lower(), *getattr(code, "co_names", ())]
     draws = any(word in name for name in names for word in _DRAWING)
@@ -338,4 +342,4 @@ def _has_dropout(module: nn.Module) -> bool:
 
 
 _DRAWING = ("drop", "bernoulli", "rand", "stochastic")
-"""Parts of the names of modules and functions that draw random numbers."""
+"""Words in the names of modules and functions that draw random numbers."""

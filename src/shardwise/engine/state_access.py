@@ -1,4 +1,4 @@
-"""Whole parameters, their averages, and plain optimizer state, for the user between steps."""
+"""Gives the user full parameters, averages and plain optimizer state between steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.errors import UsageError
 
 
 class StateAccess:
-    """The context managers and methods that give users whole tensors."""
+    """The context managers and methods that give the user full tensors."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
@@ -61,12 +61,11 @@ class StateAccess:
     def _while_some_sit_out(self) -> AbstractContextManager[None]:
         """Return the context for an evaluation batch that some ranks skip.
 
-        Those ranks serve the gathers of the others.
+        Inside it, those ranks participate in the gathers of the other ranks.
         """
         state = self._state
         shown = state.states.shown
-        # `current_batch` holds this method weakly, but the engine may be closed and still
-        # referenced.
+        # `current_batch` holds this method weakly, but a closed engine may still be referenced.
         closed = state.objects not in living
         if closed or state.in_uneven or shown is None or not shown.residency.is_collective:
             return nullcontext()
@@ -83,7 +82,8 @@ class StateAccess:
         self._check_enters("ema")
         state.objects.look_for_changes()
         with torch.no_grad():
-            # Entered by hand: autograd is off for the swap only, and not inside the block.
+            # Enter the context by hand, so that autograd is off only during the swap, not inside
+            # the block.
             context = state.states.averages.swapped_in()
             context.__enter__()
         state.in_ema = True
@@ -101,7 +101,7 @@ class StateAccess:
         state = self._state
         hooks = state.states.hooks
         if hooks is None or not hooks.have_own_weights or state.in_ema:
-            yield  # the parameters are the common weights
+            yield  # the parameters already hold the common weights
             return
         self._check_enters("anchor")
         state.objects.look_for_changes()
@@ -109,7 +109,7 @@ class StateAccess:
             yield
 
     def _check_enters(self, block: str) -> None:
-        """Raise UsageError if parameters cannot be swapped: inside a step, or while whole."""
+        """Raise UsageError if parameters cannot be swapped now (inside a step, or gathered)."""
         state = self._state
         if state.accumulation.backwards:
             raise UsageError(
@@ -137,7 +137,7 @@ class StateAccess:
             return whole_tensors.model_state_dict(self._state.spec, self._state.states, model)
 
     def _common(self) -> AbstractContextManager[None]:
-        """Swap in the anchor, if there is one."""
+        """Swap in the anchor, unless the parameters already hold averages."""
         return nullcontext() if self._state.in_ema else self.anchor()
 
     def optimizer_state_dict(
@@ -147,7 +147,7 @@ class StateAccess:
         state = self._state
         state.objects.check_passes()
         optimizer = plain_state_dict.only(state.spec, optimizer)
-        # A resume continues from the common weights, so it needs their masters.
+        # A resume continues from the common weights, so their masters must be saved.
         has_masters = state.states.optimizer.has_masters
         with self._common() if has_masters else nullcontext():
             return state.objects.plain_state(optimizer, for_resume=for_resume)
@@ -166,8 +166,8 @@ class StateAccess:
         run = spec.world_group
 
         def of_rank_0() -> Mapping[str, Any] | None:
-            # Every rank may pass it, or only rank 0. Sending it takes a pickle of the whole state,
-            # so first ask whether that is needed.
+            # Either every rank passes it, or only rank 0. Sending it means pickling the full state,
+            # so first check whether that is needed.
             if all(run.gather_plain(plain is not None)):
                 return plain
             first: Mapping[str, Any] | None = run.gather_objects(plain if run.leads else None)[0]

@@ -1,13 +1,13 @@
-"""Runs a step: reduces gradients, exchanges totals, clips, updates, publishes, clears.
+"""Runs a step: reduces gradients, exchanges totals, clips, updates, publishes and clears.
 
-reduce      wait for the pending sums
-exchange    one small collective: weights, losses, norm, which parameters had a gradient
-(delay)     with `--behind`: replace the sums by the sums of an earlier step
-(between)   whole gradients for the user, to read or change
+reduce      wait for pending reductions
+exchange    one small collective: weights, losses, norm, which parameters have a gradient
+(delay)     with `--behind`: replace the sums with those of an earlier step
+(between)   give the user full gradients to read or change
 decide      skip the step, stop the run, or compute the factor that clips and averages
-update      each bucket (states/optimizer), then its all-gather if parameters are replicated
+update      update each bucket (states/optimizer), then all-gather it if parameters are replicated
 clear       free the gradients, and seed the generators for the next step
-(average)   with islands: average their parameters if that is due
+(average)   with islands: average their parameters if an average is due
 """
 
 from __future__ import annotations
@@ -37,7 +37,16 @@ from shardwise.timeline import recorder, span
 
 
 class StepRunner:
-    """Runs the steps of an engine. `timing` measures layers, `recording` records each step."""
+    """Runs the steps of an engine.
+
+    Args:
+        state: State shared by the parts of the engine.
+        backward: Runs the backward passes of the same engine.
+        randoms: Seeds the random generators after each step.
+        saver: Writes the engine's checkpoints.
+        timing: Measures the time per layer, or None.
+        recording: Records each step for `shardwise verify`, or None.
+    """
 
     def __init__(
         self,
@@ -69,7 +78,8 @@ class StepRunner:
         states = self._objects.states
         if closure is None:
             self._check_begun("engine.step()")
-        # From here on, a failure is the step's own, and not reported as backwards without a step.
+        # From here on, attribute a failure to the step; don't report it as backward passes without
+        # a step.
         self._accumulation.stepping = self._accumulation.backwards > 0
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
@@ -80,11 +90,11 @@ class StepRunner:
                 return self._step_often(closure, max_norm)
             with torch.enable_grad():
                 closure()
-        # All ranks have the same optimizers, so a missing closure raises on all of them, before any
-        # collective.
+        # All ranks have the same optimizers, so a missing closure raises on all of them before any
+        # collective starts.
         closures.check_given(self._objects.states, given=closure is not None)
-        # All ranks have the same totals after the exchange, so all of them decide to skip, raise
-        # or update. The all-gathers of an update need every rank.
+        # After the exchange all ranks have the same totals, so they make the same decision to skip,
+        # raise or update. They must, because the all-gathers of an update need every rank.
         totals = self._reduced("engine.step()")
         stats = self._decide(totals)
         if not stats.skipped:
@@ -110,7 +120,7 @@ class StepRunner:
             spec.shard_group,
             spec.gradient_group,
             totals.used,
-            # With a total weight of 0 the step is skipped, so the factor does not matter.
+            # With a total weight of 0 the step is skipped, so any factor will do.
             self._scale_of(totals) or 1.0,
             scattered=spec.placement.is_sharded("optimizer"),
         )
@@ -118,7 +128,7 @@ class StepRunner:
         with self._backward.abandoning():
             yield
             used = whole.take()
-        # The block has ended, so any use of `param.grad` raises again until the step.
+        # After the block, any use of `param.grad` must raise again until the step.
         states.gradients.guard()
         squared = self._state.squared_norm()
         self._state.totals = replace(totals, used=used, squared_norm=squared)
@@ -128,13 +138,13 @@ class StepRunner:
         if self._accumulation.backwards:
             self._backward.abandon()
             if self._spec.micro_shards is not None:
-                # Each micro-shard has its own seed, and the step starts again with the first one.
+                # Each micro-shard has its own seed, and the step restarts at the first micro-shard.
                 self._randoms.reseed()
 
     # -- checks -----------------------------------------------------------------------------
 
     def _check_begun(self, call: str) -> None:
-        """Raise UsageError if there was no backward, or inside of world.alike()."""
+        """Raise UsageError if this step has had no backward pass, or inside `world.alike()`."""
         self._world.draws.check_outside(call)
         if not self._accumulation.backwards:
             raise UsageError(
@@ -142,7 +152,7 @@ class StepRunner:
             )
 
     def _refuse_parts(self, call: str) -> None:
-        """Raise UsageError for a `call` that needs whole gradients, if the model is split."""
+        """Raise UsageError if the model is split, because `call` needs full gradients."""
         for name, splits in (("tensor", self._spec.tensor), ("pipeline", self._spec.pipeline)):
             if splits is not None:
                 size = getattr(self._world.settings, name)
@@ -152,10 +162,10 @@ class StepRunner:
                 )
 
     def _check_consistent(self, totals: StepTotals) -> None:
-        """Discard the step and raise, on all ranks, if their options, losses or writes differ."""
+        """Discard the step and raise on all ranks if their options, losses or writes differ."""
         try:
-            # These are results of the exchange, the same on all ranks. So all of them raise, and
-            # none waits for the others in the next collective.
+            # These totals come from the exchange and are the same on all ranks. So all ranks raise,
+            # and none waits for the others in the next collective.
             if not totals.alike:
                 raise self._options.difference(self._spec.step_group)
             if math.isnan(totals.divisor):
@@ -183,7 +193,7 @@ class StepRunner:
     def _report_mixed(self) -> None:
         """Raise UsageError because no weight fits all losses of the step. Collective.
 
-        If the user gave all weights, warn once instead: the script may weight items on purpose.
+        If the user passed all weights, only warn, once: the script may weight items on purpose.
         """
         accumulation = self._accumulation
         gathered = self._world.step_group.gather_plain(
@@ -198,14 +208,14 @@ class StepRunner:
     # -- reduce and exchange ----------------------------------------------------------------
 
     def _reduced(self, call: str) -> StepTotals:
-        """Reduce the gradients of this step if needed, and return its totals over all ranks."""
+        """Reduce this step's gradients unless already done, and return the global totals."""
         state, states = self._state, self._objects.states
         self._check_begun(call)
         state.aggregation.check(self._accumulation.backwards)
         states.parameters.check()
         self._objects.take_in_writes()
         self._backward.check_gradients()
-        # Otherwise engine.reduce() or full_gradients() has already reduced this step.
+        # If the totals exist, engine.reduce() or full_gradients() has already reduced this step.
         if state.totals is None:
             if self._hooks is not None:
                 with self._backward.abandoning():
@@ -217,7 +227,7 @@ class StepRunner:
             self._check_consistent(totals)
             if self._hooks is not None:
                 if self._hooks.replaces_sums:
-                    # Check now: when these sums are used, their samples are no longer known.
+                    # Check now: when these sums are applied, their samples are no longer known.
                     self._check_finite(totals)
                 with self._backward.abandoning():
                     totals = self._hooks.after_exchange(state, totals)
@@ -225,7 +235,7 @@ class StepRunner:
         return state.totals
 
     def _exchange(self) -> StepTotals:
-        """Report this rank's part of the step, and return the totals of all ranks."""
+        """Report this rank's part of the step, and return the totals across all ranks."""
         try:
             totals = exchange(
                 self._accumulation,
@@ -239,7 +249,7 @@ class StepRunner:
                 unsaved=self._saver.has_failed,
                 asked=self._world.preemption.asked,
                 written=self._objects.has_written,
-                # Tensor-parallel ranks have the same batch, which counts once.
+                # Tensor-parallel ranks share a batch, which must be counted once.
                 counts=self._spec.tensor_rank == 0,
             )
             line = self._spec.pipeline
@@ -251,23 +261,23 @@ class StepRunner:
     # -- decide -----------------------------------------------------------------------------
 
     def _scale_of(self, totals: StepTotals) -> float:
-        """Return the factor from summed gradients to their mean; 0 if the total weight is 0."""
+        """Return the factor that turns gradient sums into means; 0 if the total weight is 0."""
         return 1.0 / self._state.weighting.divisor(totals.denominator) if totals.weight else 0.0
 
     def _factor(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> float:
-        """Return the factor of the summed gradients in the update: it averages and clips them.
+        """Return the factor that averages and clips the summed gradients in the update.
 
-        Clips by the global norm, as torch.nn.utils.clip_grad_norm_ does.
+        Clips by the global norm, like torch.nn.utils.clip_grad_norm_.
         """
         return self._scale_of(totals) * clip_coefficient(stats.grad_norm, max_norm)
 
     def _decide(self, totals: StepTotals) -> StepStats:
-        """Return the statistics of the step, with the decision whether to skip it."""
+        """Return the step's statistics, including whether to skip it."""
         state = self._state
         if totals.weight == 0:
             return StepStats(loss=math.nan, grad_norm=0.0, weight=0.0, skipped=True)
         self._check_finite(totals)
-        # The divisor includes the loss scale, so this is the norm of the unscaled mean.
+        # The divisor includes the loss scale, so this is the norm of the unscaled mean gradient.
         norm = math.sqrt(totals.squared_norm) / state.weighting.divisor(totals.denominator)
         finite = math.isfinite(norm)
         if words := self._skips.words(finite=finite):
@@ -280,9 +290,10 @@ class StepRunner:
         )
 
     def _check_finite(self, totals: StepTotals) -> None:
-        """Raise NonFiniteError on all ranks for a gradient that is not finite.
+        """Raise NonFiniteError on all ranks if a gradient is not finite.
 
-        Not if a loss scale or `--nonfinite skip` skips the step instead. Collective if it raises.
+        Does nothing if a loss scale or `--nonfinite skip` is active, because the step is then
+        skipped. Collective if it raises.
         """
         state, settings = self._state, self._spec.settings
         skips = state.scale.active or settings.nonfinite != "stop"
@@ -304,12 +315,12 @@ class StepRunner:
             raise
 
     def _update(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> None:
-        """Update one bucket after the other; each is gathered while the next one is updated."""
+        """Update bucket by bucket. Each bucket is all-gathered while the next one is updated."""
         factor = self._factor(totals, stats, max_norm)
         states = self._objects.states
         publishes = self._spec.placement.is_sharded("optimizer")
         gathers: list[Handle] = []
-        # The user's optimizer may raise in its step.
+        # Discard the gradients if the user's optimizer raises in its step.
         with self._backward.abandoning(), span("update"), torch.no_grad():
             states.parameters.begin_update()
             for inner in states.optimizer.inners:
@@ -323,26 +334,27 @@ class StepRunner:
             for handle in gathers:
                 handle.wait()
             # User code may write parameters as soon as the step returns, so wait until no other
-            # rank still reads them.
+            # rank is still reading them.
             for handle in gathers:
                 handle.reusable()
             states.parameters.settle()
 
     def _step_often(self, closure: Callable[[], Any], max_norm: float | None) -> StepStats:
-        """Run a step of an optimizer that calls the closure itself (L-BFGS)."""
+        """Run a step of an optimizer that calls the closure itself, possibly often (L-BFGS)."""
         objects = self._objects
-        # `closures.check` has made sure that there is exactly one.
+        # `closures.check` has ensured that there is exactly one inner optimizer.
         (inner,) = objects.states.optimizer.inners
         seen: list[tuple[StepTotals, StepStats]] = []
 
         def evaluate() -> float:
             self.zero_grad()
-            # The optimizer has moved parameters; these changes are no writes of user code.
+            # The optimizer has updated parameters between evaluations. Don't treat these changes as
+            # user writes.
             objects.states.parameters.remember()
             with torch.enable_grad():
                 closure()
-            # The optimizer calls the closure equally often on all ranks, because they all get the
-            # same loss and gradient. So the collectives inside match.
+            # The optimizer calls the closure the same number of times on all ranks, because they
+            # all get the same loss and gradient. So the collectives inside match.
             totals = self._reduced("engine.step(closure=...)")
             stats = self._decide(totals)
             seen.append((totals, stats))
@@ -359,14 +371,18 @@ class StepRunner:
                 objects.states.averages.update()
         objects.states.parameters.settle()
         usage_checks.call_after_step(self._spec.optimizers)
-        # Clear by the latest totals. Report the first evaluation: the loss before the update.
+        # Clear with the latest totals, but report the first evaluation, which has the loss before
+        # the update.
         return self._finish(seen[-1][0], seen[0][1])
 
     # -- clear ------------------------------------------------------------------------------
 
     def _finish(self, totals: StepTotals, stats: StepStats) -> StepStats:
-        """Complete the step: clear, count, record. Return its statistics."""
-        # Before `_clear`, which drops the terms.
+        """Complete the step: clear gradients, advance counters, record results.
+
+        Returns the step's statistics.
+        """
+        # Announce the weight before `_clear`, which drops the terms.
         if self._state.steps == 0 and (terms := self._accumulation.first_terms) is not None:
             start_lines.announce_weight(self._world, self._spec, terms, stats.weight)
         self._clear(totals)
@@ -375,18 +391,18 @@ class StepRunner:
             totals, stats = self._hooks.after_update(self._state, totals, stats)
             self._state.parameters_changed()
         if totals.asked:
-            # All ranks have learned from the exchange that a signal asks the run to end.
+            # All ranks know from the exchange that a signal has asked the run to stop.
             self._world.preemption.agreed = totals.asked
             self._state.asked_to_end = True
             self._saver.mark_boundary()
-        # Not before the step is complete on all ranks. All have learned of the failed save from
+        # Raise only after the step is complete on all ranks. They all know of the failed save from
         # the exchange, so all of them raise here.
         if totals.unsaved:
             self._saver.wait()
         if self._timing is not None:
             self._timing.stepped()
         if self._recording is not None:
-            # Losses that are sums are not divided: their weight may count workers, not items.
+            # Don't divide losses that are sums: their weight may count workers instead of items.
             self._recording.stepped(stats, 1.0 if totals.divisor else stats.weight)
         self._world.step_log.stepped(self._state.number, self._state.steps, stats)
         return stats
@@ -394,14 +410,15 @@ class StepRunner:
     def _clear(self, totals: StepTotals) -> None:
         """Reset the gradients, weights and losses of this step."""
         state, gradients = self._state, self._objects.states.gradients
-        # A step without weight shows nothing about overflow, or about the weight of the next step.
+        # A step with weight 0 contains no information about overflow or about the weight of the
+        # next step.
         if totals.weight:
             overflow = not math.isfinite(totals.squared_norm)
             state.scale.update(overflow=overflow, scale=totals.scale)
             state.weighting.follow_step(totals)
         gradients.clear()
-        # 16-bit sums over several backwards lose bits. `several` is the same on all ranks, so all
-        # of them change the dtype of their collectives at the same step.
+        # Summing several backward passes in 16 bits loses precision. `several` is the same on all
+        # ranks, so they all switch the dtype of their collectives at the same step.
         if totals.several and self._spec.settings.reduce_dtype == "fp32":
             gradients.widen()
         self._accumulation.clear()
@@ -419,7 +436,8 @@ class StepRunner:
         world.progress.stepped(state.number, state.steps)
         world.collectives.status_server.step = state.steps
         self._randoms.reseed()
-        # After the reseed: from here on this rank's own draws no longer move the common stream.
+        # Call this after the reseed, because from here on this rank's own draws no longer advance
+        # the common random stream.
         world.draws.mark_boundary()
         if (recording := recorder.active) is not None:
             recording.stepped(state.number, state.steps)

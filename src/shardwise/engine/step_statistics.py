@@ -1,4 +1,4 @@
-"""The statistics that ranks report of their backwards, and their totals for a step."""
+"""Defines what a rank reports about its backward passes, and combines reports into totals."""
 
 from __future__ import annotations
 
@@ -21,30 +21,33 @@ Number = float | Tensor
 
 
 class Aggregation:
-    """Adds up the reports of ranks. Each rank first adds up its own backwards.
+    """Adds up the ranks' reports, after each rank has added up its own backward passes.
 
-    `rows` have one row of numbers for each rank.
+    In the methods below, `rows` has one row of numbers per rank.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:
-        """Return the seed after a number of `backwards` of `step`; None to keep the generators."""
+        """Return the seed after `backwards` backward passes of `step`.
+
+        None leaves the generators unchanged.
+        """
         return None if backwards else seed_from(seed, "step", engine, step, self._rank)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
-        """Estimate the total weight and the number of backwards of a step.
+        """Estimate a step's total weight and number of backward passes.
 
-        `weights` has the weight of the first backward on each rank.
+        `weights` has the weight of each rank's first backward pass.
         """
         return sum(weights), sum(weight > 0 for weight in weights)
 
     def check(self, backwards: int) -> None:
-        """Raise UsageError if a step cannot have that many backwards."""
+        """Raise UsageError if a step cannot have this number of backward passes."""
 
     def report(self, values: Sequence[Number]) -> list[Number]:
-        """Return the numbers that a rank reports for `values`, one per backward."""
+        """Return the numbers that a rank reports for `values`, which has one per backward pass."""
         return [sum(values)]
 
     def total(self, rows: Sequence[Sequence[float]]) -> float:
@@ -56,15 +59,15 @@ class Aggregation:
         return self.total(rows)
 
     def refuse_late(self, names: Sequence[str], group: Collectives) -> None:
-        """Raise UsageError if late gradients are not allowed; `names` lists the ones of this rank.
+        """Raise UsageError if late gradients are not allowed. All ranks of `group` call it.
 
-        All ranks of `group` call it.
+        `names` lists the parameters whose gradients were late on this rank.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """The report of one rank to all others at a step, sent as one fp64 vector.
+    """One rank's report to all others in a step, sent as one fp64 vector.
 
     | weights | losses x factor | squared norm |
     backwards | shares | options | calls | rows | shown | mix | copies |
@@ -73,24 +76,24 @@ class StepReport:
 
     The length of the first three depends on the aggregation.
 
-    backwards    number of backwards whose weight is not 0
-    shares       sum of the seeds of the backwards
-    options      checksum of the optimizers' options; joined, NaN if ranks differ
-    calls        checksum of the calls since the last step that all ranks must make; joined likewise
+    backwards    number of backward passes with a nonzero weight
+    shares       sum of the seeds of the backward passes
+    options      checksum of the optimizers' options; in the totals, NaN if ranks differ
+    calls        checksum of the calls since the last step that all ranks must make; NaN as above
     rows         digest of the first rows of shared batches
-    shown        the weights as users see them
+    shown        the weights to print in messages
     mix          range of numbers that are equal on all ranks if the weights fit all loss terms
     copies       checksum of the buffers and frozen parameters that ranks do not average
-    used         by parameter: it had a gradient
-    late         by bucket: a gradient arrived after the bucket had started
+    used         per parameter: whether it has a gradient
+    late         per bucket: whether a gradient arrived after the bucket was launched
     news         a buffer changed for the first time
-    several      there was more than one backward
+    several      there was more than one backward pass
     unsaved      a background save has failed
-    asked        the signal that asks this rank to end, or 0; joined, the highest
-    written      user code has written into parameters
-    divisor      divisor of the added losses; 0 for means, -1 if unknown
-    alone        a loss is correct only without other losses in the step
-    buffer_rows  the rows by which buffers are averaged
+    asked        the signal that asks this rank to stop, or 0; in the totals, the maximum
+    written      user code has written to parameters
+    divisor      divisor of the summed losses; 0 for means, -1 if unknown
+    alone        a loss is correct only if it is the step's only loss
+    buffer_rows  the numbers of rows that weight the averages of buffers
     """
 
     weights: list[Number]
@@ -116,8 +119,8 @@ class StepReport:
     buffer_rows: list[float]
 
     def row(self, device: torch.device) -> Tensor:
-        """Return the vector on `device`."""
-        # Bits are packed into fp64 numbers, because a large model has thousands of parameters.
+        """Return the report as an fp64 vector on `device`."""
+        # Pack flags into fp64 numbers, because a large model has thousands of parameters.
         flags = self.news, self.several, self.unsaved, self.asked, self.written
         numbers = [*pack(self.used), *pack(self.late), *map(float, flags)]
         numbers += [self.divisor, float(self.alone), *self.buffer_rows]
@@ -126,7 +129,7 @@ class StepReport:
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
     def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
-        """Return the totals: sums, and flags that any rank has set. `table` has a row per rank."""
+        """Return the step's totals: sums, and flags set by any rank. `table` has a row per rank."""
         lengths = (
             len(self.weights),
             len(self.losses),
@@ -137,17 +140,17 @@ class StepReport:
             7,
             len(self.buffer_rows),
         )
-        # The same order as in `row`.
+        # Split the rows in the same order as `row` builds them.
         ends = list(accumulate(lengths))
         weights, losses, squares, known, used, late, flags, _ = (
             [row[end - length : end] for row in table]
             for length, end in zip(lengths, ends, strict=True)
         )
         backwards = int(sum(row[0] for row in known))
-        # Ranks whose losses say nothing about the divisor (-1) go along with the others.
+        # Ranks whose losses do not determine the divisor (-1) accept the other ranks' divisor.
         divisors = [row[5] for row in flags if row[5] >= 0]
         alone = any(row[6] for row in flags)
-        # A rank without numbers reports an empty range: from infinity to minus infinity.
+        # A rank without numbers reports an empty range (inf, -inf).
         lowest, highest = min(row[6] for row in known), max(row[7] for row in known)
         return StepTotals(
             weight=aggregation.total(weights),
@@ -174,14 +177,14 @@ class StepReport:
 
 
 def _common(numbers: list[float]) -> float:
-    """Return the number that all ranks have; NaN if they differ."""
+    """Return the number that all ranks have, or NaN if they differ."""
     return numbers[0] if len(set(numbers)) == 1 else math.nan
 
 
 def _row(numbers: list[Number], device: torch.device) -> Tensor:
-    """Join numbers into one fp64 vector on `device`, with one copy from the host.
+    """Concatenate numbers into one fp64 vector on `device`, with a single copy from the host.
 
-    Numbers on an accelerator stay there, and the host does not wait for them.
+    Numbers on an accelerator stay there, so the host does not synchronise.
     """
     near: list[float] = []
     for number in numbers:
@@ -203,5 +206,5 @@ def _row(numbers: list[Number], device: torch.device) -> Tensor:
 
 
 def _is_far(number: Number) -> bool:
-    """Return whether the host would have to wait for the number."""
+    """Return whether reading the number would make the host synchronise with a device."""
     return isinstance(number, Tensor) and number.device.type != "cpu"

@@ -1,4 +1,4 @@
-"""Applies tensor parallelism to the engine's models, and checks settings that exclude it."""
+"""Applies tensor parallelism to the engine's models, and rejects incompatible settings."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from shardwise.world.world import World
 
 
 def begin(world: World, settings: Settings, plan: TensorPlan | None) -> TensorParallelModels | None:
-    """Return an empty tensor-parallel state; None if every rank has the whole model.
+    """Return an empty tensor-parallel state, or None if layers are not split.
 
-    Raises ConfigError for settings that exclude it.
+    Raises ConfigError if settings are incompatible with tensor parallelism.
     """
-    if world.tensor_size == 1:  # a plan is then ignored, so the same script runs with and without
+    # Ignore the plan, so that the same script runs with and without --tensor.
+    if world.tensor_size == 1:
         return None
     if settings.compile:
         raise ConfigError(
@@ -55,18 +56,18 @@ def find_and_split(
 def _agree_on_splits(
     spec: EngineSpec, parts: int, plan: TensorPlan
 ) -> tuple[list[SplitGroup], dict[str, str]]:
-    """Return the splits that all ranks find, and why tried modules stay whole. Collective."""
+    """Return the splits that all ranks find, and why candidate modules are unsplit. Collective."""
     run = spec.world_group
     trials = known_modules.SplitTrials()
-    # Only rank 0 runs the trials. A trial that ends otherwise on a busy rank would leave it alone
-    # in the collectives of a split layer.
+    # Run the trials on rank 0 only. A trial with a different result on a busy rank would leave that
+    # rank alone in the collectives of a split layer.
     splits = _find_splits(spec, parts, plan, trials) if run.rank == 0 else []
     results = run.gather_objects(trials.results)[0]
-    # The other ranks take over rank 0's results, and find the same splits without a trial.
+    # Other ranks use rank 0's results, and so find the same splits without running trials.
     if run.rank:
         trials = known_modules.SplitTrials(results)
         splits = _find_splits(spec, parts, plan, trials)
-    # Compare errors like splits: an error on one rank alone must become an error on all.
+    # Compare errors like splits: an error on one rank must become an error on all ranks.
     mine = [str(splits)] if isinstance(splits, ModelError) else _details(splits)
     details_by_rank = run.gather_objects(mine)
     for rank, other in enumerate(details_by_rank):
@@ -85,7 +86,7 @@ def _agree_on_splits(
 def _find_splits(
     spec: EngineSpec, parts: int, plan: TensorPlan, trials: known_modules.SplitTrials
 ) -> list[SplitGroup] | ModelError:
-    """Return the splits that this rank finds, or its error, which all ranks raise together."""
+    """Return the splits that this rank finds, or its error, to raise on all ranks later."""
     try:
         planned = plans.match_modules(spec.models, spec.prefixes, plan)
         groups = plans.split_by_plan(planned, parts)
@@ -109,7 +110,7 @@ def _details(groups: list[SplitGroup]) -> list[str]:
 
 
 def describe_split(split_models: TensorParallelModels) -> str:
-    """Return the split layers, with equal names counted: "attention blocks.*.attend (2)"."""
+    """Describe the split layers, counting equal names: "attention blocks.*.attend (2)"."""
     names = _counted(
         " ".join(part for part in (group.kind, _starred(group.name)) if part)
         for group in split_models.groups
@@ -120,7 +121,7 @@ def describe_split(split_models: TensorParallelModels) -> str:
 
 
 def describe_unsplit(split_models: TensorParallelModels) -> list[str]:
-    """Return layers that stay whole, and why: "0.block (2): its layers did not run in a trial"."""
+    """Describe unsplit layers, and why: "0.block (2): its layers did not run in a trial"."""
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in split_models.reasons_unsplit.items():
         names_by_reason.setdefault(reason, []).append(_starred(name) or "the model")

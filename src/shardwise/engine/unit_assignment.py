@@ -1,8 +1,8 @@
 """Assigns each parameter to the unit that it is gathered with, if parameters are sharded.
 
-A model consists of its units, the smallest blocks that all ranks execute, and the rest, which is
-one more unit. A parameter that two units share belongs to the rest. Parameters outside of all
-models (a temperature in the loss) form a unit that is always whole.
+A model consists of its units (the smallest blocks that all ranks execute) and the rest, which forms
+one more unit. A parameter shared by two units belongs to the rest. Parameters outside all models
+(such as a temperature in the loss) form a unit that is never sharded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.states.parameters.unshard import Unit
 
 @dataclass
 class Section:
-    """A unit before it is laid out. `module` is None for parameters outside of all models."""
+    """A unit before it is laid out. `module` is None if its parameters are outside all models."""
 
     name: str
     family: int
@@ -35,7 +35,7 @@ class Section:
 
 @dataclass
 class Sections:
-    """The units of all models, and the unit of each parameter."""
+    """The units of all models, and a mapping from each parameter to its unit."""
 
     models: Sequence[nn.Module]
     sections: list[Section] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Sections:
 
     @property
     def modules(self) -> dict[nn.Module, int]:
-        """Number of the unit by its module."""
+        """Maps each unit's module to the unit's index."""
         return {s.module: n for n, s in enumerate(self.sections) if s.module is not None}
 
 
@@ -53,14 +53,14 @@ def divide(
     located: Sequence[NamedParameter],
     patterns: Sequence[str] | None,
 ) -> Sections:
-    """Divide `models` into units, by `patterns` of module names or automatically."""
+    """Divide `models` into units, either automatically or by `patterns` of module names."""
     sections = Sections(models)
     for family, (model, prefix) in enumerate(zip(models, prefixes, strict=True)):
-        # First in the list, so that a model that is itself a unit keeps only the rest.
+        # Add the rest first: if the model is itself a unit, no second section is created for it.
         rest = f"the rest of {prefix or type(model).__name__}"
         sections.sections.append(Section(rest, family, model, True))
         for name, module in find_units(model, patterns):
-            # Two models may share a module: it is a unit of the first one.
+            # If two models share a module, it is a unit of the first one.
             full = ".".join(part for part in (prefix, name) if part)
             if module not in sections.modules:
                 sections.sections.append(Section(full, family, module, False))
@@ -72,13 +72,13 @@ def divide(
 
 
 def _innermost(sections: Sections) -> dict[nn.Module, set[int]]:
-    """Return the innermost unit around each module; several if it is a part of several."""
+    """Return the innermost unit around each module, or several if several units contain it."""
     around: dict[nn.Module, set[int]] = defaultdict(set)
     modules = sections.modules
 
     def walk(module: nn.Module, number: int) -> None:
         number = modules.get(module, number)
-        # A module that occurs twice has several units around it. Visit it once for each of them.
+        # A module that occurs twice may be in several units. Visit it once for each of them.
         if number not in around[module]:
             around[module].add(number)
             for child in module.children():
@@ -90,10 +90,10 @@ def _innermost(sections: Sections) -> dict[nn.Module, set[int]]:
 
 
 def _home(sections: Sections, homes: set[int]) -> int:
-    """Return the unit of a parameter that modules of the units `homes` hold.
+    """Return the unit of a parameter whose modules are in the units `homes`.
 
-    With several units it is the rest of the first of their models; with none, the unit that is
-    always whole, which is created on demand.
+    If there are several, it is the rest of the first model among them. If there is none, it is the
+    unit that is never sharded, which is created on demand.
     """
     if len(homes) == 1:
         return homes.pop()
@@ -110,7 +110,7 @@ def make_residency(
 ) -> Residency:
     """Create the units over the buckets of `parameters`. Collective.
 
-    Their gathers use `group`, in the common `order` of all ranks.
+    Their gathers use `group`, and follow the `order` that all ranks share.
     """
     units = [
         Unit(
@@ -127,6 +127,7 @@ def make_residency(
     ]
 
     def sharded_units_in(module: nn.Module) -> list[int]:
+        # Units without sharded parameters need no gather.
         return [n for n in units_in(sections, module) if units[n].buckets and not units[n].always]
 
     return Residency(parameters, units, group, order, sharded_units_in)
@@ -135,7 +136,7 @@ def make_residency(
 def attach_unit_hooks(
     sections: Sections, residency: Residency, hooks: unit_hooks.UnitHooks
 ) -> None:
-    """Attach hooks to the models, whose forwards then gather the units that they need."""
+    """Attach hooks to the models, so that their forward passes gather the units they need."""
     hooks.manager = residency
     hooks.attach(
         [
@@ -150,7 +151,7 @@ def attach_unit_hooks(
 
 
 def refuse_copies(sections: Sections) -> list[module_hooks.Hooked]:
-    """Attach hooks that refuse state_dict and load_state_dict of sharded modules."""
+    """Attach hooks that reject `state_dict` and `load_state_dict` on sharded modules."""
     handles = []
     for model in sections.models:
         for module in model.modules():
@@ -166,7 +167,7 @@ def refuse_copies(sections: Sections) -> list[module_hooks.Hooked]:
 
 
 def units_in(sections: Sections, module: nn.Module | None) -> list[int]:
-    """Return the numbers of the units with parameters of `module` (None: all), in order."""
+    """Return the sorted indices of the units with parameters of `module` (all units if None)."""
     if module is None:
         return list(range(len(sections.sections)))
     return sorted({sections.unit_of[p] for p in module.parameters() if p in sections.unit_of})

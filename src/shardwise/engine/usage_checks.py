@@ -1,4 +1,4 @@
-"""Errors for lines of a plain loop that would be silently wrong, with the line to write instead."""
+"""Raises errors for calls that would silently give wrong results, with what to write instead."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cleared_gradients() -> UsageError:
 
 
 def check_unreduced(*, is_reduced: bool) -> None:
-    """Raise UsageError for a backward after the gradients of the step were reduced."""
+    """Raise UsageError for a backward pass after the step's gradients were reduced."""
     if is_reduced:
         raise UsageError(
             "engine.backward after engine.full_gradients() or engine.reduce() and before "
@@ -58,10 +58,10 @@ def check_unreduced(*, is_reduced: bool) -> None:
 
 
 def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
-    """Return `loss`; raise UsageError unless it is a floating-point scalar with a graph.
+    """Return `loss`. Raises UsageError unless it is a floating-point scalar with a graph.
 
-    A loss of weight 0 needs no graph. It is replaced by a leaf, so that this rank still takes part
-    in the collectives of the other ranks' backward.
+    A loss with weight 0 needs no graph. It is replaced by a leaf, so that this rank still
+    participates in the collectives of the other ranks' backward passes.
     """
     if not isinstance(loss, Tensor):
         raise UsageError(
@@ -75,7 +75,7 @@ def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
         )
     if not loss.is_floating_point():
         raise UsageError(f"engine.backward takes a real floating loss, not {loss.dtype}.")
-    # float(weight) synchronises with the GPU, so it is only read if the loss has no graph.
+    # Read the weight only if the loss has no graph: float(weight) synchronises with the GPU.
     if not loss.requires_grad and weight is not None and float(weight) == 0:
         return loss.detach().clone().requires_grad_()
     if not loss.requires_grad:
@@ -88,8 +88,8 @@ def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
 
 
 def _shared_values(world: World) -> str:
-    """Name values that are the same on all workers, for a decision they take together."""
-    # With islands, each island has its own loss.
+    """Name, for error messages, values that are the same on all workers."""
+    # With islands, losses differ between islands.
     loss = "" if world.groups_apart > 1 else "engine.step().loss, "
     return f"{loss}sw.Metrics, world.any(flag)"
 
@@ -97,8 +97,8 @@ def _shared_values(world: World) -> str:
 def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
     """Raise UsageError on all ranks if they made different calls of `draw` or `alike`.
 
-    If only the batches passed to `share` differ, warn once instead, because ranks may do that on
-    purpose. Collective if either argument is True; both are the same on all ranks.
+    If only the batches passed to `share` differ, warn once instead, because that may be intended.
+    Collective if either flag is true; both flags are the same on all ranks.
     """
     if not calls_differ and not rows_differ:
         return
@@ -111,7 +111,7 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
             "different numbers. If a worker left a loop early because of its rows, let all workers "
             f"decide by a value that they share: {_shared_values(world)}."
         )
-    # Both warnings are printed once: afterwards this check is off, on all ranks at the same step.
+    # Each warning is printed once: afterwards its check is off, on all ranks from the same step on.
     if calls_differ:
         world.calls.stop_counting_shares()
         world.say_once(
@@ -121,8 +121,8 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
         )
         return
     world.calls.stop_digesting()
-    # Name the first rank whose rows differ from rank 0's. All may be within the tolerance of rank
-    # 0 while two others are not of each other; then name the one furthest from rank 0.
+    # Name the first rank whose rows differ from rank 0's. If all ranks are within the tolerance of
+    # rank 0, two other ranks differ from each other; then name the rank furthest from rank 0.
     digests = [rows for _, rows in gathered]
     apart = [n for n, each in enumerate(digests) if not nearly_alike([digests[0], each])]
     furthest = max(range(len(digests)), key=lambda n: abs(digests[n] - digests[0]))
@@ -139,7 +139,10 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
 
 
 def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
-    """Return the error for a step whose `losses`, by worker, have no common weight."""
+    """Return the error for a step whose losses cannot be weighted by a single number each.
+
+    `losses` contains descriptions of each worker's losses.
+    """
     return UsageError(
         "Losses of this step cannot be weighted by one number, so the result would differ from a "
         f"single process. {describe_losses(losses)}. For a loss that is a mean over n items, write "
@@ -152,7 +155,10 @@ def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
 
 
 def other_weights(losses: Sequence[Sequence[str]]) -> str:
-    """Return the warning for a `weight=` that differs from what `losses`, by worker, show."""
+    """Return the warning that a `weight=` differs from the number of items in the graphs.
+
+    `losses` contains descriptions of each worker's losses.
+    """
     return (
         "weight= is not proportional to the number of items that these losses are means over, so "
         f"the result differs from a single process: {describe_losses(losses)}. The step uses "
@@ -161,7 +167,7 @@ def other_weights(losses: Sequence[Sequence[str]]) -> str:
 
 
 def describe_losses(losses: Sequence[Sequence[str]]) -> str:
-    """Describe the losses of two workers that differ, or of one if all workers have the same."""
+    """Describe the losses of two workers that differ, or of one worker if none differ."""
     other = next((n for n, each in enumerate(losses) if each != losses[0]), 0)
     chosen = [(n, losses[n]) for n in sorted({0, other})]
     return "; ".join(
@@ -172,7 +178,7 @@ def describe_losses(losses: Sequence[Sequence[str]]) -> str:
 
 def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, workers: int) -> None:
     """Raise ModelError for embeddings with `max_norm` if other ranks would not see their writes."""
-    # One worker with whole parameters rewrites the only copy, as in plain PyTorch.
+    # A single worker with unsharded parameters updates the only copy, as in plain PyTorch.
     if workers == 1 and not placement.is_sharded("parameters"):
         return
     for model in models:
@@ -191,9 +197,12 @@ def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, worke
 
 
 def check_block(*, averaged: bool, uneven: bool, whole: bool = False) -> None:
-    """Raise UsageError for a backward inside a block that swaps parameters or allows uneven ranks.
+    """Raise UsageError if a backward pass is inside a block that does not allow it.
 
-    `whole` is for a split model inside `engine.full_parameters()`.
+    Args:
+        averaged: True inside a block that swaps in averages or the anchor.
+        uneven: True inside a block that allows uneven ranks.
+        whole: True inside `engine.full_parameters()` of a split model.
     """
     if whole:
         raise UsageError(
@@ -213,12 +222,12 @@ def check_block(*, averaged: bool, uneven: bool, whole: bool = False) -> None:
 
 
 def check_reachable(loss: Tensor, *, several: bool) -> None:
-    """Raise UsageError if reentrant checkpointing hid the parameters, after an empty backward.
+    """Raise UsageError if reentrant checkpointing hid the parameters from a backward pass.
 
-    With several engines, `torch.autograd.backward` gets `inputs=`, and torch then does not look
-    inside segments of reentrant checkpointing.
+    Call it if a backward pass gave no gradients. With several engines, `torch.autograd.backward`
+    gets `inputs=`, and torch then does not look inside segments of reentrant checkpointing.
     """
-    # Walk the graph only after an empty backward, because a large graph takes milliseconds.
+    # Walk the graph only after a backward pass without gradients: a large graph takes milliseconds.
     nodes, seen = [loss.grad_fn] if several else [], set()
     while nodes:
         node = nodes.pop()
@@ -240,11 +249,11 @@ _DISTRIBUTED = {
     "parameters every H steps",
     "DistributedOptimizer": "optim.Adam(params), and --pipeline P puts layers on other hosts",
 }
-"""Optimizer wrappers of torch.distributed that communicate, and the replacement to suggest."""
+"""Maps torch.distributed's communicating optimizer wrappers to the suggested replacement."""
 
 
 def check_optimizer(optimizer: optim.Optimizer) -> None:
-    """Raise ModelError for a wrapper of torch.distributed that communicates, as the engine does."""
+    """Raise ModelError if `optimizer` is a torch.distributed wrapper that communicates itself."""
     classes = [c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.distributed.")]
     name = next((c.__name__ for c in classes if c.__name__ in _DISTRIBUTED), None)
     if name is None:
@@ -264,14 +273,14 @@ _METHOD_HOOKS = "_shardwise_method_hooks"
 
 @dataclass(frozen=True)
 class OptimizerCallbacks:
-    """Methods of the engine that the hooks on a user's optimizer call, held weakly.
+    """The engine's methods that hooks on a user's optimizer call, as weak references.
 
-    `welcome`     gets each parameter group that is added
+    `welcome`     takes each parameter group that is added
     `state_dict`  builds the optimizer's state_dict (one worker only)
-    `check`       raises for a state_dict that does not fit, before anything changes (one worker)
-    `take`        loads a state_dict (one worker)
-    `whole`       context manager for a method of the optimizer: its state is there inside
-    `alone`       True on one worker; several workers must call the engine's methods instead
+    `check`       raises if a state_dict does not fit, before anything changes (one worker only)
+    `take`        loads a state_dict (one worker only)
+    `whole`       context manager that gives the optimizer its full state while a method runs
+    `alone`       True with one worker; several workers must call the engine's methods instead
     """
 
     welcome: WeakMethod[Callable[[dict[str, Any]], None]]
@@ -283,8 +292,8 @@ class OptimizerCallbacks:
 
 
 def forbid(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> None:
-    """Make `step` of the user's optimizer raise, and hand its state to the engine."""
-    allow(optimizer)  # a second engine over the same optimizer replaces the hooks of the first
+    """Make `step` of the user's optimizer raise, and redirect its other methods to the engine."""
+    allow(optimizer)  # remove the hooks of an earlier engine
     add = optimizer.add_param_group
 
     def add_param_group(param_group: dict[str, Any]) -> None:
@@ -292,13 +301,13 @@ def forbid(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> None:
         if (greet := callbacks.welcome()) is not None:
             greet(optimizer.param_groups[-1])
 
-    # torch has no hook for add_param_group, so the method of this one object is replaced.
+    # torch has no hook for add_param_group, so replace the method on this object.
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-    # torch's optimizers have no methods that read state, apart from the ones with hooks.
+    # torch's own optimizers have no further methods that read state.
     methods = [] if is_known(optimizer) else list(own_methods(optimizer))
     for name in methods:
         setattr(optimizer, name, _with_whole_state(optimizer, name, callbacks))
-    # `allow` deletes these attributes again, and the class's own methods show through.
+    # `allow` deletes these attributes, which uncovers the class's own methods.
     setattr(optimizer, _METHOD_HOOKS, methods)
     if callbacks.alone:
         state = _serve_state_dict(optimizer, callbacks)
@@ -332,8 +341,8 @@ def _serve_state_dict(
     reaches: list[Any] = []
 
     def silence(optimizer: optim.Optimizer) -> None:
-        # torch reads optimizer.state, which would copy all state out of the engine. `complete`
-        # builds it once, so access is off meanwhile.
+        # torch reads optimizer.state, which would copy all state out of the engine. Disable that
+        # until `complete`, which builds the state_dict itself.
         state: Any = optimizer.state
         if isinstance(state, StateOfEngine):
             reaches[:] = [state.reach]
@@ -348,7 +357,7 @@ def _serve_state_dict(
     def keep(optimizer: optim.Optimizer, state: dict[str, Any]) -> None:
         if (check := callbacks.check()) is not None:
             check(optimizer, state)
-        loading[:] = [state]  # torch's post hook does not get it again
+        loading[:] = [state]  # torch does not pass it to the post hook
 
     def take(optimizer: optim.Optimizer) -> None:
         if (load := callbacks.take()) is not None:
@@ -372,12 +381,12 @@ def allow(optimizer: optim.Optimizer) -> None:
 
 
 def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Call the step pre-hooks of each optimizer, and torch's global ones.
+    """Call each optimizer's step pre-hooks, and torch's global ones.
 
     Raises UsageError if a hook returns new arguments for `step`, because `engine.step` passes none.
     """
     for optimizer in optimizers:
-        # Our own pre-hook raises for a step() of the user, and must not run here.
+        # Skip our own pre-hook, which raises if the user calls step().
         ours = {handle.id for handle in optimizer.__dict__.get(_HOOKS, [])}
         for number, hook in pre_hooks(optimizer):
             if number not in ours and hook(optimizer, (optimizer,), {}) is not None:
@@ -388,15 +397,15 @@ def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
 
 
 def call_after_step(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Call the step post-hooks of each optimizer, and torch's global ones."""
+    """Call each optimizer's step post-hooks, and torch's global ones."""
     for optimizer in optimizers:
         for hook in post_hooks(optimizer):
             hook(optimizer, (optimizer,), {})
 
 
 def mark_schedulers(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Set the mark that tells torch's schedulers that the optimizer has stepped."""
-    # Without it they warn that `scheduler.step()` was called before `optimizer.step()`.
+    """Tell torch's learning-rate schedulers that the optimizers have stepped."""
+    # Otherwise they warn that `scheduler.step()` was called before `optimizer.step()`.
     for optimizer in optimizers:
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -417,7 +426,7 @@ def _refuse_state_dict(optimizer: optim.Optimizer) -> None:
 
 
 def refuse_state(optimizer: optim.Optimizer) -> UsageError:
-    """Return the error for a use of `optimizer.state` on one of several workers."""
+    """Return the error for a use of `optimizer.state` if there are several workers."""
     return UsageError(
         f"The engine holds the state of {type(optimizer).__name__}, so optimizer.state is empty. "
         "To read it: engine.optimizer_state_dict(optimizer), on all ranks. To change it: "
@@ -438,10 +447,10 @@ _allows_names: ContextVar[bool] = ContextVar("allows_names", default=False)
 
 @contextmanager
 def names_only() -> Iterator[None]:
-    """Allow `state_dict()` of sharded modules inside the block, for its names.
+    """Allow `state_dict()` of sharded modules inside the block, but only for its names.
 
-    For code that has the whole weights and looks up which of them belong to a module. Any use of
-    the values raises.
+    For code that has the full weights and looks up which of them belong to a module. Any use of the
+    values raises.
     """
     token = _allows_names.set(True)
     try:
@@ -451,16 +460,15 @@ def names_only() -> Iterator[None]:
 
 
 def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Raise for the state_dict of a sharded module, which would hold NaN. A module hook."""
+    """Raise for `state_dict` of a sharded module, which would contain NaN. A module hook."""
     del prefix, keep_vars
     if is_sharded(module) and not _allows_names.get():
-        # Raise rather than gather: a state_dict on one rank alone would wait for the others for
-        # ever.
+        # Raise instead of gathering, because state_dict on a single rank would hang.
         raise sharded_copy(f"A parameter of {type(module).__name__}")
 
 
 def refuse_load_state_dict(module: nn.Module, state: Any, *_: Any) -> None:
-    """Raise for `load_state_dict` of a sharded module: it would change nothing. A module hook."""
+    """Raise for `load_state_dict` of a sharded module, which would not change it. A module hook."""
     if is_sharded(module):
         raise UsageError(
             f"{type(module).__name__}.load_state_dict after sharding would not change the shards "

@@ -1,4 +1,4 @@
-"""Prepares the user's models and optimizers, follows their changes, and gives them back."""
+"""Prepares the user's models and optimizers, tracks changes to them, and restores them."""
 
 from __future__ import annotations
 
@@ -41,15 +41,21 @@ from shardwise.states.step_hooks import Kept
 from shardwise.world.world import World
 
 living: WeakSet[UserObjects] = WeakSet()
-"""The user objects of all open engines of this process."""
+"""The user objects of all open engines in this process."""
 
 
 class UserObjects:
-    """The models and optimizers of `spec` in an engine: `states`, `buffers`, `activations`.
+    """An engine's view of the user's models and optimizers: `states`, `buffers`, `activations`.
 
-    It lays the states out again when parameter groups or requires_grad change, which is allowed
-    between steps only (`accumulation`). A plain state_dict contains the divisor of `weighting`.
-    `plan` is the user's plan for tensor parallelism. Creating it is collective.
+    The states are laid out again when parameter groups or requires_grad change, which is allowed
+    between steps only. Its creation is collective.
+
+    Args:
+        world: The ranks that train together.
+        spec: The models, optimizers and process groups.
+        accumulation: Shows whether the engine is between two steps.
+        weighting: Provides the divisor of loss weights for a plain state_dict.
+        plan: The user's plan for tensor parallelism, or None.
     """
 
     def __init__(
@@ -66,33 +72,34 @@ class UserObjects:
         self._weighting = weighting
         self._fresh: dict[nn.Parameter, Tensor] = {}
         self._resting: dict[nn.Parameter, Tensor] = {}
-        """Loaded masters of parameters that are frozen for now."""
+        """Loaded fp32 masters of parameters that are currently frozen."""
         self._written: set[int] = set()
-        """Numbers of replicated parameters that user code has written to since the last step."""
+        """Indices of replicated parameters that user code has written to since the last step."""
         self._hidden: dict[optim.Optimizer, StateOfEngine] = {}
-        """Optimizers whose state the engine holds, and the objects that replace their `state`."""
+        """Maps optimizers whose state the engine holds to the objects that replace their
+        `state`."""
         self._shown: dict[optim.Optimizer, whole_optimizer.Marks] = {}
-        """Optimizers whose state user code has been given, and its marks before that."""
+        """Maps optimizers whose state was copied out for user code to its marks at that time."""
         self._in_method: optim.Optimizer | None = None
         self.in_ema = False
-        """True while the parameters are averages, or the anchor."""
+        """True while the parameters hold their averaged (EMA) or anchor values."""
         usage_checks.check_embeddings(spec.models, spec.placement, workers=world.data_size)
-        # Before any other collective: with different models, ranks would wait for each other in
-        # different ones.
+        # Check this before any other collective: with different models, ranks would deadlock in
+        # different collectives.
         consistency.check_same_model(spec)
         self._distribute(plan)
         try:
             self._prepare_modules()
-            # Before the layout, which takes the dtypes of optimizer state as they are.
+            # Widen before the layout, which keeps the dtypes of optimizer state as they are.
             precision.widen_narrow_states(spec.optimizers)
             self.buffers = self._all_buffers()
             self._release_other_stages()
-            # Not earlier: preparing the model may use parameters in ways that are forbidden to user
-            # code.
+            # Start watching only now: preparing the model may use parameters in ways that user code
+            # must not.
             spec.parameter_uses.watch()
             self._build_states({}, None)
         except (ConfigError, ModelError):
-            # All ranks raise these together, so all of them can give the model back as it was.
+            # All ranks raise these errors together, so they can all restore the model.
             self._reassemble_models()
             raise
         self._handles = self._enter_precision()
@@ -108,12 +115,12 @@ class UserObjects:
         self._hook_optimizers()
 
     def _distribute(self, plan: TensorPlan | None) -> None:
-        """Give every rank rank 0's values of the layers, or parts of layers, that it has."""
+        """Broadcast rank 0's values of the layers that this rank has, and split the models."""
         spec = self.spec
         if spec.pipeline is not None:
             pipeline_parallel.assign_layers(spec, spec.pipeline)
         self._give_memory()
-        # Before the split, after which ranks have different parts of each tensor.
+        # Broadcast before the split, after which ranks have different parts of each tensor.
         consistency.make_state_alike(spec)
         if spec.tensor is not None:
             tensor_parallel.find_and_split(spec, spec.tensor, plan)
@@ -121,8 +128,8 @@ class UserObjects:
             spec.pipeline.tensor_parallel = spec.tensor
 
     def _hook_optimizers(self) -> None:
-        """Redirect calls on the user's optimizers to the engine, or refuse them."""
-        # Weak, because the user's optimizers live longer than the engine.
+        """Redirect calls on the user's optimizers to the engine, or make them raise."""
+        # Use weak references, because the user's optimizers outlive the engine.
         callbacks = usage_checks.OptimizerCallbacks(
             WeakMethod(self._prepare_added_group),
             WeakMethod(self.plain_state),
@@ -140,16 +147,16 @@ class UserObjects:
         averages: Mapping[nn.Parameter, Tensor] | None,
         anchor: Kept | None = None,
     ) -> None:
-        """Lay the three states over the models and optimizers. Collective.
+        """Lay out the three states for the models and optimizers. Collective.
 
-        `masters`, `averages` and `anchor` have the values of an earlier layout, by parameter.
+        `masters`, `averages` and `anchor` are the values of an earlier layout, keyed by parameter.
         """
         known = self._fresh | plain_state_dict.thawed(self._resting) | dict(masters)
         self.states = build.build(self.spec, known, averages, anchor)
         self._fresh, self._written = {}, set()
         self._shape = self.spec.shape()
         self._hide_states()
-        # Held weakly: the hooks are on the user's models, which may outlive the engine.
+        # Use a weak reference: the hooks are on the user's models, which may outlive the engine.
         follow = WeakMethod(self.follow_changes)
         self.spec.unit_hooks.before = lambda: (call := follow()) and call()
 
@@ -159,7 +166,7 @@ class UserObjects:
         averages: Mapping[nn.Parameter, Tensor] | None,
         anchor: Kept | None = None,
     ) -> None:
-        """Lay the states out again. Gradients that are summed in fp32 remain so. Collective."""
+        """Lay the states out again, and keep summing gradients in fp32 if they were. Collective."""
         wide = self.states.gradients.wide
         self._build_states(masters, averages, anchor)
         if wide:
@@ -168,11 +175,11 @@ class UserObjects:
     # -- preparation ----------------------------------------------------------------------
 
     def _give_memory(self) -> None:
-        """Materialise tensors on the meta device, and give rank 0's values to all ranks."""
+        """Materialise tensors on the meta device, and broadcast rank 0's values to all ranks."""
         initial_values.fill_unrecorded(self.spec.models, self._world.print)
         spec, located = self.spec, self.spec.located()
         real, line = consistency.everything(spec), spec.pipeline
-        # Only the layers of this stage get memory. The other layers stay on the meta device.
+        # Allocate only this stage's layers. The other layers stay on the meta device.
         if line is not None and spec.tensor is None:
             line.ownership.replace_meta()
             here = [named for named in located if line.owns(named.parameter)]
@@ -180,19 +187,19 @@ class UserObjects:
             initial_values.make_all_real(here, spec.device)
             initial_values.make_alike(fresh, spec.stage_group)
             initial_values.make_alike(fresh, spec.peers)
-        # Tensor parallelism splits whole tensors, so they need memory first. Without it, sharded
-        # parameters stay on the meta device here, and are materialised one by one as they are
-        # sharded.
+        # Tensor parallelism splits full tensors, so they must be allocated first. Without it,
+        # sharded parameters stay on the meta device for now, and are materialised one at a time
+        # when they are sharded.
         elif spec.tensor is not None or not spec.placement.is_sharded("parameters"):
             initial_values.make_all_real(located, spec.device)
             real = consistency.everything(spec)
         initial_values.make_alike(real, spec.world_group)
 
     def _prepare_modules(self) -> None:
-        """Cast parameters, keeping their values for the masters; synchronise BatchNorm."""
+        """Cast parameters, keeping the original values for the masters; convert BatchNorm."""
         models, settings = self.spec.models, self.spec.settings
         cast = precision.PRESETS[settings.precision].cast
-        # The values before the cast are kept as the initial masters.
+        # Keep the values before the cast as the initial fp32 masters.
         if cast is not None:
             self._fresh |= precision.cast_models(models, cast)
             precision.widen_states(self.spec.optimizers, cast)
@@ -200,7 +207,7 @@ class UserObjects:
             sync_batch_norm.convert(models, self._world.gather_order, self._world.current_batch)
 
     def _all_buffers(self) -> Buffers:
-        """Return the models' buffers. They are kept when the states are rebuilt."""
+        """Return the models' buffers, which are kept when the states are rebuilt."""
         models, group, shards = self.spec.models, self.spec.stage_group, self.spec.micro_shards
         say, compares = self._world.say_once, self._has_whole
         if shards is None:
@@ -212,15 +219,15 @@ class UserObjects:
         return buffers
 
     def _has_whole(self, frozen: nn.Parameter) -> bool:
-        """Return whether all ranks of the group have this frozen parameter whole."""
+        """Return whether all ranks of the group hold the full `frozen` parameter."""
         spec = self.spec
-        # A forward that writes into a sharded parameter raises anyway.
+        # A forward pass that writes to a sharded parameter raises anyway.
         if spec.placement.is_sharded("parameters") or frozen.is_meta:
             return False
         return spec.is_here(frozen) and spec.shard_of(frozen) is None
 
     def _release_other_stages(self) -> None:
-        """Free the layers of other pipeline ranks, and their optimizer state."""
+        """Free the layers of other pipeline stages, and their optimizer state."""
         if (line := self.spec.pipeline) is None:
             return
         line.ownership.free_other_parameters()
@@ -230,7 +237,7 @@ class UserObjects:
                 del optimizer.state[parameter]
 
     def _reassemble_models(self) -> None:
-        """Give every rank the whole model and all optimizer state. Collective."""
+        """Gather the full model and all optimizer state on every rank. Collective."""
         spec = self.spec
         spec.parameter_uses.unwatch()
         shapes: dict[nn.Parameter, tuple[int, ...]] = {}
@@ -244,7 +251,7 @@ class UserObjects:
 
     @property
     def _synchronised(self) -> set[nn.Module]:
-        """The modules that synchronise their buffers themselves."""
+        """The modules that synchronise their own buffers."""
         return set(sync_batch_norm.converted(self.spec.models))
 
     def _enter_precision(self) -> list[Hooked]:
@@ -260,7 +267,7 @@ class UserObjects:
     def _prepare_added_group(self, group: dict[str, Any]) -> None:
         """Prepare a parameter group that was added to the user's optimizer. Collective.
 
-        Raises UsageError with `--pipeline`, because the stage of new layers is not known.
+        Raises UsageError with `--pipeline`, because the stage of new layers is unknown.
         """
         if self.spec.pipeline is not None:
             raise UsageError(
@@ -271,8 +278,8 @@ class UserObjects:
         shown = self.states.shown
         resting = [] if shown is None else shown.residency.resting()
         new = [p for p in group["params"] if not any(p is known for known in resting)]
-        # The ranks of a replica have different parts of a split parameter, so they copy the same
-        # part of the first replica, not rank 0's.
+        # Ranks of a replica have different parts of a split parameter, so each copies the
+        # corresponding part from the first replica, not rank 0's part.
         split = [p for p in new if self.spec.shard_of(p) is not None]
         initial_values.make_alike(
             [p for p in new if self.spec.shard_of(p) is None], self.spec.world_group
@@ -283,22 +290,22 @@ class UserObjects:
         self.buffers.meet(self._synchronised)
 
     def check_passes(self) -> None:
-        """Raise for errors in forwards that no step may report any more.
+        """Raise errors from forward passes that no later step would report.
 
-        These are gathers in different orders, on all ranks, and writes that reach no shard.
+        These are gathers in different orders (raised on all ranks) and writes that reach no shard.
         """
         self.spec.gather_order.check()
         if self.states.shown is not None:
             self.states.shown.residency.check_passes()
 
     def look_for_changes(self) -> None:
-        """Follow changes by user code: parameters that were replaced, written or added."""
+        """Apply changes by user code: parameters that were replaced, written to or added."""
         states = self.states
         states.parameters.check()
         self.take_in_writes()
-        # Writes first: a new layout would start from the masters, and lose them.
+        # Handle writes first: a new layout would start from the masters and lose the writes.
         is_awaited = states.shown is not None and states.shown.residency.is_awaited
-        # Units that a forward has gathered wait for their backward. A new layout would lose them.
+        # A forward pass has gathered units for its backward pass. A new layout would lose them.
         if is_awaited and not self._shape.fits(self.spec.shape()):
             raise UsageError(
                 "Parameter groups or requires_grad changed between a forward and "
@@ -307,23 +314,23 @@ class UserObjects:
         self.follow_changes()
 
     def take_in_writes(self) -> None:
-        """Take over writes of user code before an update, to optimizer state and parameters."""
+        """Apply user code's writes to the parameters and optimizer state before an update."""
         self._take_back_states()
         states = self.states
-        # Sharded parameters have no replica on another rank that could differ.
+        # Sharded parameters have no copy on another rank that could differ.
         alone = states.shown is not None or self._world.size == 1
         if alone and not states.optimizer.has_masters:
             return
         if written := states.parameters.written():
             if states.optimizer.has_masters:
                 states.optimizer.refresh_masters(written)
-            if not alone:  # the step's exchange compares them with other ranks
+            if not alone:  # the step's exchange compares them across ranks
                 self._written |= written
             states.parameters.remember()
 
     @property
     def has_written(self) -> bool:
-        """True if user code has written into replicated parameters that other ranks have too."""
+        """True if user code has written to replicated parameters, which other ranks hold too."""
         return bool(self._written)
 
     def check_written(self) -> None:
@@ -336,7 +343,8 @@ class UserObjects:
 
         Collective if they did.
         """
-        # Also called before a forward, because the layout must not change before its backward.
+        # This also runs before a forward pass, because the layout must not change before its
+        # backward pass.
         self._take_back_states()
         if self._shape.fits(self.spec.shape()):
             return
@@ -350,9 +358,10 @@ class UserObjects:
         self._rebuild_states(*self._take_apart())
 
     def _take_apart(self) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]:
-        """Return masters, averages and anchor for a new layout, see `build.take_apart`. Collective.
+        """Return masters, averages and anchor for a new layout. Collective.
 
-        With islands, a parameter that has left the optimizers gets its last common value.
+        See `build.take_apart`. With islands, a parameter that was removed from the optimizers gets
+        its last common value.
         """
         masters, averages, anchor = build.take_apart(self.spec, self.states)
         if self.spec.hooks is not None:
@@ -360,14 +369,14 @@ class UserObjects:
         return masters, averages, anchor
 
     def _optimized(self) -> set[nn.Parameter]:
-        """Return the parameters of all optimizers, including frozen ones."""
+        """Return the parameters of all optimizers, including frozen parameters."""
         groups = [group for o in self.spec.optimizers for group in o.param_groups]
         return {parameter for group in groups for parameter in group["params"]}
 
     def plain_state(
         self, optimizer: optim.Optimizer, *, for_resume: bool = False
     ) -> dict[str, Any]:
-        """Return the state_dict that `optimizer` would have in one process. Collective."""
+        """Return the state_dict that `optimizer` would have in a single process. Collective."""
         self._take_back_states()
         unit = self._weighting.lasting_unit if for_resume else None
         plain = plain_state_dict.make(self.spec, self.states, optimizer, unit, self._resting)
@@ -387,8 +396,8 @@ class UserObjects:
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load `state`, a plain state_dict that was checked, into `optimizer`. Collective."""
-        # Rank 0's numbers on all ranks: a different unit would change results, and a different
-        # dtype of gradients the collectives.
+        # Use rank 0's numbers on all ranks: a different unit would change results, and a different
+        # gradient dtype would change the collectives.
         wide, unit = self.spec.world_group.gather_plain(plain_state_dict.numbers(state))[0]
         masters, averages, anchor = self._take_apart()
         self._resting |= plain_state_dict.refine(masters, optimizer, state)
@@ -404,14 +413,14 @@ class UserObjects:
     # -- the state of optimizers, for user code -----------------------------------------------
 
     def _hide_states(self) -> None:
-        """Replace `optimizer.state` if the engine holds the state, to notice its use."""
+        """Replace `optimizer.state`, if the engine holds the state, to detect its use."""
         stays = {group.optimizer for group in self.states.optimizer.groups if group.stays}
         for optimizer in self.spec.optimizers:
             state: Any = optimizer.state
             if optimizer not in stays and not isinstance(state, StateOfEngine):
                 optimizer.state = self._hidden[optimizer] = StateOfEngine(state)
-                # The engine serves reads of `state` from now on, and user code may still write into
-                # it.
+                # From now on the engine serves reads of `state`, and detects what user code writes
+                # to it.
                 self._hidden[optimizer].hide(self._shows_state(optimizer))
 
     def _shows_state(self, optimizer: optim.Optimizer) -> Callable[[], None]:
@@ -419,7 +428,7 @@ class UserObjects:
         return lambda: (call := show()) and call(optimizer)
 
     def _show_state(self, optimizer: optim.Optimizer) -> None:
-        """Fill `optimizer.state` with a copy, because user code uses it."""
+        """Fill `optimizer.state` with a copy, because user code is using it."""
         if self._world.size > 1:
             raise usage_checks.refuse_state(optimizer)
         state = self._hidden[optimizer]
@@ -429,7 +438,7 @@ class UserObjects:
         self._shown[optimizer] = whole_optimizer.marks(state)
 
     def _take_back_states(self) -> None:
-        """Take over changes of user code in `optimizer.state`, or its replacement."""
+        """Apply user code's changes to `optimizer.state`, including its replacement."""
         changed: dict[optim.Optimizer, dict[Any, Any]] = {}
         for optimizer, state in self._hidden.items():
             before = self._shown.pop(optimizer, None)
@@ -461,7 +470,7 @@ class UserObjects:
 
     @contextmanager
     def whole_for_method(self, optimizer: optim.Optimizer, method: str) -> Iterator[None]:
-        """Give `optimizer` whole parameters and state inside the block if its `method` uses them.
+        """Give `optimizer` full parameters and state inside the block if its `method` uses them.
 
         Collective if it does, unless the optimizer still holds them itself.
         """
@@ -474,7 +483,7 @@ class UserObjects:
         rebuilding = whole_optimizer.Rebuilding(
             self._check_method, self._take_apart, self._rebuild_states
         )
-        # A method may call other methods of the optimizer: everything is whole for these already.
+        # The method may call other methods of the optimizer: everything is already gathered then.
         self._in_method = optimizer
         try:
             reach = self._shows_state(optimizer)
@@ -484,7 +493,7 @@ class UserObjects:
             self._in_method = None
 
     def _check_method(self, call: str) -> None:
-        """Raise UsageError if the states cannot be taken apart for `call` now."""
+        """Raise UsageError if the states cannot be taken apart for `call` at this point."""
         shown, settings = self.states.shown, self.spec.settings
         for name, splits in (("tensor", self.spec.tensor), ("pipeline", self.spec.pipeline)):
             if splits is not None:
@@ -510,15 +519,16 @@ class UserObjects:
         self.look_for_changes()
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
-        """Rebuild the states with averages for frozen parameters of `names` that have none.
+        """Rebuild the states, adding averages for frozen parameters in `names` that have none.
 
-        Returns whether there were any; False without `ema_decay`. Collective.
+        Returns whether any were added; always False without `ema_decay`. Collective.
         """
         if self.states.averages is None:
             return False
         resting = self._optimized()
         resting -= {named.parameter for named in self.states.parameters.named}
-        # Expanded scalars: only the shape matters, and no memory is used until the state is built.
+        # Use expanded scalars: only the shape matters, and no memory is used until the state is
+        # built.
         lacking = {
             t.parameter: torch.zeros(()).expand(t.shape)
             for t in self.spec.located()
@@ -531,24 +541,25 @@ class UserObjects:
         return True
 
     def leave_in_child(self) -> None:
-        """Leave gradients to plain autograd in a forked child, and sharded parameters at rest."""
+        """Leave gradients to plain autograd in a forked child, and release sharded parameters."""
         self.states.gradients.detach()
         shown = self.states.shown
         if shown is not None and self.spec.shard_group.size > 1:
             shown.residency.reshard_in_child()
-            # A forward must not gather. It uses parameters that the user has gathered, or raises.
+            # A forward pass in the child must not gather. It uses parameters that the user has
+            # gathered, or raises.
             self.spec.unit_hooks.remove()
 
     def end(self) -> None:
-        """Give the trained models and optimizers back to the user. Collective.
+        """Return the trained models and optimizers to the user. Collective.
 
-        With islands, the weights are the last common ones. Raises afterwards as `check_passes`
-        does, or if islands have made different numbers of steps, unless another exception is being
-        handled.
+        With islands, the weights are the last common ones. Afterwards, raises the errors of
+        `check_passes`, and an error if islands have taken different numbers of steps, unless
+        another exception is already being handled.
         """
         fails = sys.exc_info()[0] is not None
         try:
-            # After another error, ranks may be in different places, and a collective would hang.
+            # After another error, ranks may be at different points, and a collective would hang.
             if not fails:
                 self._take_back_states()
                 self.check_passes()
@@ -567,7 +578,7 @@ class UserObjects:
         self._shown.clear()
         build.take_apart(self.spec, self.states)
         self._reassemble_models()
-        # After the models are whole again, in the reverse order of `__init__`.
+        # Once the models are reassembled, undo the rest in the reverse order of `__init__`.
         precision.narrow_states(filter(is_torchs, self.spec.optimizers))
         self.spec.leave_groups()
         self.activations.close()

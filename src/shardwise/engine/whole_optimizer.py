@@ -1,13 +1,13 @@
-"""Gives a user's optimizer its whole state while one of its methods runs.
+"""Gives a user's optimizer its full state while one of its methods runs.
 
-Methods such as `eval()` of a schedule-free optimizer read state and write parameters. For such a
-method, an engine that shards state or keeps masters gives everything back, as it does when it is
-closed, and takes it over again afterwards:
+Methods such as `eval()` of a schedule-free optimizer read state and write parameters. If the engine
+shards state or keeps masters, it moves everything back into the user's objects for such a method,
+as `close` does, and takes it over again afterwards:
 
     optimizer.eval()  ─▶  the method uses group["params"] or self.state
-                      ─▶  parameters hold their masters, and the optimizer has its whole state
+                      ─▶  parameters hold their masters, and the optimizer has its full state
                       ─▶  the method continues as in a single process
-                      ─▶  the engine lays its states out from the new values
+                      ─▶  the engine lays out its states from the new values
 
 A method that uses neither costs nothing.
 """
@@ -30,9 +30,10 @@ TakenApart = tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]
 
 @dataclass(frozen=True)
 class Rebuilding:
-    """Methods of an engine that give its states back and take them over. Collective.
+    """Methods of an engine that move its states to the user's objects and back. Collective.
 
-    `check` gets the name of the optimizer's method, and raises UsageError if that is not possible.
+    `check` takes the name of the optimizer's method, and raises UsageError if that is not possible
+    now.
     """
 
     check: Callable[[str], None]
@@ -44,9 +45,9 @@ class Rebuilding:
 def whole(
     optimizer: optim.Optimizer, method: str, engine: Rebuilding, reach: Callable[[], None]
 ) -> Iterator[None]:
-    """Make parameters and state of `optimizer` whole inside the block once its `method` uses them.
+    """Give `optimizer` full parameters and state inside the block, once its `method` uses them.
 
-    Afterwards, a use of its state calls `reach` again.
+    After the block, a use of its state calls `reach` again.
     """
     state: Any = optimizer.state
     kept: list[tuple[TakenApart, dict[nn.Parameter, torch.dtype]]] = []
@@ -55,12 +56,12 @@ def whole(
     def open_() -> None:
         nonlocal is_open
         if is_open:
-            return  # everything is whole already, and the engine itself reads it too
+            return  # already gathered; the engine's own reads arrive here too
         is_open = True
         engine.check(f"{type(optimizer).__name__}.{method}()")
         apart = engine.take_apart()
         masters = apart[0]
-        # 16-bit parameters hold their fp32 masters while the method runs.
+        # Let 16-bit parameters hold their fp32 masters while the method runs.
         narrow = {p: p.dtype for p, master in masters.items() if p.dtype != master.dtype}
         for parameter in narrow:
             parameter.data = masters[parameter].to(parameter.device)
@@ -68,7 +69,7 @@ def whole(
         if isinstance(state, StateOfEngine):
             state.show(state.resting)
 
-    # In place, because schedulers hold the same list.
+    # Change the list in place, because schedulers hold the same list.
     optimizer.param_groups[:] = [WatchedGroup(group, open_) for group in optimizer.param_groups]
     if isinstance(state, StateOfEngine):
         state.reach = open_
@@ -77,10 +78,12 @@ def whole(
     finally:
         is_open = True
         optimizer.param_groups[:] = [
-            g.restore_group() if isinstance(g, WatchedGroup) else g for g in optimizer.param_groups
+            # The method may have added or replaced groups, so restore only the wrapped ones.
+            g.restore_group() if isinstance(g, WatchedGroup) else g
+            for g in optimizer.param_groups
         ]
         if kept and isinstance(state, StateOfEngine):
-            left = dict(optimizer.state)  # the method may have assigned another mapping
+            left = dict(optimizer.state)  # the method may have assigned a new mapping
             state.resting.clear()
             state.resting.update(left)
         if isinstance(state, StateOfEngine):
@@ -93,7 +96,8 @@ def whole(
 def _take_masters(
     masters: Mapping[nn.Parameter, Tensor], dtypes: Mapping[nn.Parameter, torch.dtype]
 ) -> dict[nn.Parameter, Tensor]:
-    """Return the values that the method has left, and cast parameters back to their `dtypes`."""
+    """Return the values that the method left behind, and cast parameters back to their `dtypes`."""
+    # Read the values before the cast, while the parameters still hold fp32 values.
     left = {parameter: parameter.detach() for parameter in masters}
     for parameter, dtype in dtypes.items():
         parameter.data = parameter.detach().to(dtype)
@@ -104,7 +108,7 @@ Marks = list[tuple[Any, Any, Any, int]]
 
 
 def marks(state: Mapping[Any, Any]) -> Marks:
-    """Return the entries of `state` and the versions of tensors, to detect changes by user code."""
+    """Return the entries of `state` and their tensor versions, to detect changes by user code."""
     return [
         (key, name, value, value._version if isinstance(value, Tensor) else 0)
         for key, entries in state.items()
@@ -113,7 +117,7 @@ def marks(state: Mapping[Any, Any]) -> Marks:
 
 
 def are_equal(before: Marks, now: Marks) -> bool:
-    """Return whether nothing changed between two `marks`."""
+    """Return whether nothing changed between two results of `marks`."""
     return len(before) == len(now) and all(
         a[0] is b[0] and a[1] == b[1] and a[2] is b[2] and a[3] == b[3]
         for a, b in zip(before, now, strict=True)

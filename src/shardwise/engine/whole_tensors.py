@@ -1,4 +1,4 @@
-"""Whole parameters for the user, to read, write or export, under any placement."""
+"""Gives the user full parameters to read, write or export, under any placement."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def full_parameters(
                 "full_parameters(write=True) inside full_parameters() of layers that are split: "
                 "give the outer block write=True."
             )
-        yield  # everything is whole already, and the outer block stores the writes
+        yield  # already gathered; the outer block stores the writes
         return
     shown = states.shown
     written: set[int] = set()
     if module is not None and (
         spec.pipeline is not None or any(spec.shard_of(p) is not None for p in module.parameters())
     ):
-        # A forward is either the plain one in all layers or the split one, so gather all of them.
+        # A forward pass runs all layers either unsplit or split, so gather all of them.
         module = None
     # Writes into leaves that require gradients are allowed inside, as in plain PyTorch.
     with torch.no_grad():
@@ -58,7 +58,7 @@ def full_parameters(
             whole = shown.residency.whole(numbers, write=write)
         with whole as buckets:
             group = _writers(spec, states)
-            with _joined(spec, module, group, write=write):  # split layers become whole
+            with _joined(spec, module, group, write=write):  # unsplits the layers
                 yield
                 if not write:
                     _check_unwritten(spec, states)
@@ -77,23 +77,23 @@ def full_parameters(
 
 
 def _writers(spec: EngineSpec, states: States) -> Collectives:
-    """Return the ranks that get the values of the first of them.
+    """Return the group whose first rank's values are broadcast to all its ranks after a write.
 
-    All ranks, or with islands that have taken a step, the ranks of this island.
+    This is all ranks. Once islands have taken a step, it is only this island's ranks.
     """
     has_own = states.hooks is not None and states.hooks.have_own_weights
     return spec.step_group if has_own else spec.world_group
 
 
 def _spread_writes(spec: EngineSpec, states: States, group: Collectives) -> set[int]:
-    """Give all ranks of `group` the first rank's values of whole parameters. Collective.
+    """Broadcast the first rank's unsplit parameters and buffers to `group`. Collective.
 
-    Returns the numbers of the parameters that were written to.
+    Returns the indices of the parameters that were written to.
     """
-    if spec.pipeline is not None:  # `_joined` has done so while all stages were whole
+    if spec.pipeline is not None:  # `_joined` has broadcast them while each rank had all stages
         return set(range(len(states.parameters.named)))
     written: set[int] = group.gather_objects(states.parameters.written())[0]
-    # Freed parameters hold NaN, so they have nothing to send.
+    # Skip released parameters: they hold NaN.
     resting = [] if states.shown is None else states.shown.residency.resting()
     kept = [t for t in consistency.everything(spec) if spec.shard_of(t) is None]
     initial_values.make_alike([t for t in kept if not any(t is r for r in resting)], group)
@@ -109,16 +109,17 @@ def _joined(
     write: bool,
     here: bool = True,
 ) -> Iterator[None]:
-    """Make a model that is split over the ranks of a replica whole inside the block.
+    """Gather the full model on each rank inside the block, if it is split within a replica.
 
-    Only if wanted `here`. With `write`, all ranks of `group` get the values of its first rank.
+    Does nothing unless `here` is true. If `write` is true, all ranks of `group` end up with the
+    values of its first rank.
     """
     if not here:
         yield
         return
     line, split = spec.pipeline, spec.tensor
     several = spec.models if module is None else (module,)
-    # Collected before the split layers become whole, when these are still their parts.
+    # Collect these before the layers are unsplit, while they still have their split parameters.
     parameters = [p for each in several for p in each.parameters()]
     with ExitStack() as stack:
         if line is not None or any(spec.shard_of(p) is not None for p in parameters):
@@ -134,13 +135,16 @@ def _joined(
                 line.ownership.wholes(spec.models[0], parameters, shapes, write=write)
             )
         yield
-        # Now, while every rank has all stages: later a rank could send only its own.
+        # Broadcast while every rank has all stages. Later each rank could send only its own.
         if write and line is not None:
             initial_values.make_alike(consistency.everything(spec), group)
 
 
 def _check_unwritten(spec: EngineSpec, states: States) -> None:
-    """Raise BrokenView on all ranks if a split parameter was written to. Collective."""
+    """Raise BrokenView on all ranks if a split parameter was written to. Collective.
+
+    Called at the end of read-only blocks.
+    """
     if spec.tensor is None:
         return
     written = set(spec.tensor.written())
@@ -178,12 +182,12 @@ def model_state_dict(spec: EngineSpec, states: States, model: nn.Module | None) 
 def _on_the_first(
     spec: EngineSpec, states: States, model: nn.Module | None, call: str
 ) -> Iterator[nn.Module]:
-    """Make `model` (default: the only one) whole on rank 0 inside the block. Collective."""
+    """Gather the full `model` (default: the only one) on rank 0 inside the block. Collective."""
     if model is None:
         if len(spec.models) != 1:
             raise UsageError(f"This engine has several models: pass one, engine.{call}.")
         model = spec.models[0]
-    # The other replicas take part in the gathers, but need not hold the whole model.
+    # Other replicas participate in the gathers, but don't need to hold the full model.
     shown, here = states.shown, spec.data_group.rank == 0  # the first replica
     if spec.is_whole:
         whole: Any = nullcontext()

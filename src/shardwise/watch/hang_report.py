@@ -1,4 +1,7 @@
-"""The warning about a long wait: which ranks wait, which are missing, where each is. Pure."""
+"""Builds the warning about a long wait: which ranks wait, which are missing, where each is.
+
+Does no communication.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ T = TypeVar("T")
 _OF_A_STEP = {"forward", "engine.backward", "engine.step"}
 
 Answered = Mapping[int, RankStatus]
-"""Status of each rank that has answered."""
+"""Maps each rank that has answered to its status."""
 
 
 def wait_warning(statuses: Statuses, timeout: float) -> str:
-    """Build the warning from the status of all ranks; "" if no rank waits any more.
+    """Build the warning from the status of all ranks, or return "" if no rank is waiting any more.
 
-    The wait fails after `timeout` seconds.
+    `timeout` is the number of seconds after which the wait fails.
     """
     answered = _answered(statuses)
     waiting = {rank: one for rank, one in answered.items() if one.call}
@@ -26,9 +29,9 @@ def wait_warning(statuses: Statuses, timeout: float) -> str:
         return ""
     longest = max(one.seconds for one in waiting.values())
     awaited = {rank for one in waiting.values() for rank in one.missing}
-    # Blame the ranks that do not wait themselves. If all wait for each other, name all of them.
+    # Name the ranks that are not waiting themselves. If all wait for each other, name all of them.
     missing = sorted({rank for rank in awaited if rank not in waiting} or awaited)
-    # The latest step of any rank: a rank that hangs in an earlier one is shown by its line.
+    # Use the latest step of any rank. A rank that hangs in an earlier step is shown by its line.
     steps = [one.step for one in answered.values() if one.step is not None]
     in_step = f" in step {max(steps) + 1}" if steps else ""
     have = "have" if len(waiting) > 1 else "has"
@@ -42,7 +45,8 @@ def wait_warning(statuses: Statuses, timeout: float) -> str:
         *filter(None, [call_difference(statuses)]),
     ]
     for words, ranks in _grouped(by_words):
-        # For a rank that does not answer, `words` has a verb: "does not answer", "is stopped".
+        # For a rank that does not answer, `words` already includes a verb: "does not answer", "is
+        # stopped".
         verb = "" if words.startswith(("is ", "does ")) else f"{_are(ranks)} "
         lines.append(f"  {named(ranks)} {verb}{words}")
     for stack, ranks in _grouped(stacks):
@@ -51,10 +55,10 @@ def wait_warning(statuses: Statuses, timeout: float) -> str:
 
 
 def call_difference(statuses: Statuses) -> str:
-    """Describe the ranks' different calls of this library; "" if all are in the same call."""
+    """Describe which ranks are in different library calls, or return "" if all are in the same."""
     answered = _answered(statuses)
     groups = _grouped({rank: one.place for rank, one in answered.items() if one.verb and one.line})
-    # All ranks are at the same line, so the cause is not a missing call.
+    # If all ranks are at the same line, the cause is not a missing call.
     if len(groups) < 2:
         return ""
     places = ", ".join(f"{named(ranks)} {_are(ranks)} {place}" for place, ranks in groups)
@@ -66,7 +70,7 @@ def call_difference(statuses: Statuses) -> str:
             "Draw the number with world.alike(), decide with world.any(flag), or write: "
             "with engine.uneven()."
         )
-    # Only rank 0 is elsewhere: the usual cause is a save or a print under `if is_main`.
+    # If only rank 0 is elsewhere, the usual cause is a save or a print under `if is_main`.
     block = "`if is_main`" if groups[0][1] == [0] else "an `if`"
     return f"{places}: is the call under {block}?"
 
@@ -76,7 +80,7 @@ def _answered(statuses: Statuses) -> Answered:
 
 
 def _grouped(values: Mapping[int, T]) -> list[tuple[T, list[int]]]:
-    """Group the ranks by their value, in the order of the first rank of each group."""
+    """Group ranks by their value, ordered by the first rank of each group."""
     groups: dict[T, list[int]] = {}
     for rank in sorted(values):
         groups.setdefault(values[rank], []).append(rank)

@@ -1,6 +1,6 @@
-"""The position of a thread in the user's code, and the state of a process of this host.
+"""Finds a thread's position in the user's code, and the state of a process on this host.
 
-The position is read from Python's frames, the state from /proc.
+The position is read from Python frames, the state from /proc.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ OURS = f"{Path(__file__).parents[1]}{os.sep}"
 STDERR = 2
 
 DEPTH = 6
-"""Number of a stack's frames to report: of the user's code, and of the calls inside it."""
+"""Maximum number of stack frames to report: of the user's code, and again of the calls inside
+it."""
 
 
 OBJECTS = {
@@ -34,7 +35,7 @@ OBJECTS = {
     "Loader": "loader",
     "Metrics": "metrics",
 }
-"""Our classes that users call, and the usual names of their objects."""
+"""Maps public classes to the usual names of their objects."""
 
 FUNCTIONS = {
     "init": "sw.init",
@@ -50,23 +51,24 @@ def main_frame() -> FrameType | None:
 
 
 def show_on_signal() -> None:
-    """Make SIGUSR2 print the stacks of all threads, unless the user handles this signal."""
-    # faulthandler works in C, so also while Python code cannot run, in a wait or an endless loop.
+    """Print the stacks of all threads on SIGUSR2, unless user code handles this signal."""
+    # faulthandler is implemented in C, so it works even while Python code cannot run.
     if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         faulthandler.register(signal.SIGUSR2, file=STDERR, all_threads=True)
 
 
 def users_line(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's code, such as "train.py:71"; "" if none."""
+    """Return the innermost line of the user's code, such as "train.py:71", or ""."""
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def library_call(frame: FrameType | None) -> str:
-    """Return our function that the user's innermost line called: "engine.backward"; "" if none."""
+    """Return the library function that the user's code called, such as "engine.backward", or ""."""
     called = ""
     while frame is not None and not _is_users(frame.f_code.co_filename):
+        # Overwrite on the way outward, because the user called the outermost library function.
         if frame.f_code.co_filename.startswith(OURS):
             called = _as_called(frame.f_code.co_qualname)
         frame = frame.f_back
@@ -74,7 +76,7 @@ def library_call(frame: FrameType | None) -> str:
 
 
 def stack_lines(frame: FrameType | None) -> list[str]:
-    """Return the stack that ends in `frame`, outermost first, a line for each frame."""
+    """Return the stack that ends in `frame`, outermost first, with one line per frame."""
     if frame is None:
         return []
     frames = traceback.StackSummary.extract(traceback.walk_stack(frame))
@@ -93,7 +95,10 @@ def _stack_line(one: traceback.FrameSummary) -> str:
 
 
 def _as_called(qualified: str) -> str:
-    """Return a function as a user writes it: Engine.backward is engine.backward, hooks forward."""
+    """Return a function's name as users write it: engine.backward for Engine.backward.
+
+    Returns "forward" for internal functions, which are reached through hooks.
+    """
     owner, _, name = qualified.rpartition(".")
     if name == "__init__" and owner in OBJECTS:
         return f"sw.{owner}"
@@ -103,14 +108,14 @@ def _as_called(qualified: str) -> str:
 
 
 _SITES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
-"""Folders of libraries of any interpreter, because a venv may use packages of another one."""
+"""Library folders of any interpreter, because a venv may use packages of another one."""
 
 
 def _is_users(file: str) -> bool:
     return not file.startswith(_libraries()) and not any(site in file for site in _SITES)
 
 
-@cache  # sysconfig computes the paths again at each call, and a stack has many frames
+@cache  # sysconfig recomputes the paths at each call, and a stack has many frames
 def _libraries() -> tuple[str, ...]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     return "<frozen", OURS, *(f"{sysconfig.get_path(name)}{os.sep}" for name in names)
@@ -135,7 +140,7 @@ SILENT = (_STATES["T"], _STATES["t"], ENDED)
 
 
 def process_start(pid: int | str = "self") -> int | None:
-    """Return when a process began, in ticks since the boot; None if that cannot be read.
+    """Return a process's start time in ticks since boot, or None if it cannot be read.
 
     It distinguishes the process from a later one with the same PID.
     """
@@ -144,17 +149,18 @@ def process_start(pid: int | str = "self") -> int | None:
 
 
 def process_state(pid: int, since: int | None) -> str | None:
-    """Return the state of the process that began at `since`, in words; None if it is unknown."""
+    """Return in words the state of the process that started at `since`, or None if unknown."""
     if since is None:
         return None
     fields = _stat_fields(pid)
+    # A different start time means that the PID was reused by a later process.
     if not fields or int(fields[19]) != since:
         return ENDED
     return _STATES.get(fields[0], fields[0])
 
 
 def _stat_fields(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on."""
+    """Return the fields of /proc/PID/stat, starting with the state."""
     # The field before the state is the name in parentheses, which may contain any character.
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,6 +1,7 @@
-"""A thread that answers other ranks: where this rank is, and why it aborted.
+"""Answers other ranks' requests in a thread: where this rank is, and why it aborted.
 
-Also the questions of this rank to others: their status, their clocks, and for whom they wait.
+It also sends requests to other ranks: for their status and clocks, and for the ranks that they wait
+for.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ ANSWER_SECONDS = 2.0
 """Seconds to wait for an answer."""
 
 ABORT_SECONDS = 0.5
-"""Seconds to spend on telling other ranks why this rank aborts, before it does."""
+"""Maximum seconds to spend on telling other ranks why this rank aborts, before it does."""
 
 KEEPERS = 16
-"""Number of ranks that are told why others aborted. Any rank can ask one of them."""
+"""Number of ranks that are told why a rank aborted. Any rank can ask one of them."""
 
 SETTLE = 0.05
-"""Seconds before asking a rank again that waits for nobody. It may be between two waits."""
+"""Seconds before asking a rank again if it waits for nobody, because it may be between two
+waits."""
 
 CLOCK_ROUNDS = 8
-"""Number of round trips to measure a clock; the quickest one counts."""
+"""Number of round trips to measure a clock offset. The fastest one is used."""
 
 HEARING = 1.0
-"""Seconds within which a rank that has connected must send its question."""
+"""Seconds within which a connected rank must send its request."""
 
 Message = dict[str, Any]
 
@@ -49,10 +51,10 @@ _living: WeakSet[StatusServer] = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """The address of a rank's status server: `port` of `address`; port 0 if it cannot be asked.
+    """The address of a rank's status server: `port` of `address`. Port 0 means it cannot be asked.
 
-    `host` is the same for ranks that see each other's processes. The process `pid` began at
-    `begun`. `name` is a random name that this rank has drawn.
+    `host` is equal for ranks that can see each other's processes. `pid` and its start time `begun`
+    identify the process. `name` is a random name drawn by this rank.
     """
 
     rank: int
@@ -65,12 +67,12 @@ class RankAddress:
 
     @property
     def role(self) -> bytes:
-        """The role of its authentication (see authentication.py), unique to this process."""
+        """The role that authenticates the server (see authentication.py), unique per process."""
         return f"status {self.rank} {self.name}".encode()
 
 
 class ClockOffset(NamedTuple):
-    """The offset of a clock from another one, in ns, and its largest possible error, in ns."""
+    """The offset of one clock from another, and its maximum error, both in ns."""
 
     ns: int
     error: int
@@ -80,23 +82,29 @@ class Channel(Protocol):
     """A group whose transport does not detect that ranks are in different calls."""
 
     def sent(self, call: int, to: int) -> list[Any] | None:
-        """Return the messages of this rank to a place in a call, as JSON; None before the call."""
+        """Return this rank's messages to the rank at index `to` in call number `call`, as JSON.
+
+        None if this rank has not reached the call yet.
+        """
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
-        """Send a place the message it waits for (described as by `sent`), so that its wait ends."""
+        """Send the message that the rank at index `to` is blocked on, to unblock it.
+
+        `awaited` describes the message in the form that `sent` returns.
+        """
 
 
 class StatusServer:
-    """Answers for rank `rank` of `size`, and asks the other ranks.
+    """Answers requests about rank `rank` of `size`, and sends requests to the other ranks.
 
     waits          the open waits of this process
     step           number of the last completed step
-    abort          why the first rank aborted; None while none has
+    abort          why the first rank aborted, or None if none has
     is_aborting    True once this rank's own code knows of the abort
-    report_is_due  True when this rank has been asked to report a long wait to the user
+    report_is_due  True once this rank has been asked to report a long wait to the user
     channels       groups of this process, by a name that is the same on all their ranks
 
-    Before `start` it neither answers nor asks.
+    Before `start` it neither answers nor sends requests.
     """
 
     def __init__(self, rank: int, size: int, secret: bytes = b"") -> None:
@@ -117,13 +125,13 @@ class StatusServer:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Ranks that can be asked: all, or with elastic islands the ranks of this island."""
+        """Ranks that can be asked: all or, with elastic islands, the ranks of this island."""
         return sorted(self._places) or range(self.size)
 
     # -- from the start to the end --------------------------------------------------------
 
     def listen(self, address: str, host: str) -> RankAddress:
-        """Listen at `address`, and return the address to send to the other ranks."""
+        """Listen at `address`. Return the address to send to the other ranks."""
         mine: dict[str, Any] = {
             "rank": self.rank,
             "host": host,
@@ -133,19 +141,19 @@ class StatusServer:
         }
         try:
             self._listener = rpc.listen(address)
-        except OSError:  # this rank can ask, but not be asked
+        except OSError:  # this rank can send requests, but not answer any
             return RankAddress(**mine)
         # The system chooses a free port.
         port = self._listener.getsockname()[1]
         return RankAddress(**mine, address=address, port=port)
 
     def start(self, places: Sequence[RankAddress]) -> None:
-        """Start to answer. `places` are the addresses of all ranks."""
+        """Start answering requests. `places` are the addresses of all ranks."""
         self._places = {place.rank: place for place in places}
-        # All ranks take over rank 0's name: it identifies the run.
+        # All ranks adopt rank 0's name, which identifies the run.
         self._name = places[0].name
         if self._listener is not None:
-            # Answers are quick, so one thread serves all questions.
+            # Answers are quick, so a single thread serves all requests.
             role, name = self._places[self.rank].role, "shardwise-status"
             self._server = rpc.Server(
                 self._listener, self.secret, role, self._answer, name=name, one_by_one=True
@@ -163,15 +171,15 @@ class StatusServer:
     # -- answering ------------------------------------------------------------------------
 
     def _answer(self, asker: rpc.Connection) -> None:
-        """Answer one question and close the connection."""
-        # A rank that connects and stops must not block the answers to others.
+        """Answer one request and close the connection."""
+        # A rank that connects and then stops must not block the answers to others.
         asker.socket.settimeout(HEARING)
         if (question := asker.receive()) is not None:
             asker.send(rpc.encode(self._reply(rpc.decode(question))))
 
     def _reply(self, question: Message) -> Message:
-        """Return the answer to a question of another rank."""
-        # Keep the first abort: later ones are its consequences.
+        """Return the answer to another rank's request."""
+        # Keep the first abort, because later ones are consequences of it.
         if question["ask"] == "abort":
             self.abort = self.abort or Abort(**question["abort"])
             return {}
@@ -210,9 +218,9 @@ class StatusServer:
     # -- asking ---------------------------------------------------------------------------
 
     def ask(self, ranks: Collection[int], *, stack: bool = False) -> dict[int, RankStatus | str]:
-        """Return the status of `ranks`, or a text with the reason why one does not answer."""
+        """Return the status of each of `ranks`, or a text that says why it does not answer."""
         question = {"ask": "where", "stack": stack}
-        # A stopped or ended process on this host is not asked: that would only cost the time-out.
+        # Don't ask a stopped or exited process on this host: it would only cost the timeout.
         states = {rank: self._known_state(rank) for rank in ranks}
         reachable = [rank for rank, state in states.items() if state not in process_status.SILENT]
         answers = self._ask(reachable, question, ANSWER_SECONDS)
@@ -223,7 +231,7 @@ class StatusServer:
             statuses[rank] = RankStatus(
                 **answer, **lists, abort=None if abort is None else Abort(**abort)
             )
-        # This rank does not ask itself over the network.
+        # Don't ask this rank itself over the network.
         silent = [rank for rank in ranks if rank not in statuses]
         if self.rank in silent:
             statuses[self.rank] = self.status(stack=stack)
@@ -231,7 +239,10 @@ class StatusServer:
         return statuses | self._explain_silence(silent)
 
     def _ask(self, ranks: Collection[int], question: Message, patience: float) -> Any:
-        """Ask all `ranks` at once; return the answers of those that answer in time."""
+        """Send `question` to all `ranks` at once. Return the answers received in time.
+
+        `patience` is the number of seconds to wait for them.
+        """
         known = {rank: self._places[rank] for rank in ranks if rank in self._places}
         places = {
             rank: rpc.Endpoint(place.address, place.port, place.role)
@@ -241,7 +252,7 @@ class StatusServer:
         return rpc.call_all(places, self.secret, question, patience)
 
     def _explain_silence(self, ranks: Collection[int]) -> dict[int, str]:
-        """Return why these ranks do not answer, as far as a rank on their host can see."""
+        """Return why these ranks do not answer, as far as a rank on their host can tell."""
         reasons = {}
         for rank in ranks:
             state = self._known_state(rank) or self._state_from_neighbour(rank)
@@ -252,7 +263,7 @@ class StatusServer:
         return reasons
 
     def _known_state(self, rank: int) -> str | None:
-        """Return the state of a rank's process if it is on this host, else None."""
+        """Return the state of a rank's process if it is on this host, otherwise None."""
         mine, place = self._places.get(self.rank), self._places.get(rank)
         if mine is None or place is None or mine.host != place.host:
             return None
@@ -263,26 +274,29 @@ class StatusServer:
         return process_status.process_state(place.pid, place.begun)
 
     def _state_from_neighbour(self, rank: int) -> str | None:
-        """Return the state of a rank's process as seen by a rank on its host."""
+        """Return the state of a rank's process as seen by another rank on its host, or None."""
         host = self._places[rank].host if rank in self._places else ""
         neighbours = [
             one.rank for one in self._places.values() if one.host == host and one.rank != rank
         ]
-        # A process cannot be seen from another host, so ask a rank on the same one.
+        # A process is not visible from another host, so ask a rank on the same host.
         question = {"ask": "states", "ranks": [rank]}
         for answer in self._ask(neighbours, question, ANSWER_SECONDS).values():
             state = answer["states"][0]
-            # The first answer is enough: all ranks of a host see the same processes.
+            # The first answer is enough, because all ranks of a host see the same processes.
             return None if state is None else str(state)
         return None
 
     def ask_sent(self, rank: int, channel: str, call: int, to: int) -> list[Any] | None:
-        """Ask `rank` for its messages in a call to the rank at place `to` of the channel."""
+        """Return the messages that `rank` has sent in a call to the rank at index `to`, or None.
+
+        `channel` is the name of their group. None also means that `rank` does not answer.
+        """
         question = {"ask": "sent", "channel": channel, "call": call, "to": to}
         return self._ask([rank], question, ANSWER_SECONDS).get(rank, {}).get("sent")  # type: ignore[no-any-return]
 
     def ask_to_let_go(self, rank: int, channel: str, to: int, awaited: list[Any]) -> None:
-        """Ask `rank` to send the message that place `to` waits for, so that its wait ends."""
+        """Ask `rank` to send the message that the rank at index `to` of `channel` is blocked on."""
         question = {"ask": "let go", "channel": channel, "to": to, "awaited": awaited}
         self._ask([rank], question, ANSWER_SECONDS)
 
@@ -296,17 +310,17 @@ class StatusServer:
         )
 
     def ask_clock(self, rank: int) -> dict[str, int] | None:
-        """Return the clocks "monotonic" and "wall" of `rank`, in ns; None if it does not answer."""
+        """Return the "monotonic" and "wall" clock of `rank` in ns; None if it does not answer."""
         return self._ask([rank], {"ask": "clock"}, ANSWER_SECONDS).get(rank)  # type: ignore[no-any-return]
 
     def clock_offset(self, rank: int, which: Clock) -> ClockOffset | None:
         """Measure how far this rank's clock is ahead of the clock of `rank`.
 
-        None if it does not answer.
+        Returns None if `rank` does not answer.
 
-        The other clock was read between the start and the end of a round trip, so half of its
-        duration bounds the error (Cristian, "Probabilistic clock synchronization", 1989). The
-        quickest of several round trips is the most accurate.
+        The other clock was read between the start and the end of a round trip, so half the
+        round-trip time bounds the error (Cristian, "Probabilistic clock synchronization", 1989).
+        The fastest of several round trips is the most accurate.
         """
         if rank == self.rank:
             return ClockOffset(0, 0)
@@ -321,28 +335,31 @@ class StatusServer:
         return min(offsets, key=lambda one: one.error, default=None)
 
     def shares_host(self, rank: int) -> bool:
-        """Return whether `rank` is on this host; True for a group of one."""
+        """Return whether `rank` is on this host. Always True in a group of one."""
         mine, place = self._places.get(self.rank), self._places.get(rank)
         return mine is None or place is None or mine.host == place.host
 
     @property
     def hosts(self) -> int:
-        """Number of hosts of the ranks."""
+        """Number of hosts that the ranks run on."""
         return len({place.host for place in self._places.values()}) or 1
 
     @property
     def run(self) -> str:
-        """A unique name of this run, the same on all its ranks."""
+        """A unique name for this run, the same on all its ranks."""
         return sha256(self._name.encode()).hexdigest()[:16]
 
     # -- aborting -------------------------------------------------------------------------
 
     def blocking_ranks(self, missing: Collection[int]) -> BlockingRanks:
-        """Return the ranks that block this one, which waits for the ranks `missing`."""
+        """Return the ranks that block this one, which is waiting for the ranks in `missing`."""
         return wait_graph.find_blocking_ranks(self.rank, missing, self._ask_twice)
 
     def _ask_twice(self, ranks: Collection[int]) -> dict[int, RankStatus | str]:
-        """Ask, and ask the ranks again that wait for nobody: they may be between two waits."""
+        """Ask ranks for their status, and ask those that wait for nobody a second time.
+
+        They may have been between two waits.
+        """
         statuses = self.ask(ranks)
         unsure = [r for r, w in statuses.items() if isinstance(w, RankStatus) and not w.missing]
         if unsure:
@@ -351,32 +368,32 @@ class StatusServer:
         return statuses
 
     def call_difference(self) -> str:
-        """Describe ranks that are in different calls, as a sentence and a space; "" if none are."""
+        """Describe ranks that are in different calls, as a sentence and a space, or return ""."""
         sentence = call_difference(self.ask(self.ranks[:KEEPERS]))
         return f"{sentence} " if sentence else ""
 
     def announce_abort(self, error: CollectiveError) -> None:
-        """Tell other ranks why this rank aborts, before it does."""
+        """Tell other ranks why this rank is about to abort."""
         abort = Abort(rank=self.rank, text=str(error), lost=isinstance(error, PeerLost))
         self.is_aborting = True
-        # A rank that aborts because of another one adds no news.
+        # A rank that aborts because of another rank has nothing to add.
         if self.abort is None:
             self.abort = abort
             wait = self.waits.longest()
-            # The ranks this one waits for may never start a wait, and so never ask a keeper.
+            # Also tell the ranks that this one waits for: they may never wait, and so never ask.
             awaited = wait.missing() if wait else ()
             question = {"ask": "abort", "abort": asdict(abort)}
             self._ask({*self.ranks[:KEEPERS], *awaited}, question, ABORT_SECONDS)
 
     def refuse_after_failure(self) -> None:
-        """Raise the error of this rank's abort again, if it has aborted, in place of a new wait."""
+        """Raise this rank's abort error again instead of starting a new wait, if it has aborted."""
         if self.abort is not None and self.abort.rank == self.rank:
             raise (PeerLost if self.abort.lost else CollectiveError)(self.abort.text)
 
     def error_of_another(self, speaker: str, abort: Abort | None = None) -> CollectiveError | None:
-        """Return the error to raise here if another rank has aborted; else None.
+        """Return the error to raise on this rank if another rank has aborted, otherwise None.
 
-        `speaker` is the subject of its message, such as the collective.
+        `speaker` is the subject of its message, such as the name of the collective.
         """
         abort = abort or self.abort
         if abort is None or abort.rank == self.rank:
@@ -391,18 +408,18 @@ def _clock_now(which: Clock) -> int:
 
 
 def _in_forked_child() -> None:
-    """Close our socket in a forked child, which is no rank.
+    """Detach a forked child from the run, because it is not a rank.
 
     It must not answer for this rank, and its collectives must not reach the other ranks.
     """
     for server in list(_living):
-        server._listener = server._server = None  # rpc.py has closed its sockets
+        server._listener = server._server = None  # rpc.py has already closed the sockets
         server._places = {}
         server.abort = Abort(rank=server.rank, text=forked_from(server.rank), lost=False)
 
 
 def forked_from(rank: int) -> str:
-    """Return why a forked child of `rank` cannot take part in collectives."""
+    """Return the message that a forked child of `rank` cannot take part in collectives."""
     return (
         f"Process {os.getpid()} was forked from rank {rank} and is not a rank itself, so it cannot "
         "take part in collectives: engines, barriers, reductions, checkpoints. Use the model here "

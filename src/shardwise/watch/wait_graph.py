@@ -1,11 +1,11 @@
-"""Finds the ranks that cause a hang, by following waits to the ranks that wait for nobody.
+"""Finds the ranks that cause a hang, by following waits to ranks that wait for nobody.
 
 Ranks and their waits form a wait-for graph. A rank that has waited too long asks the ranks it waits
-for, then the ranks these wait for, until it finds those that block all others:
+for, then the ranks those wait for, until it finds the ranks that block all others:
 
     0 waits for 1, 2      1 waits for 3      2 waits for 3      3 computes: 3 blocks all
 
-Pure, except for the questions.
+It communicates only through the `ask` function that it is given.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
-    """The reason why rank `rank` aborted. `lost` if the cause is that another rank ended."""
+    """The reason why rank `rank` aborted. `lost` is True if another rank's exit is the cause."""
 
     rank: int
     text: str
@@ -27,8 +27,9 @@ class Abort:
 class RankStatus:
     """The status that a rank reports.
 
-    It has waited `seconds` in the collective `call` for the ranks `missing`; `call` is "" if it
-    does not wait. `verb` is the method of this library that it runs, `line` the user's line.
+    It has waited `seconds` in the collective `call` for the ranks in `missing`; `call` is "" if it
+    is not waiting. `verb` is the library method that it is running, and `line` the current line of
+    the user's code.
     """
 
     rank: int
@@ -50,14 +51,14 @@ class RankStatus:
 
     @property
     def activity(self) -> str:
-        """The activity of the rank, as a text that follows "is"."""
+        """The rank's activity, as a text that follows "is"."""
         if not self.call:
             return f"in no collective, {self.place}"
         return f"{self.place}: {self.call}, for {named(self.missing)}"
 
 
 Statuses = Mapping[int, RankStatus | str]
-"""Status of each rank, or a text with the reason why it does not answer."""
+"""Maps each rank to its status, or to a text that says why it does not answer."""
 
 AskStatuses = Callable[[Collection[int]], Statuses]
 
@@ -66,8 +67,8 @@ AskStatuses = Callable[[Collection[int]], Statuses]
 class BlockingRanks:
     """The ranks that cause a hang.
 
-    Other ranks wait for `ranks`, which wait for nobody. If all wait in a circle, `is_circle` is
-    True and `ranks` is the whole circle. `abort` is set if one of the ranks has aborted.
+    Other ranks wait for `ranks`, which wait for nobody. If the waits form a cycle, `is_circle` is
+    True and `ranks` is the entire cycle. `abort` is set if one of the ranks has aborted.
     """
 
     ranks: tuple[int, ...]
@@ -77,17 +78,18 @@ class BlockingRanks:
 
 
 def find_blocking_ranks(asker: int, missing: Collection[int], ask: AskStatuses) -> BlockingRanks:
-    """Follow the waits from rank to rank, starting with the ranks that `asker` waits for."""
+    """Follow waits from rank to rank, starting with the ranks that `asker` waits for."""
     statuses: dict[int, RankStatus | str] = {}
     blocking: set[int] = set()
     frontier = set(missing) - {asker}
-    # Breadth first, all ranks of one distance at once: a question takes up to ANSWER_SECONDS.
+    # Search breadth first, asking all ranks at the same distance at once: a request takes up to
+    # ANSWER_SECONDS.
     while frontier:
         answers = ask(sorted(frontier))
         statuses.update(answers)
         further: set[int] = set()
         for rank, answer in answers.items():
-            # A rank that does not answer blocks the others as much as one that computes.
+            # A rank that does not answer blocks the others just like one that computes.
             if isinstance(answer, str) or not answer.missing:
                 blocking.add(rank)
             else:
@@ -95,12 +97,13 @@ def find_blocking_ranks(asker: int, missing: Collection[int], ask: AskStatuses) 
             if isinstance(answer, RankStatus) and answer.abort is not None:
                 return BlockingRanks(ranks=(rank,), statuses=statuses, abort=answer.abort)
         frontier = further - statuses.keys() - {asker}
+    # If every rank that was asked is itself waiting, the waits form a cycle.
     ranks = tuple(sorted(blocking or statuses))
     return BlockingRanks(ranks=ranks, statuses=statuses, is_circle=not blocking)
 
 
 def named(ranks: Iterable[int]) -> str:
-    """List ranks in words: "rank 2", "ranks 0, 2", or "ranks 0, 2-5"."""
+    """Return ranks in words: "rank 2", "ranks 0, 2", or "ranks 0, 2-5"."""
     listed = sorted(ranks)
     rows: list[list[int]] = []
     for rank in listed:
@@ -115,7 +118,7 @@ def named(ranks: Iterable[int]) -> str:
 def describe_wait(missing: Collection[int], blocking: BlockingRanks) -> str:
     """Name the missing ranks, and describe the ranks that block them.
 
-    The text follows "waited for".
+    The text is meant to follow "waited for".
     """
     whom = named(missing)
     if blocking.is_circle or set(blocking.ranks) == set(missing):

@@ -1,6 +1,7 @@
-"""The waits of this process: the thread, the collective and the ranks it waits for.
+"""Tracks the waits of this process: the thread, the collective and the ranks it waits for.
 
-A thread records its wait before it sleeps. Other threads read it only if it becomes long.
+A thread records its wait before it sleeps. Other threads read the record only if the wait becomes
+long.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from shardwise.timeline import recorder
 
 Missing = Callable[[], Collection[int]]
-"""Returns the ranks that this wait is waiting for now."""
+"""Returns the ranks that a wait is currently waiting for."""
 
 Compare = Callable[[], None]
 """Checks whether the missing ranks are in the same collective, and ends the wait if they are not.
@@ -27,7 +28,8 @@ def _nobody() -> tuple[int, ...]:
 class Wait:
     """A context manager for a wait of this thread.
 
-    `call` is the name and number of the collective, `since` is in seconds of the monotonic clock.
+    `call` is the name and number of the collective; `since` is the start of the wait in seconds of
+    the monotonic clock.
     """
 
     __slots__ = ("_outer", "_thread", "_waits", "_whom", "call", "compare", "missing", "since")
@@ -43,16 +45,15 @@ class Wait:
         self.since = time.monotonic()
         self._thread = threading.get_ident()
         opened = self._waits._open
-        # A wait inside a wait, such as a collective of a barrier: the outer one is restored on
-        # exit.
+        # Waits can be nested, such as a collective in a barrier. The outer one is restored on exit.
         self._outer = opened.get(self._thread)
         opened[self._thread] = self
-        # At the start: when the wait ends, no rank is missing any more.
+        # Record the missing ranks at the start: when the wait ends, none is missing any more.
         if recorder.active is not None:
             self._whom = tuple(sorted(self.missing()))
 
     def __exit__(self, *_: object) -> None:
-        # Back to the outer wait, which is still open.
+        # Restore the outer wait, which is still open.
         if self._outer is None:
             del self._waits._open[self._thread]
         else:
@@ -61,7 +62,7 @@ class Wait:
         if recording is not None and self._thread not in self._waits._helpers:
             beside = self._thread in self._waits._beside
             recording.waited(self.call, self.since, self._whom, beside)
-        # The watchdog may still hold this wait, and must not keep the buffers of the call alive.
+        # The watchdog may still hold this wait, but must not keep the call's buffers alive.
         self.missing, self.compare, self._outer = _nobody, None, None
 
 
@@ -74,7 +75,7 @@ class Waits:
         self._beside: set[int] = set()
 
     def noted(self, call: str, missing: Missing, compare: Compare | None = None) -> Wait:
-        """Return a context manager for a wait of this thread."""
+        """Return a context manager that records a wait of this thread."""
         return Wait(self, call, missing, compare)
 
     def all(self) -> list[Wait]:
@@ -86,20 +87,20 @@ class Waits:
         return _among(self._helpers)
 
     def beside(self) -> AbstractContextManager[None]:
-        """Mark this thread as one that waits while another computes. A context manager.
+        """Mark this thread as one that waits while another thread computes. A context manager.
 
-        Its waits may stop the rank, because the other thread will need their results, but in a
-        timeline they are not in the row of that thread.
+        Its waits may stop the rank, because the other thread will need their results. In a timeline
+        they are not shown in that thread's row.
         """
         return _among(self._beside)
 
     def of(self, thread: int | None) -> Wait | None:
-        """Return the open wait of a thread."""
+        """Return a thread's open wait, or None."""
         return None if thread is None else self._open.get(thread)
 
     def longest(self) -> Wait | None:
-        """Return the oldest wait that stops this rank."""
-        # `list` copies atomically, while other threads open and close waits.
+        """Return the oldest open wait that stops this rank, or None."""
+        # `list` copies atomically, even while other threads open and close waits.
         waits = [wait for thread, wait in list(self._open.items()) if thread not in self._helpers]
         return min(waits, key=lambda wait: wait.since, default=None)
 

@@ -1,8 +1,8 @@
-"""Watches the long waits of this rank: compares calls, warns of a hang, ends an abandoned process.
+"""Watches this rank's long waits: compares calls, warns about hangs, ends abandoned processes.
 
 after 1 s   ask the missing ranks whether they are in the same collective
-warn_after  have one rank report for all, rank 0 first: who waits, who is missing, where each is
-after 20 s  end this process if others have aborted and it has not noticed, because mpiexec and
+warn_after  have one rank (rank 0 if possible) report who waits, who is missing, where each rank is
+after 20 s  exit if other ranks have aborted and this process has not noticed, because mpiexec and
             srun would let it run on
 """
 
@@ -21,27 +21,27 @@ TICK = 0.5
 """Seconds between two checks."""
 
 COMPARE = 1.0
-"""Seconds of a wait before it is compared with the calls of others; doubled after each time."""
+"""Seconds of waiting before a wait is compared with other ranks' calls. Doubled after each time."""
 
 LATEST = 0.8
-"""Fraction of the time-out after which a wait is reported at the latest."""
+"""Latest time to report a wait, as a fraction of the timeout."""
 
 OUTLIVE = 20.0
 """Seconds that a process may outlive ranks that have aborted. It cannot continue without them."""
 
 SPEAKERS = 8
-"""Number of ranks to ask, one after the other, to write the report, until one answers."""
+"""Maximum number of ranks to ask, one by one, to write the report."""
 
 
 class Watchdog:
-    """A thread that watches the waits of `status_server`'s rank.
+    """A thread that watches the waits of the rank that `status_server` belongs to.
 
-    It warns of a wait after `warn_after` seconds; the wait itself ends after `timeout` seconds.
+    It warns after a wait of `warn_after` seconds. The wait itself fails after `timeout` seconds.
     """
 
     def __init__(self, status_server: StatusServer, warn_after: float, timeout: float) -> None:
         self._status_server = status_server
-        # A warning after the time-out would never be printed.
+        # A warning after the timeout would never be printed.
         self._warn_after = min(warn_after, LATEST * timeout)
         self._timeout = timeout
         self._ended = threading.Event()
@@ -49,7 +49,7 @@ class Watchdog:
         self._warned: Wait | None = None
         self._reported: float | None = None
         self._aborted_since: float | None = None
-        # A daemon, because the end of the process must not wait for ranks that do not answer.
+        # Use a daemon thread, because process exit must not wait for ranks that do not answer.
         self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
         self._thread.start()
 
@@ -59,7 +59,7 @@ class Watchdog:
         self._thread.join(ANSWER_SECONDS)
 
     def _run(self) -> None:
-        # With a short warn_after (tests), check often enough to see a wait in time.
+        # If warn_after is short (in tests), check often enough to see a wait in time.
         while not self._ended.wait(min(TICK, self._warn_after / 4)):
             now = time.monotonic()
             waits = self._status_server.waits.all()
@@ -73,18 +73,18 @@ class Watchdog:
             self._end_with_the_others(now)
 
     def _compare(self, waits: list[Wait], now: float) -> None:
-        """Check for each long wait whether the missing ranks are in the same collective."""
-        # Keeps only open waits, so that the dict does not grow.
+        """For each long wait, check whether the missing ranks are in the same collective."""
+        # Keep only open waits, so that the dict does not grow.
         self._compared = {wait: self._compared.get(wait, COMPARE) for wait in waits}
         for wait, due in self._compared.items():
-            # The waiting thread clears `compare` when its wait ends, maybe just now.
+            # The waiting thread clears `compare` when its wait ends, possibly right now.
             compare = wait.compare
             if compare is not None and now - wait.since >= due:
                 self._compared[wait] = 2 * due
                 compare()
 
     def _warn(self, wait: Wait) -> None:
-        """Ask one rank to report for all, once for each wait: the first rank that answers."""
+        """Ask one rank to report for all, once per wait: the first rank that answers."""
         if wait is self._warned:
             return
         self._warned = wait
@@ -94,9 +94,9 @@ class Watchdog:
                 return
 
     def _report(self) -> None:
-        """Write the hang report to stderr, once for all ranks that ask within a short time."""
+        """Write the hang report to stderr, once for all requests within a short time."""
         now = time.monotonic()
-        # All waiting ranks ask at about the same time, and one report answers all of them.
+        # All waiting ranks ask at about the same time, and a single report serves them all.
         if self._reported is not None and now - self._reported < self._warn_after / 2:
             return
         self._reported = now
@@ -104,9 +104,9 @@ class Watchdog:
         _write(wait_warning(statuses, self._timeout))
 
     def _end_with_the_others(self, now: float) -> None:
-        """End this process if others have aborted and it never reaches their collective."""
+        """Exit if other ranks have aborted and this process never reaches their collective."""
         abort, rank = self._status_server.abort, self._status_server.rank
-        # This rank's own code knows of the abort, and will raise.
+        # If this rank's own code knows of the abort, it will raise.
         if abort is None or self._status_server.is_aborting:
             return
         self._aborted_since = self._aborted_since or now
@@ -116,7 +116,7 @@ class Watchdog:
             f"shardwise: rank {rank} ends, {OUTLIVE:g} s after rank {abort.rank} failed: "
             f"{abort.text}\n"
         )
-        os._exit(1)  # not sys.exit, which ends only this thread
+        os._exit(1)  # sys.exit would end only this thread
 
 
 def _write(text: str) -> None:

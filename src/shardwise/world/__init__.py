@@ -1,13 +1,13 @@
-"""The run as one process sees it: its rank, its groups of ranks, and calls that all ranks make.
+"""Represents the run as one process sees it: its rank, its process groups, and common calls.
 
 initialize.py        joins the ranks of a run: sw.init
 world.py             World: rank, size, sums and broadcasts; mesh.py: ranks along the axes
-batch_rows.py        cuts a total batch into the rows of each rank; current_batch.py: its weight
+batch_rows.py        splits a global batch into each rank's rows; current_batch.py: its weight
 randomness.py        seeds, and random streams; common_random_stream.py: the stream of all ranks
-common_calls.py      counts calls that all ranks must make, to find a rank that made others
-preemption.py        saves and ends a run when the scheduler asks for it
+common_calls.py      counts calls that all ranks must make, to detect ranks that make other calls
+preemption.py        saves and stops a run when the scheduler asks for it
 step_log.py, tensor_log.py, timeline_control.py   records for `bench`, `verify` and `timeline`
-loop_checks.py       warns of training loops that never call the engine
+loop_checks.py       warns about training loops that never call the engine
 """
 
 import sys
@@ -17,11 +17,11 @@ from typing import Any
 
 
 class _Module(ModuleType):
-    """The type of this package, which makes it callable: `shardwise.world()` is the world."""
+    """Makes this package callable: `shardwise.world()` returns the current world."""
 
     def __call__(self) -> Any:
-        """See `shardwise.world.world.current`."""
-        # Imported late: importing a part of this package must not import all of it.
+        """Return the world of this process. See `shardwise.world.world.current`."""
+        # Import late, because importing a module of this package must not import all of it.
         return import_module("shardwise.world.world").current()
 
 

@@ -1,4 +1,4 @@
-"""Cuts a total batch, or random draws for it, into the rows of each rank."""
+"""Splits a global batch, or random values drawn for it, into each rank's rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STREAMS_DIFFER = (
 
 
 class BatchRows(ABC):
-    """The part of `World` that cuts total batches into the rows of each rank, and random draws."""
+    """The part of `World` that splits global batches, and random draws, into each rank's rows."""
 
     device: torch.device
     settings: config.Settings
@@ -50,7 +50,7 @@ class BatchRows(ABC):
     @property
     @abstractmethod
     def data_rank(self) -> int:
-        """Number of this rank's replica of the model, from 0."""
+        """Index of this rank's replica of the model, from 0."""
 
     @property
     @abstractmethod
@@ -58,27 +58,26 @@ class BatchRows(ABC):
         """Number of replicas of the model."""
 
     def share(self, batch: T, dim: int = 0) -> T:
-        """Return this rank's rows of a total batch, for training loops without a Loader.
+        """Return this rank's rows of a global batch, for training loops without a Loader.
 
-        The rows are contiguous, and the numbers of rows of two ranks differ by at most one. The
-        ranks of one replica get the same rows. Outside of a loop over a Loader, the number of rows
-        becomes the weight of the next `engine.backward`; a call under `torch.no_grad()` does not
-        change that weight. If there are fewer rows than ranks, a rank without rows gets a
-        stand-in: one row, with weight 0.
+        The rows are contiguous, and the numbers of rows per rank differ by at most one. The ranks
+        of a replica get the same rows. Outside a loop over a Loader, the number of rows becomes the
+        weight of the next `engine.backward`, unless the call is under `torch.no_grad()`. If there
+        are fewer rows than ranks, a rank without rows gets a stand-in: one row, with weight 0.
 
         Args:
             batch: Tensor of shape (rows, ...), or a nested container of such tensors, the same on
-                all ranks. Sparse tensors are allowed, and nested tensors with one component per
-                row. A list is a container, not a list of samples: a list of six or more tensors of
-                one shape is refused.
-            dim: Dimension along which rows are counted, such as 1 for (time, rows, ...).
-                Default: 0.
+                all ranks. Sparse tensors are allowed, and so are nested tensors with one component
+                per row. A list is a container, not a list of samples: a list of six or more tensors
+                of the same shape raises an error.
+            dim: Dimension along which rows are counted, such as 1 for (time, rows, ...). Default:
+                0.
 
         Returns:
             The rows on this rank's device, in the same containers as `batch`.
 
         Raises:
-            UsageError: With `--exact` or `--batch worker`, which do not cut batches this way.
+            UsageError: With `--exact` or `--batch worker`, which do not split batches this way.
 
         Example:
             x, y = world.share((images, labels))
@@ -91,7 +90,7 @@ class BatchRows(ABC):
         cuts = even_cuts(total, self.data_size)
         first, end = cuts[self.data_rank], cuts[self.data_rank + 1]
         mine, count = rows.taken(first, end), end - first
-        # Only training batches are compared: ranks may evaluate different batches.
+        # Compare only training batches, because ranks may evaluate different batches.
         if torch.is_grad_enabled() and self.data_size > 1:
             self.calls.note_batch(SHARE, rows.digest)
         # The number of batches per epoch is unknown, because the script owns the loop.
@@ -104,27 +103,27 @@ class BatchRows(ABC):
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
 
     def draw(self, make: Callable[[int], T], *, rows: int | None = None, dim: int = 0) -> T:
-        """Return this rank's rows of random values drawn for the whole batch (noise, time steps).
+        """Draw random values for the global batch (noise, time steps), and return this rank's rows.
 
-        The values are the same as in a single process, so they do not depend on the number of
-        workers and micro-batches. Checkpoints save the position in the stream. Every rank calls it
-        equally often.
+        The values are those of a single process, so they do not depend on the number of workers or
+        micro-batches. Checkpoints save the position in the random stream. Every rank must make the
+        same number of calls.
 
         Args:
-            make: Called with the number of rows n of the current total batch; draws from the
-                global generators and returns a tensor with n rows along `dim`, or a nested
-                container of such tensors.
-            rows: Number of rows to draw. Default: those of the total batch that the Loader or
-                `world.share` last gave a part of.
+            make: Takes the number of rows n of the current global batch. Draws from the global
+                generators and returns a tensor with n rows along `dim`, or a nested container of
+                such tensors.
+            rows: Number of rows to draw. Default: the number of rows of the current global batch,
+                whose rows the Loader or `world.share` returned last.
             dim: Dimension along which rows are counted. Default: 0.
 
         Returns:
             The rows on this rank's device.
 
         Raises:
-            DataError: The number of rows is unknown, or `make` returns another number of rows.
-            UsageError: This is inside a forward that backward recomputes, or inside a batch that
-                some ranks do not run.
+            DataError: The number of rows is unknown, or `make` returns a different number of rows.
+            UsageError: The call is inside a forward pass that the backward pass recomputes, or
+                inside an evaluation batch that some ranks skip.
 
         Example:
             noise = world.draw(lambda n: torch.randn(n, 100))
@@ -133,14 +132,14 @@ class BatchRows(ABC):
         self._check_draws_once("world.draw")
         batch = self.current_batch.batch
         total, (first, end) = self._place(batch, rows)
-        # Before drawing: all ranks must start from the same state of the generators.
+        # Before drawing, make all ranks start from the same generator state.
         self._meet()
         self.calls.note("world.draw")
         whole = self.draws.draw(
             lambda: make(total),
             step=None if batch is None else batch.step,
             batch=batch,
-            # Later micro-batches of this step must draw the same numbers again.
+            # Later micro-batches of this step must repeat the same draws.
             goes_on=batch is not None and not batch.last,
         )
         drawn = Rows(whole, dim, call=f"world.draw, of what make({total}) returned,")
@@ -162,18 +161,19 @@ class BatchRows(ABC):
         """Make every rank draw the same random numbers inside the block.
 
         Use it for the order of your own batches, samples from a replay buffer, or the steps of an
-        environment. It covers torch, numpy and random, and gives the numbers of a single process.
-        Outside of it, each rank draws its own numbers in training. Checkpoints save the position
-        in the stream. Every rank enters it equally often. Training inside is refused.
+        environment. It covers torch, numpy and random, and draws the numbers that a single process
+        would draw. Outside the block, each rank draws its own numbers during training. Checkpoints
+        save the position in the stream. Every rank must enter the block the same number of times.
+        Training inside the block raises an error.
 
         Args:
             batches: A DataLoader or another iterable to loop over: `for batch in
                 world.alike(loader)`. Only `iter` and each `next` run inside the block; the body of
-                the loop is outside. Every rank gets the whole batch; call `world.share(batch)` for
-                its rows.
+                the loop is outside. Every rank gets the full batch; call `world.share(batch)` to
+                get its rows.
 
         Returns:
-            A context manager, or with `batches` an iterable over them.
+            A context manager or, if `batches` is passed, an iterable over the batches.
 
         Example:
             with world.alike():
@@ -191,29 +191,29 @@ class BatchRows(ABC):
 
     @property
     def rows(self) -> int:
-        """Number of this rank's rows in the batch that the Loader or `world.share` gave last.
+        """Number of this rank's rows in the batch that the Loader or `world.share` returned last.
 
-        It is 0 for a stand-in: a row that this rank got only to run the same code as the others.
-        When you sum or count yourself, use the first `world.rows` rows: `scores[: world.rows]`.
+        It is 0 for a stand-in: a row that this rank got only so that it runs the same code as the
+        others. In your own sums and counts, use only the first rows: `scores[: world.rows]`.
 
         Raises:
-            DataError: There was no batch yet.
+            DataError: There has been no batch yet.
         """
         if self.current_batch.batch is None:
             raise DataError(
                 "world.rows before the first batch: it is the number of rows of the batch that "
                 "the Loader or world.share gave last. Read it after that."
             )
-        # A script that reads this handles stand-ins, and needs no warning about them.
+        # A script that reads this handles stand-ins, so it needs no warning about them.
         self.current_batch.stand_in = None
         return self.current_batch.batch.samples
 
     def gather_rows(self, mine: Tensor, dim: int = 0) -> Tensor:
-        """Return the rows that all ranks computed for the current batch, in the order of the batch.
+        """Return the rows that all ranks computed for the current batch, in batch order.
 
         Use it for a loss over pairs of samples, such as a contrastive loss. In the result, this
-        rank's rows have their autograd graph, and the rows of other ranks do not. Every rank
-        computes the whole loss; sum its gradients: `engine.backward(loss, reduction="sum")`.
+        rank's rows keep their autograd graph; the rows of other ranks have none. Every rank
+        computes the full loss, so sum its gradients: `engine.backward(loss, reduction="sum")`.
         Collective.
 
         Args:
@@ -222,18 +222,19 @@ class BatchRows(ABC):
             dim: Dimension along which rows are counted. Default: 0.
 
         Returns:
-            Tensor with all rows of the total batch along `dim`.
+            Tensor with all rows of the global batch along `dim`.
 
         Raises:
-            DataError: Another number of rows, or shapes or dtypes differ between ranks.
-            UsageError: The batch is cut into micro-batches, which a loss over pairs does not allow.
+            DataError: The number of rows is wrong, or shapes or dtypes differ between ranks.
+            UsageError: The batch is split into micro-batches, which a loss over pairs does not
+                allow.
 
         Example:
             features = world.gather_rows(model(x))
             engine.backward(contrastive_loss(features), reduction="sum")
         """
         self._check_takes_rows("world.gather_rows")
-        # With islands `data` has only the replicas of this island.
+        # With islands, `data` contains only the replicas of this island.
         if self.data.size < self.data_size:
             raise UsageError(
                 "world.gather_rows joins the rows of a batch, but with --islands no worker sees "
@@ -252,31 +253,31 @@ class BatchRows(ABC):
         _check_own(mine, end - first, dim)
         own = mine.narrow(dim, 0, end - first)
         moved = own.detach().movedim(dim, 0).contiguous()  # (own rows, ...)
-        # Compared before the gather, which would mix up bytes of other lengths.
+        # Compare shapes before the gather, which would mix up rows of different sizes.
         form = [list(moved.shape[1:]), str(mine.dtype)]
         parts = self.data.gather_plain([form, first, end])
         _check_joined(parts, total)
         width = math.prod(moved.shape[1:]) * mine.element_size()  # bytes per row
-        # As bytes, because every transport can send uint8. Each rank fills in its own rows.
+        # Gather bytes, because every transport can send uint8. Each rank fills in its own rows.
         joined = torch.empty(total * width, dtype=torch.uint8, device=self.data.small_device)
         joined[first * width : end * width] = moved.view(-1).view(torch.uint8)
         cuts = [start * width for _, start, _ in parts] + [total * width]
         self.data.all_gather(joined, cuts).wait()
         rows = joined.view(mine.dtype).view(total, *moved.shape[1:]).movedim(0, dim)
         rows = rows.to(mine.device)
-        # A stand-in contributes zero rows. Its empty slice still connects the graph, so that
-        # backward runs on this rank as on the others.
+        # A stand-in contributes no rows. Its empty slice still connects the graph, so that the
+        # backward pass runs on this rank as on the others.
         return torch.cat([rows.narrow(dim, 0, first), own, rows.narrow(dim, end, total - end)], dim)
 
     def _meet(self) -> None:
-        """Make all ranks continue from one random stream, and warn if theirs differed."""
+        """Make all ranks continue from the same random stream. Warn if their streams differed."""
         if self.draws.meet(self.collectives.gather_objects) and self.collectives.rank == 0:
             print(_STREAMS_DIFFER, file=sys.stderr, flush=True)
 
     def _check_draws_once(self, call: str) -> None:
-        """Raise UsageError if some ranks do not make this `call`, or a recomputation repeats it."""
+        """Raise UsageError if some ranks skip this `call`, or if recomputation repeats it."""
         self.current_batch.check_even(call)
-        if torch._C._current_graph_task_id() != -1:  # a backward is running
+        if torch._C._current_graph_task_id() != -1:  # a backward pass is running
             raise UsageError(
                 f"{call} in a forward that backward runs again (--activations recomputed, "
                 "torch.utils.checkpoint) and would then draw different numbers: draw before the "
@@ -284,7 +285,7 @@ class BatchRows(ABC):
             )
 
     def _place(self, batch: Batch | None, rows: int | None) -> tuple[int, tuple[int, int]]:
-        """Return the number of rows of a draw, and the range [first, end) of this rank."""
+        """Return the number of rows to draw, and this rank's range [first, end)."""
         if rows is not None:
             cuts = even_cuts(rows, self.data_size)
             return rows, (cuts[self.data_rank], cuts[self.data_rank + 1])
@@ -297,7 +298,7 @@ class BatchRows(ABC):
         return batch.total, batch.rows
 
     def _check_takes_rows(self, call: str) -> None:
-        """Raise UsageError if settings do not cut total batches into contiguous shares."""
+        """Raise UsageError if the settings do not split global batches into contiguous shares."""
         if self.settings.exact is not None and call == "world.share":
             raise UsageError(
                 f"world.share returns one contiguous share of a batch, but --exact "
@@ -314,7 +315,7 @@ class BatchRows(ABC):
 class Alike(Generic[T]):
     """An iterable over batches that all ranks draw with the same random numbers.
 
-    `world.alike(batches)` creates it. Each loop over it iterates `batches` from the start.
+    `world.alike(batches)` creates it. Each loop over it iterates over `batches` from the start.
     """
 
     def __init__(
@@ -339,7 +340,7 @@ class Alike(Generic[T]):
 
 
 def _check_own(mine: Tensor, count: int, dim: int) -> None:
-    """Raise DataError unless `mine` has `count` rows along `dim`; a stand-in may have any."""
+    """Raise DataError unless `mine` has `count` rows along `dim` (any number for a stand-in)."""
     length = mine.shape[dim] if -mine.ndim <= dim < mine.ndim else 0
     if length != count and (count or not length):  # a stand-in may be two rows
         raise DataError(
@@ -350,7 +351,7 @@ def _check_own(mine: Tensor, count: int, dim: int) -> None:
 
 
 def _check_joined(parts: Sequence[tuple[Any, int, int]], total: int) -> None:
-    """Raise unless all ranks' rows have the same form, and together are the whole batch."""
+    """Raise an error if shapes or dtypes differ, or if the rows are not the full batch."""
     form_of_first = parts[0][0]
     for rank, (form, _, _) in enumerate(parts):
         if form != form_of_first:

@@ -1,7 +1,7 @@
-"""Counts calls that all ranks must make, so that a rank that makes others is noticed.
+"""Counts calls that all ranks must make, to detect ranks that make different calls.
 
-A rank that has left a loop before the others continues with other calls. The exchange of each step
-compares the counts, and engine/usage_checks.py reports the difference.
+A rank that leaves a loop before the others continues with different calls. The exchange of each
+step compares the counts, and engine/usage_checks.py reports the difference.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 from shardwise.watch import process_status
 
 DIGESTED = 16
-"""Number of batches passed to `share` in training whose first rows are compared."""
+"""Number of training batches passed to `share` whose first rows are compared."""
 
 CallCounts = list[tuple[str, str, int]]
-"""(call, the user's line, number of times), in the form of JSON."""
+"""(call, the user's line, number of times), as JSON values."""
 
 
 class CommonCalls:
     """The calls since the last step that all ranks must make: `draw`, `alike` and `share`.
 
-    Ranks compare them in the exchange of each step, as one number, and the first rows of shared
-    batches as another. `share` under `torch.no_grad()` is not counted, because a rank may evaluate
-    alone.
+    The exchange of each step compares one number for the calls, and one for the first rows of
+    shared batches. Calls of `share` under `torch.no_grad()` are not counted, because a rank may
+    evaluate alone.
     """
 
     def __init__(self) -> None:
@@ -38,26 +38,26 @@ class CommonCalls:
 
     def note(self, call: str) -> None:
         """Count one `call`, with the line of the user's script that makes it."""
-        # The line is only for the message: ranks may call from different lines.
+        # The line is only used in the message, because ranks may call from different lines.
         self._made[call, process_status.users_line(sys._getframe(1))] += 1
 
     def note_batch(self, call: str, digest: Callable[[], float | Tensor]) -> None:
-        """Count one `call` with a batch, whose first row `digest` reduces to a number."""
+        """Count one `call` with a batch. `digest` reduces the batch's first row to a number."""
         self.note(call)
         if self._left > 0:
             self._left -= 1
-            # Doubled, so that the order of batches matters. On an accelerator this remains a
-            # tensor, so the host does not wait for it here.
+            # Double the previous value, so that the order of batches matters. On an accelerator
+            # this stays a tensor, so the host does not synchronise.
             self._rows = self._rows * 2 + digest()
 
     def number(self) -> float:
-        """Return a checksum of how often each call was made."""
+        """Return a checksum of the number of times each call was made."""
         counts = Counter[str]()
         for (call, _), times in self._made.items():
             if call != SHARE or self._counts_shares:
                 counts[call] += times
-        # Sorted, because ranks may make calls in different orders. 32 bits are exact in the fp64
-        # vector of the exchange.
+        # Sort, because ranks may make calls in different orders. A 32-bit number is exact in the
+        # exchange's fp64 vector.
         return float(zlib.crc32(repr(sorted(counts.items())).encode()))
 
     @property
@@ -66,7 +66,7 @@ class CommonCalls:
         return self._rows
 
     def report(self) -> tuple[CallCounts, float]:
-        """Return the calls and the digest of rows, to send to the other ranks."""
+        """Return the calls and the digest of rows, to send to other ranks."""
         counts = [(call, line, times) for (call, line), times in self._made.items()]
         return counts, float(self._rows)
 
@@ -75,35 +75,35 @@ class CommonCalls:
         self._left = 0
 
     def stop_counting_shares(self) -> None:
-        """Stop comparing shared batches, after a warning that ranks have different numbers of them.
+        """Stop comparing numbers of shared batches, after a warning that they differ.
 
-        All ranks call it at the same step, or their checksums would differ.
+        All ranks must call it at the same step, or their checksums would differ.
         """
         self._counts_shares = False
         self.stop_digesting()
 
     def clear(self) -> None:
-        """Reset the counts after a step has compared them."""
+        """Reset the counts once a step has compared them."""
         self._made.clear()
         self._rows = 0.0
 
 
 def nearly_alike(numbers: Sequence[float]) -> bool:
-    """Return whether numbers differ by rounding alone."""
+    """Return whether `numbers` differ only by rounding."""
     # A model may have computed the batches, on hosts with different processors.
     return max(numbers) - min(numbers) <= 1e-5 * max(map(abs, numbers))
 
 
 def find_call_difference(calls_of_ranks: Sequence[CallCounts]) -> tuple[int, str] | None:
-    """Find the first rank whose calls, without `share`, differ from rank 0's.
+    """Find the first rank whose calls differ from rank 0's, ignoring `share`.
 
-    Returns the rank and a description; None if no rank differs.
+    Returns the rank and a description, or None if no rank differs.
     """
     counts = []
     for calls in calls_of_ranks:
         times_of = Counter[str]()
         for call, _, times in calls:
-            # `share` is only warned about, so it must not decide here.
+            # Ignore `share`, which only causes a warning.
             if call != SHARE:
                 times_of[call] += times
         counts.append(times_of)
@@ -114,14 +114,14 @@ def find_call_difference(calls_of_ranks: Sequence[CallCounts]) -> tuple[int, str
 
 
 def describe_share_difference(calls_of_ranks: Sequence[CallCounts]) -> str:
-    """Describe the different numbers of batches that ranks passed to `share`."""
+    """Describe how the numbers of batches that ranks passed to `share` differ."""
     counts = [sum(times for call, _, times in calls if call == SHARE) for calls in calls_of_ranks]
     rank = next(rank for rank, count in enumerate(counts) if count != counts[0])
     return _difference(calls_of_ranks, rank)
 
 
 SHARE = "world.share"
-"""The one call that a rank may make alone without an error, if it trains on the rows."""
+"""The only call that a rank may make alone without an error."""
 
 
 def _difference(calls_of_ranks: Sequence[CallCounts], rank: int) -> str:

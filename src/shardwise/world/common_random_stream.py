@@ -1,11 +1,11 @@
-"""The random stream that all ranks share, before and after each of them draws its own numbers.
+"""Manages the random stream that all ranks share.
 
     init      every rank is seeded like a single process, and draws the same models and data
     engines   creating an engine draws nothing
-    training  from the first batch or forward with gradients, each rank has its own seed
+    training  from the first batch or forward pass with gradients, each rank has its own seed
 
-A separate stream then keeps the position of a single process, and `draw` and `alike` continue from
-it.
+During training, a separate stream keeps the position that a single process would have, and `draw`
+and `alike` continue from there.
 """
 
 from __future__ import annotations
@@ -24,61 +24,62 @@ T = TypeVar("T")
 
 
 class CommonRandomStream:
-    """The random stream that all ranks share. `device` is the one this rank computes on."""
+    """The random stream that all ranks share. `device` is the device that this rank computes on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._waiting: list[WeakMethod[Callable[[], None]]] = []
         self._end: GeneratorStates | None = None
-        """Position of the stream; None while this rank's own generators are at that position."""
+        """Position of the stream, or None while this rank's own generators are at that position."""
         self._step: object = None
         self._batch: object = None
         self._starts: list[GeneratorStates] = []
-        """Positions before each draw of this step, in the order of calls."""
+        """Positions before each draw of this step, in call order."""
         self._calls = 0
-        """Number of draws for the current micro-batch."""
+        """Number of draws so far for the current micro-batch."""
         self._inside = 0
         """Depth of open `alike` blocks."""
         self._boundary: GeneratorStates | None = None
         self.is_one = False
-        """True once all ranks are known to have the same stream, and each draws its own numbers."""
+        """True once all ranks are known to share the stream, and each draws its own numbers."""
         self.used = False
-        """True if anything was drawn from it, or a checkpoint restored it."""
+        """True once anything was drawn from the stream, or a checkpoint restored it."""
 
-    # -- when ranks begin to draw their own numbers -----------------------------------------
+    # -- when ranks start to draw their own numbers -----------------------------------------
 
     def wait(self, begin: Callable[[], None]) -> None:
-        """Call `begin` (a bound method, held weakly) when training begins."""
+        """Call `begin` (a bound method, held weakly) when training starts."""
         self._waiting.append(WeakMethod(begin))
 
     def before_batch(self, batch: object) -> None:
-        """Begin training if the batch about to be given is one to train on."""
+        """Start training if the batch to be handed out is a training batch."""
         del batch
         if torch.is_grad_enabled():
             self.begin()
 
     def before_forward(self, module: Any, args: Any) -> None:
-        """Begin training if this forward records gradients. A hook on a model."""
+        """Start training if this forward pass records gradients. A hook on a model."""
         del module, args
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.begin()
 
     def begin(self) -> None:
-        """Call the methods that wait for training to begin.
+        """Call the methods registered with `wait`, because training starts.
 
-        Not inside of that block, in which all ranks draw the same: the next batch calls them.
+        Does nothing inside an `alike` block, in which all ranks draw the same numbers. The next
+        batch then starts training.
         """
         if self._inside:
             return
-        # Cleared first, because a waiting method may run a forward, which calls this again.
+        # Clear the list first, because a method may run a forward pass, which calls `begin` again.
         waiting, self._waiting = self._waiting, []
         for reference in waiting:
             if (begin := reference()) is not None:
                 begin()
 
     def part(self) -> None:
-        """Record the position of the stream, before this rank's generators get their own seed."""
-        # The first call only: later seeds of this rank are not the common stream.
+        """Record the stream's position, before this rank's generators get their own seed."""
+        # Only at the first call: later states of this rank's generators are not the common stream.
         if self._end is None:
             self._end = GeneratorStates.now(self._device)
 
@@ -87,14 +88,15 @@ class CommonRandomStream:
     def meet(self, gather: Callable[[Any], list[Any]]) -> bool:
         """Use rank 0's stream if the ranks' streams differ. Return whether they did.
 
-        `gather` returns every rank's value on all ranks. Collective until all ranks draw their own
-        numbers: before that, anything that one rank draws alone also advances its stream.
+        `gather` returns every rank's value on all ranks. The call is collective until each rank
+        draws its own numbers: before that, anything that one rank draws alone also advances its
+        stream.
         """
-        # From then on nothing but `draw` and `alike` moves the stream, and all ranks call these.
+        # From then on only `draw` and `alike` advance the stream, and all ranks call these.
         if self.is_one:
             return False
         is_apart, mine = self._end is not None, self._now()
-        # Digests first, 4 bytes per rank: the states have 5 kB, and are mostly equal.
+        # Compare digests first, with 4 bytes per rank: the states take 5 kB, and are usually equal.
         gathered = gather((is_apart, mine.digest()))
         if len({digest for _, digest in gathered}) == 1:
             self.is_one = all(each for each, _ in gathered)
@@ -106,10 +108,11 @@ class CommonRandomStream:
     def draw(self, make: Callable[[], T], *, step: object, batch: object, goes_on: bool) -> T:
         """Return `make()`, called with the generators of the shared stream.
 
-        Each micro-batch (`batch`) of one `step` draws the same numbers, because a single process
-        with all of them in one batch draws once. `goes_on` is True if more micro-batches follow.
+        All micro-batches of a `step` draw the same numbers, because a single process with all of
+        them in one batch draws only once. `batch` identifies the micro-batch. `goes_on` is True if
+        more micro-batches follow.
         """
-        # Compared by identity: the Loader creates one object per step.
+        # Compare by identity: the Loader creates one object per step.
         if step is None or step is not self._step:
             self._step, self._starts = step, []
         if batch is not self._batch:
@@ -126,7 +129,7 @@ class CommonRandomStream:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Draw from the stream inside the block, and advance it."""
+        """Draw from the shared stream inside the block, and advance it."""
         self.used = True
         self._inside += 1
         try:
@@ -136,9 +139,9 @@ class CommonRandomStream:
             self._inside -= 1
 
     def check_outside(self, call: str) -> None:
-        """Raise UsageError for a `call` inside `alike`.
+        """Raise UsageError if `call` is made inside `alike`.
 
-        A step reseeds the generators of each rank, so the position of the stream would be lost.
+        A step reseeds each rank's generators, so the stream's position would be lost.
         """
         if self._inside:
             raise UsageError(
@@ -155,7 +158,7 @@ class CommonRandomStream:
     def _at(self, start: GeneratorStates, *, moves: bool) -> Iterator[None]:
         """Set the generators to `start` inside the block, and restore them afterwards.
 
-        If it `moves` the stream, the stream continues from the end of the block.
+        If `moves` is true, the stream continues from the state at the end of the block.
         """
         before = GeneratorStates.now(self._device)
         start.restore(self._device)
@@ -166,13 +169,13 @@ class CommonRandomStream:
             apart = self._end is not None
             if moves and apart:
                 self._end = end
-            # Before training this rank's generators are the stream, so moving it moves them.
+            # Before training, this rank's generators are the stream: keep their new position.
             (before if apart or not moves else end).restore(self._device)
 
     # -- at a step boundary -----------------------------------------------------------------
 
     def mark_boundary(self) -> None:
-        """Record the position of the stream after a completed step."""
+        """Record the stream's position after a completed step."""
         self._boundary = self._end
 
     def go_back_to_boundary(self) -> None:
@@ -183,7 +186,8 @@ class CommonRandomStream:
     def at_boundary(self) -> Iterator[None]:
         """Rewind to the last step boundary inside the block, for a save.
 
-        A process that loads the checkpoint repeats the draws of this process for the next step.
+        A process that loads the checkpoint repeats the draws that this process made for the next
+        step.
         """
         now = self._end
         self.go_back_to_boundary()
@@ -195,11 +199,11 @@ class CommonRandomStream:
     # -- in a checkpoint --------------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        """Return the position as JSON values; None before training if nothing was drawn from it."""
+        """Return the position as JSON values, or None before training if nothing was drawn."""
         return self._now().plain() if self.used or self._end is not None else None
 
     def restore(self, end: GeneratorStates) -> None:
-        """Continue from the position `end`."""
+        """Continue from the position `end`, read from a checkpoint."""
         self._end = self._boundary = end
         self.used = True
         self._step = self._batch = None

@@ -1,4 +1,4 @@
-"""Records which batch was given last. Its size is the weight of a loss without `weight=`.
+"""Records which batch was handed out last. Its size is the weight of a loss without `weight=`.
 
 A Loader opens a stream for each iteration and describes each batch. The engine looks up the batch
 of a loss, and Metrics looks up whether the batch counts at all.
@@ -18,13 +18,13 @@ from shardwise.errors import UsageError
 class Batch:
     """This rank's part of one micro-batch.
 
-    samples   number of samples; 0 for a stand-in, a real sample given to a rank without samples, so
-              that it runs the same collectives as the others
-    whole     number of samples of this micro-batch on all ranks; 0 if this rank does not know
+    samples   number of samples; 0 for a stand-in: a real sample that a rank without samples gets,
+    so that it runs the same collectives as the others
+    whole     number of samples of this micro-batch across all ranks; 0 if unknown on this rank
     last      True for the last micro-batch of a step
     indices   dataset indices, for messages, if the dataset is map-style
-    rows      range [first, end) among the `total` rows of all ranks' batches, if known
-    step      an object that all micro-batches of a step share
+    rows      range [first, end) within the `total` rows of all ranks' batches, if known
+    step      an object shared by all micro-batches of a step
     """
 
     samples: int
@@ -38,7 +38,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamShape:
-    """The shape of a stream, for the line at the start of a run. Counts are for the whole run."""
+    """The shape of a stream, for the startup summary. Counts are for the whole run."""
 
     batch_size: int | None
     micro_batches: int
@@ -52,35 +52,36 @@ class LoaderStream:
     name: str
     plan: StreamShape
     passing: bool = False
-    """True for a batch of `world.share`: it has no loop, and the next such batch replaces it."""
+    """True for a batch of `world.share`, which has no loop and is replaced by the next such
+    batch."""
     batch: Batch | None = None
     training: bool = False
     trained: bool = False
-    """True if a backward has used any of its batches."""
+    """True if a backward pass has used any of its batches."""
 
 
 SitOut = Callable[[], AbstractContextManager[None]]
-"""Returns a context that allows ranks to run different numbers of forwards."""
+"""Returns a context manager that allows ranks to run different numbers of forward passes."""
 
 
 @dataclass
 class CurrentBatch:
-    """The open streams of this process. `batch` is the last one that any of them gave."""
+    """The open streams of this process. `batch` is the last batch that any of them handed out."""
 
     streams: list[LoaderStream] = field(default_factory=list)
     batch: Batch | None = None
     skipped_batches: int = 0
-    """Number of evaluation batches that this rank skipped because they had no sample for it."""
+    """Number of evaluation batches that this rank skipped because it had no sample in them."""
     own_rows: int | None = None
-    """Number of rows of the next loss, if a bridge knows it and no stream gave the batch."""
+    """Number of rows of the next loss, if a bridge knows it and no stream handed out the batch."""
     stand_in: str | None = None
-    """Name of the stream that gave a stand-in, until the script reads `world.rows`."""
+    """Name of the stream that handed out a stand-in, until the script reads `world.rows`."""
     _apart: int = 0
-    """Number of open batches that other ranks skip."""
+    """Number of current evaluation batches that other ranks skip."""
     _latest: LoaderStream | None = None
-    """The stream that last gave a batch to train on, open or closed."""
+    """The stream, open or closed, that last handed out a training batch."""
     _shared: list[Batch] = field(default_factory=list)
-    """Batches to train on that `world.share` gave since the last backward."""
+    """Training batches that `world.share` returned since the last backward pass."""
     _watchers: list[WeakMethod[Callable[[Batch], None]]] = field(default_factory=list)
     _uneven: list[WeakMethod[SitOut]] = field(default_factory=list)
 
@@ -89,9 +90,9 @@ class CurrentBatch:
         self._watchers.append(WeakMethod(watcher))
 
     def allow_uneven(self, block: SitOut) -> None:
-        """Enter a context around each evaluation batch that some ranks skip.
+        """Enter the context that `block` returns around each evaluation batch that some ranks skip.
 
-        `block` (a bound method, held weakly) returns it.
+        `block` is a bound method, held weakly.
         """
         self._uneven.append(WeakMethod(block))
 
@@ -99,9 +100,9 @@ class CurrentBatch:
     def some_ranks_skip(self) -> Iterator[None]:
         """Mark the block as an evaluation batch that some ranks skip.
 
-        Leaving it is collective if parameters are sharded.
+        Leaving the block is collective if parameters are sharded.
         """
-        # Drop engines that are gone.
+        # Drop engines that have been freed.
         self._uneven = [reference for reference in self._uneven if reference() is not None]
         with ExitStack() as blocks:
             for reference in self._uneven:
@@ -111,7 +112,7 @@ class CurrentBatch:
             try:
                 yield
             finally:
-                # Before the contexts exit: on exit, all ranks take part in collectives again.
+                # Do this before the contexts exit, when all ranks participate in collectives again.
                 self._apart -= 1
 
     def check_even(self, call: str) -> None:
@@ -124,7 +125,7 @@ class CurrentBatch:
             )
 
     def open(self, name: str, plan: StreamShape) -> LoaderStream:
-        """Register an iteration that has begun."""
+        """Register the start of an iteration over a Loader."""
         stream = LoaderStream(name, plan)
         self.streams.append(stream)
         return stream
@@ -134,19 +135,23 @@ class CurrentBatch:
         if stream in self.streams:
             self.streams.remove(stream)
             if self.batch is stream.batch:
-                # An inner loop (an evaluation) has ended: the batch of the outer loop is the
-                # current one again.
+                # An inner loop (an evaluation) has ended, so the outer loop's batch is current
+                # again.
                 given = [other.batch for other in self.streams if other.batch is not None]
                 self.batch = given[-1] if given else None
 
     def give(self, stream: LoaderStream, batch: Batch, *, training: bool) -> None:
-        """Record the batch that a stream is about to give; `training` if autograd records."""
+        """Record the batch that `stream` is about to hand out.
+
+        `training` is True if autograd is recording.
+        """
         if training and not stream.passing:
-            # The next loss belongs to this Loader's batch, not to earlier ones of world.share.
+            # The next loss belongs to this Loader's batch, not to earlier batches of world.share.
             self._close_passing(training=True)
             self._shared = []
         self._watchers = [reference for reference in self._watchers if reference() is not None]
-        # Before the batch is recorded, because a watcher may save the position before this batch.
+        # Call watchers before recording the batch, because one may save the position before this
+        # batch.
         for reference in self._watchers:
             if (watcher := reference()) is not None:
                 watcher(batch)
@@ -158,9 +163,9 @@ class CurrentBatch:
             self._latest = stream
 
     def share(self, name: str, plan: StreamShape, batch: Batch, *, training: bool) -> None:
-        """Record a batch that is given without a loop, in place of the previous one of its kind.
+        """Record a batch that is handed out without a loop, replacing the last one of its kind.
 
-        A batch to evaluate on does not replace one to train on, whose backward may follow.
+        An evaluation batch does not replace a training batch, whose backward pass may still follow.
         """
         self._close_passing(training=training)
         stream = LoaderStream(name, plan, passing=True)
@@ -174,8 +179,8 @@ class CurrentBatch:
             self.close(older)
 
     def train(self) -> None:
-        """Record that a backward has used the last batch."""
-        # `x, y = next(iter(loader))` leaves no open stream, so the latest one counts.
+        """Record that a backward pass has used the last batch."""
+        # `x, y = next(iter(loader))` leaves no open stream, so use the latest one.
         self._shared, self.own_rows = [], None
         self._close_passing(training=False)
         latest = [self._latest] if self._latest is not None else []
@@ -183,33 +188,44 @@ class CurrentBatch:
             stream.trained = True
 
     def training_streams(self) -> list[LoaderStream]:
-        """Return the open streams whose last batch was for training, oldest first."""
+        """Return the open streams whose last batch was a training batch, oldest first."""
         return [stream for stream in self.streams if stream.training and stream.batch]
 
     def in_loop(self) -> bool:
-        """Return whether a loop over a Loader runs that gives, or may give, training batches."""
+        """Return whether a loop over a Loader is running that may hand out training batches."""
         loops = (stream for stream in self.streams if not stream.passing)
         return any(stream.training or stream.batch is None for stream in loops)
 
     def batch_of_forward(self, *, training: bool) -> Batch | None:
-        """Return the batch of a forward that runs now; `training` if autograd records."""
+        """Return the batch of the forward pass that is currently running.
+
+        `training` is True if autograd is recording.
+        """
         given = self.training_streams() if training else []
         if not given or any(stream.batch is self.batch for stream in given):
             return self.batch
         return given[-1].batch
 
     def batch_of_loss(self, *, weighted: bool, anew: bool = False) -> Batch | None:
-        """Return the batch of a loss: the current one of a Loader, else the last of `world.share`.
+        """Return the batch of a loss: the Loader's current one, else the last of `world.share`.
 
-        None if there was no batch. Raises UsageError if the loss is not `weighted` by the user and
-        its weight is ambiguous: two training Loaders are open, or `world.share` gave batches of
-        different sizes since the last backward, or one stream gave a stand-in and another one
-        samples. Also raises if a loss with `weight=`, of items that no earlier backward has counted
-        (`anew`), may or may not be computed from a stand-in.
+        Returns None if there was no batch.
+
+        Args:
+            weighted: True if the user passed the loss's weight or a reduction.
+            anew: True if the user passed a weight, and no earlier backward pass has counted the
+                items.
+
+        Raises:
+            UsageError: The loss is not `weighted` and its weight is ambiguous, because two training
+                Loaders are open, or `world.share` returned batches of different sizes since the
+                last backward pass. Also raised if one open stream handed out a stand-in and another
+                one samples, or if `anew` is true and it is unclear whether the loss was computed
+                from a stand-in.
         """
         training = self.training_streams()
-        # A batch of world.share inside a loop over a Loader (noise for a GAN) does not weigh the
-        # loss.
+        # Inside a loop over a Loader, a batch of world.share (such as noise for a GAN) does not
+        # determine the loss's weight.
         loops = [stream for stream in training if not stream.passing]
         if not weighted:
             self._check_weight(training, loops)
@@ -217,13 +233,13 @@ class CurrentBatch:
         if anew and training and not loops:
             self._check_shared_stand_in(training[-1])
         given = [stream.batch for stream in loops or training if stream.batch is not None]
-        # Of several candidates, prefer the batch that was given last.
+        # Of several candidates, prefer the batch that was handed out last.
         latest = [batch for batch in given if batch is self.batch]
         return latest[0] if latest else given[-1] if given else None
 
     def _check_shared_stand_in(self, last: LoaderStream) -> None:
-        """Raise UsageError if a loss with `weight=` may or may not be computed from a stand-in."""
-        # A loss of a stand-in weighs nothing. A loss of rows that the script cut itself does.
+        """Raise UsageError if it is unclear whether a weighted loss came from a stand-in."""
+        # A stand-in's loss has weight 0, but a loss of rows that the script selected itself counts.
         assert last.batch is not None
         several = len({batch.samples == 0 for batch in [last.batch, *self._shared]}) > 1
         if several or (last.trained and last.batch.samples == 0):

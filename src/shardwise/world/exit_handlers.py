@@ -1,7 +1,7 @@
-"""Registers functions that run when this process ends, but not when a forked child of it ends.
+"""Registers functions that run when this process exits, but not when a forked child exits.
 
-A forked child inherits the handlers of `atexit`. The handlers of a rank would wait for threads that
-the child does not have, or close connections of its parent.
+A forked child inherits the handlers of `atexit`. A rank's handlers would wait for threads that the
+child does not have, or close its parent's connections.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _registered: list[Callable[[], Any]] = []
 
 
 def register(function: Callable[[], Any]) -> None:
-    """Call `function` at the end of this process, in reverse order of registration."""
+    """Call `function` when this process exits, in reverse order of registration."""
     atexit.register(function)
     _registered.append(function)
 
@@ -27,6 +27,7 @@ def unregister(function: Callable[[], Any]) -> None:
 
 
 def _in_forked_child() -> None:
+    # atexit cannot skip handlers in a child, so unregister them right after the fork.
     for function in _registered:
         atexit.unregister(function)
     _registered.clear()

@@ -39,21 +39,21 @@ def init(seed: int | None = None, **settings: Any) -> World:
     Without a launcher, the world has one rank. Call it once, at the top of the script.
 
     Args:
-        seed: Seeds torch, numpy and random on every rank. Until the first batch or forward with
-            gradients, every rank then draws the numbers of a single process with this seed.
-            Default: every rank takes over the state of rank 0's generators, and the seed is
-            `torch.initial_seed()` of rank 0.
+        seed: Seeds torch, numpy and random on every rank. Until the first batch or the first
+            forward pass with gradients, every rank then draws the same numbers as a single process
+            with this seed. Default: every rank copies the state of rank 0's generators, and the
+            seed is `torch.initial_seed()` of rank 0.
         **settings: Keywords of `shardwise.config.Settings`. The TOML file, the environment and the
-            flags override them. With `reseed=False` the generators are never changed, here or at a
-            step, for scripts that seed and save them themselves.
+            flags override them. With `reseed=False` the generators are never changed, neither here
+            nor at a step, for scripts that seed and save them themselves.
 
     Returns:
-        The `World`: rank, size, device, and collectives over all ranks.
+        The `World`: rank, size, device, and collectives across all ranks.
 
     Raises:
         ConfigError: A setting is wrong.
         LaunchError: The other ranks cannot be reached.
-        UsageError: It was called before, or in a spawned process.
+        UsageError: `init` was called before, or is called in a spawned process.
 
     Example:
         >>> import shardwise as sw
@@ -61,7 +61,7 @@ def init(seed: int | None = None, **settings: Any) -> World:
         >>> world.rank, world.size
         (0, 1)
     """
-    # Python's own check for a spawned process, which is importing the script again.
+    # This is Python's own check for a spawned process that is importing the script again.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
             "sw.init ran in a process that the script itself has spawned, such as a DataLoader "
@@ -80,13 +80,13 @@ def init(seed: int | None = None, **settings: Any) -> World:
 def enter(
     seed: int | None, settings: dict[str, Any], on_meeting: collectives.OnMeeting | None = None
 ) -> World:
-    """Join the run as `init` does. `on_meeting` is passed to `collectives.connect`."""
+    """Join the run as `init` does. `on_meeting` is passed on to `collectives.connect`."""
     refuse_second()
     keywords = dict(settings) | ({"seed": seed} if seed is not None else {})
     error_file.watch_exceptions()
     chosen, _ = config.resolve(config.sources(os.environ, keywords))
     identity = launcher_detection.identify()
-    # The local rank selects the GPU. Ranks whose launcher gives none must meet first to learn it.
+    # The local rank selects the GPU. If the launcher does not set it, ranks must connect first.
     identity = collectives.place(identity, chosen.timeout, chosen.rendezvous)
     try:
         device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
@@ -94,7 +94,7 @@ def enter(
         # Tell the other ranks, which would otherwise wait for this one until the timeout.
         collectives.check_all(identity, str(error))
         raise
-    # All ranks have a device, or all raise the error of the rank that has none.
+    # Either all ranks have a device, or all raise the error of the rank that has none.
     collectives.check_all(identity, "")
     if device.type == "cpu":
         host_memory.keep(os.environ)
@@ -103,14 +103,14 @@ def enter(
     _configure(world, keywords)
     if identity.launcher == "torchrun" and (line := collectives.exposed()) and not chosen.quiet:
         world.say_once(line)
-    # With SHARDWISE_ALONE, `variables` is not empty: the user wants a single process.
+    # With SHARDWISE_ALONE `variables` is not empty: the user wants a single process, so don't warn.
     is_alone = identity.launcher == "python" and not identity.variables
     if is_alone and not chosen.quiet and (job := signs.in_job(os.environ)):
         world.say_once(
             f"one process in a job with several slots ({job}): start its ranks with shardwise run, "
             "or with the job's own srun or mpiexec (docs/launching.md)."
         )
-    # Last of what could draw random numbers: the script continues from these seeds.
+    # Seed after everything that could draw random numbers: the script continues from these seeds.
     _seed_ranks(world, keywords)
     process_status.show_on_signal()
     if world.size > 1:
@@ -128,9 +128,9 @@ def _join(
     chosen: config.Settings,
     on_meeting: collectives.OnMeeting | None,
 ) -> collectives.Collectives:
-    """Join the other ranks with `collectives.connect`, or the function that the launcher names."""
+    """Join the other ranks with `collectives.connect`, or a function that the launcher names."""
     if (named := os.environ.get(environment.JOIN_VARIABLE)) is not None:
-        # A string, because that transport (elastic islands) is in a package above this one.
+        # Elastic islands name their transport by a string, because it is in a higher package.
         module, _, name = named.partition(":")
         join = getattr(import_module(module), name)
         group: collectives.Collectives = join(identity, device, chosen, on_meeting)
@@ -141,20 +141,20 @@ def _join(
 
 
 def divide(world: World, axes: dict[str, int]) -> None:
-    """Change the mesh of a run that has begun to these `axes`: `tensor` and `pipeline`.
+    """Change the mesh of a running job to these `axes`: `tensor` and `pipeline`.
 
-    For scripts that set them in the model, after they have joined the run. Flags override the
-    axes, as they override keywords of the script. If the mesh is the same it does nothing.
-    Afterwards, generators are reseeded at each step, as after `shardwise.init`, and existing
-    Loaders give other shares in their next loop. Collective.
+    For scripts that set them in the model, after joining the run. Flags override the axes, as they
+    override keywords of the script. Does nothing if the mesh stays the same. Afterwards, generators
+    are reseeded at each step, as after `shardwise.init`, and existing Loaders use the new shares
+    from their next loop on. Collective.
 
-    Raises ConfigError for an impossible mesh, and UsageError on all ranks if any rank is inside a
-    loop over a Loader, which already gives out shares by the former mesh.
+    Raises ConfigError if the mesh is impossible. Raises UsageError on all ranks if any rank is
+    inside a loop over a Loader, which already hands out shares of the former mesh.
     """
     mesh = mesh_after(world, axes)
     if mesh == world.mesh:
         return
-    # On all ranks if on any: some may already have left their loop.
+    # Raise on all ranks if any rank is in a loop: some may already have left theirs.
     if world.any(world.current_batch.in_loop()):
         raise UsageError(
             f"The mesh cannot change to {mesh.in_words()} now: a loop over a Loader has begun with "
@@ -166,20 +166,23 @@ def divide(world: World, axes: dict[str, int]) -> None:
 
 
 _IN_PARTS = {"reseed": True}
-"""Settings that replicas of several ranks need."""
+"""Settings that are required if a replica has several ranks."""
 
 
 def mesh_after(world: World, axes: dict[str, int]) -> Mesh:
-    """Return the mesh that `divide` would make of `axes`, which flags may override.
+    """Return the mesh that `divide` would create from `axes`, which flags may override.
 
-    Raises ConfigError for an impossible one.
+    Raises ConfigError if the mesh is impossible.
     """
     settings = config.load(world.keywords | axes | _IN_PARTS)[0]
     return world.mesh.changed(settings)
 
 
 def _configure(world: World, keywords: dict[str, Any]) -> None:
-    """Resolve the settings of `world`, and apply mesh, log, threads and exact mode. Collective."""
+    """Resolve the settings of `world`, and apply mesh, log, threads and exact mode.
+
+    Collective.
+    """
     world.settings = settings = world.settle(**keywords)
     config.check_contradictions(settings)
     world.cut(mesh_of(settings, world.size, count_groups(settings, world.collectives)))
@@ -197,12 +200,12 @@ def _seed_ranks(world: World, keywords: dict[str, Any]) -> None:
         "seed", (None, "")
     )
     group = world.collectives
-    # Rank 0's, also if ranks pass different seeds.
+    # Use rank 0's seed, even if ranks pass different ones.
     world.seed = group.gather_plain(torch.initial_seed() if chosen is None else chosen)[0]
     world.seed_source = source or "torch.initial_seed()"
     if chosen is not None:
         randomness.seed_everything(world.seed)
-    # Without a seed, the script may already have drawn numbers (before init): continue from there.
+    # Without a seed, the script may already have drawn numbers before `init`: continue from there.
     elif world.size > 1 and world.settings.reseed:
         is_first = group.rank == 0
         states = GeneratorStates.now(world.device).plain() if is_first else None
@@ -212,20 +215,20 @@ def _seed_ranks(world: World, keywords: dict[str, Any]) -> None:
 
 
 def _share_cores(world: World) -> None:
-    """Divide the cores among the ranks that may run on them, under mpirun and srun."""
-    # By default torch starts one thread per core in every rank, and they wait for each other.
+    """Divide the host's cores among its ranks, under mpirun and srun."""
+    # By default torch starts one thread per core in every rank, so the ranks slow each other down.
     if world.launcher in launcher_detection.SETS_THREADS:
         return
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return
     mine = [world.host, sorted(os.sched_getaffinity(0))]
-    # Ranks that are bound to disjoint cores need no division: only equal sets are counted.
+    # Count only ranks with the same set of cores: ranks bound to disjoint cores need no division.
     sharing = world.collectives.gather_plain(mine).count(mine)
     torch.set_num_threads(max(1, len(mine[1]) // sharing))
 
 
 def _device(identity: Identity, wanted: str, *, sharing: bool) -> torch.device:
-    """Return the device of this rank. With `sharing`, several ranks may use the same GPU."""
+    """Return this rank's device. If `sharing` is true, several ranks may use the same GPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and gpus == 0):
         return torch.device("cpu")
@@ -236,7 +239,7 @@ def _device(identity: Identity, wanted: str, *, sharing: bool) -> torch.device:
             f"{identity.local_size} ranks run on this host, but it shows {gpus} GPU(s). "
             f"Start {max(gpus, 1)} rank(s) here, {shared}or train on the CPU with --device cpu."
         )
-    # Modulo, for launchers that show each rank only its own GPU, and for shared GPUs.
+    # Use the remainder, for launchers that show each rank only its own GPU, and for shared GPUs.
     device = torch.device("cuda", identity.local_rank % gpus)
     torch.cuda.set_device(device)
     return device

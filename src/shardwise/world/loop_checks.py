@@ -1,4 +1,4 @@
-"""Warnings about loops that train nothing: backwards without a step, steps without an engine."""
+"""Warns about loops that train nothing: backward passes without a step, steps without an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Backwards(Protocol):
-    """The accumulation of an engine. `stepping` is True once a step has begun, or failed."""
+    """The accumulation of an engine. `stepping` is True once a step has started or failed."""
 
     @property
     def backwards(self) -> int: ...
@@ -22,18 +22,18 @@ class Backwards(Protocol):
 
 
 class UnsteppedBackwards:
-    """Warns once, at the end of a run, of backwards without a step, in any engine of this rank."""
+    """Warns at the end of a run about backward passes without a step, in any of its engines."""
 
     def __init__(self) -> None:
         self._engines: list[Backwards] = []
 
     def watch(self, engine: Backwards) -> None:
-        """Include the accumulation of an engine. It is held even after the engine is gone."""
+        """Include the accumulation of an engine. It is kept even after the engine is freed."""
         self._engines.append(engine)
 
     def words(self) -> str:
-        """Return the warning; "" if every backward was followed by a step."""
-        # A step that failed has raised its own error.
+        """Return the warning, or "" if every backward pass was followed by a step."""
+        # Skip engines whose step failed, because it raised its own error.
         left = sum(engine.backwards for engine in self._engines if not engine.stepping)
         if not left:
             return ""
@@ -44,17 +44,17 @@ class UnsteppedBackwards:
         )
 
     def warn(self) -> None:
-        """Print the warning on stderr, unless an exception has ended the script."""
+        """Print the warning to stderr, unless the script ended with an exception."""
         words = self.words()
-        # After an exception, the missing step is no news.
+        # After an exception, a missing step is no surprise.
         if words and getattr(sys, "last_value", None) is None:
             print(f"shardwise: {words}", file=sys.stderr, flush=True)
 
 
 class StepsWithoutEngine:
-    """Warns once of optimizer steps without an engine, on several workers. `say` prints a line.
+    """Warns once if optimizers step without an engine on several workers. `say` prints the warning.
 
-    It warns at the second step of an optimizer, not the first.
+    It warns at the second step of an optimizer, not at the first.
     """
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:
@@ -65,12 +65,12 @@ class StepsWithoutEngine:
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def forget(self) -> None:
-        """Stop watching: there is an engine, or the script needs none. Can be called again."""
+        """Stop watching, because there is an engine or the script needs none. Idempotent."""
         self._handle.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._has_warned:
-            return  # the hook is not removed here, because torch is iterating over its hooks
+            return  # don't remove the hook here: torch is iterating over its hooks
 
         self._steps[id(optimizer)] += 1
         if self._steps[id(optimizer)] == 2:

@@ -1,11 +1,11 @@
-"""The places of ranks along the axes of parallelism. Pure arithmetic.
+"""Computes the coordinates of ranks along the axes of parallelism. Does no communication.
 
     rank = (data * P + stage) * T + tensor
 
-The T ranks that split each layer exchange the most, so they are neighbours: on one host if hosts
-have a multiple of T ranks. The P pipeline stages are the next axis. The P * T ranks with the same
-`data` coordinate hold one copy of the model, a replica. Neighbouring replicas form an island, the
-outermost axis: gradients are summed inside islands only.
+The T ranks that split each layer communicate the most, so they are adjacent: they are on one host
+if its number of ranks is a multiple of T. The P pipeline stages are the next axis. The P * T ranks
+with the same `data` coordinate hold one copy of the model, a replica. Adjacent replicas form an
+island, the outermost axis: gradients are summed only within islands.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class Mesh:
-    """`size` ranks in replicas of `pipeline` x `tensor` ranks and in `islands` of equal size.
+    """Divides `size` ranks into `islands`, and into replicas of `pipeline` x `tensor` ranks.
 
-    Raises ConfigError if they do not divide.
+    Raises ConfigError if the numbers do not divide.
     """
 
     size: int
@@ -30,7 +30,7 @@ class Mesh:
     islands: int = 1
 
     def __post_init__(self) -> None:
-        # If the replicas do not divide either, report that first.
+        # If the replicas do not divide either, report only that (below).
         if self.size % self.replica == 0 and self.size // self.replica % self.islands:
             raise ConfigError(self._uneven_islands())
         if self.size % self.replica:
@@ -42,7 +42,7 @@ class Mesh:
             )
 
     def _advice(self, axes: dict[str, int]) -> str:
-        # The nearest numbers of workers that fit, below and above.
+        # Suggest the nearest possible numbers of workers, below and above.
         below = self.size // self.replica * self.replica
         counts = [str(n) for n in (below, below + self.replica) if n]
         advice = [f"Start {' or '.join(counts)} workers"]
@@ -73,7 +73,7 @@ class Mesh:
         return self.size // self.replica
 
     def data_of(self, rank: int) -> int:
-        """Return the number of the replica of `rank`."""
+        """Return the index of the replica that `rank` belongs to."""
         return rank // self.replica
 
     def stage_of(self, rank: int) -> int:
@@ -81,16 +81,16 @@ class Mesh:
         return rank // self.tensor % self.pipeline
 
     def tensor_of(self, rank: int) -> int:
-        """Return the number of the part of each split layer that `rank` has."""
+        """Return the index of the part of each split layer that `rank` holds."""
         return rank % self.tensor
 
     @property
     def island(self) -> int:
-        """Number of ranks in an island."""
+        """Number of ranks per island."""
         return self.size // self.islands
 
     def island_of(self, rank: int) -> int:
-        """Return the number of the island of `rank`."""
+        """Return the index of the island that `rank` belongs to."""
         return rank // self.island
 
     @property
@@ -102,28 +102,28 @@ class Mesh:
 
     @property
     def peer_groups(self) -> list[list[int]]:
-        """Ranks with the same place in different islands, in the order of islands."""
+        """Ranks with the same index in different islands, in the order of islands."""
         return [list(ranks) for ranks in zip(*self.island_groups, strict=True)]
 
     @property
     def data_groups(self) -> list[list[int]]:
-        """Ranks with the same part of the model in the replicas of an island.
-
-        One list for each part and island.
-        """
+        """Ranks of an island that have the same part of the model, one list per island and part."""
         # Every `replica`-th rank of an island has the same part.
         each = self.replica
         return [ranks[part::each] for ranks in self.island_groups for part in range(each)]
 
     @property
     def tensor_groups(self) -> list[list[int]]:
-        """Ranks that split the same layers of one replica, one list for each replica and stage."""
+        """Ranks that split the same layers of a replica, one list per replica and stage."""
         each = self.tensor
         return [list(range(first, first + each)) for first in range(0, self.size, each)]
 
     @property
     def pipeline_groups(self) -> list[list[int]]:
-        """Ranks of one replica with the same part of the layers of each stage, in stage order."""
+        """Ranks of a replica with the same tensor coordinate, in stage order.
+
+        One list per replica and tensor coordinate.
+        """
         return [
             list(range(first + part, first + self.replica, self.tensor))
             for first in range(0, self.size, self.replica)
@@ -132,7 +132,7 @@ class Mesh:
 
     @property
     def stage_groups(self) -> list[list[int]]:
-        """Ranks of an island in the same pipeline stage, one list for each stage and island."""
+        """Ranks of an island in the same pipeline stage, one list per island and stage."""
         return [
             [rank for rank in ranks if self.stage_of(rank) == stage]
             for ranks in self.island_groups
@@ -141,22 +141,25 @@ class Mesh:
 
     @property
     def is_flat(self) -> bool:
-        """True if every rank has the whole model, and all ranks step together."""
+        """True if every rank has the full model and all ranks step together."""
         return self.replica == 1 and self.islands == 1
 
     def changed(self, settings: Settings) -> Mesh:
-        """Return the mesh with the axes of `settings` and the same islands. Raises ConfigError."""
+        """Return the mesh with the axes in `settings` and the same islands.
+
+        Raises ConfigError if the axes do not divide the ranks.
+        """
         return mesh_of(settings, self.size, self.islands)
 
     def in_words(self) -> str:
-        """Return the axes in words, such as "2 data x 2 tensor"."""
+        """Describe the axes, such as "2 data x 2 tensor"."""
         axes = {"islands": self.islands, "data": self.data // self.islands}
         axes |= {"pipeline": self.pipeline, "tensor": self.tensor}
         return " x ".join(f"{n} {name}" for name, n in axes.items() if n > 1 or name == "data")
 
 
 def mesh_of(settings: Settings, size: int, islands: int) -> Mesh:
-    """Return the mesh of a run of `size` ranks. Raises ConfigError for settings that do not fit."""
+    """Return the mesh of a run with `size` ranks. Raises ConfigError if the settings do not fit."""
     if settings.exact is not None and islands > 1:
         raise ConfigError(
             f"--exact {settings.exact} cannot be combined with --islands {settings.islands}: with "

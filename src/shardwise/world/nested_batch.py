@@ -1,8 +1,8 @@
-"""The rows of a batch: nested containers of tensors, numpy arrays and columns of plain values.
+"""Determines the rows of a batch: nested containers of tensors, arrays and columns of plain values.
 
-A *column* is a list or tuple of plain values (strings, numbers), one for each row. A list or tuple
-with a tensor or an array somewhere inside is a container, as are dicts and named tuples. Sparse
-tensors have rows as dense ones do. The rows of a nested tensor are its components.
+A *column* is a list or tuple of plain values (strings, numbers), one per row. A list or tuple with
+a tensor or an array somewhere inside is a container, as are dicts and named tuples. Sparse tensors
+have rows like dense ones. The rows of a nested tensor are its components.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import DataError
 
 _WHOLE = (str, bytes, bytearray, torch.Size)
-"""Types with a length that are no columns; every rank gets them unchanged."""
+"""Types with a length that are not columns. Every rank gets them unchanged."""
 
 _PLAIN_VALUES = (str, bytes, int, float, type(None))
-"""Types with the same `repr` in every process. The `repr` of other objects may have an address."""
+"""Types with the same `repr` in every process. The `repr` of other objects may contain an
+address."""
 
 
 class Rows:
     """The rows of a nested batch, counted along `dim` in tensors and arrays.
 
-    Raises DataError, naming `call`, if the parts of the batch have different numbers of rows, or if
-    the rows of a part cannot be determined. It raises on construction, so on all ranks, whatever
-    rows a rank takes later.
+    Raises DataError, naming `call`, if parts of the batch have different numbers of rows, or if a
+    part's rows cannot be determined. It raises on construction, and so on all ranks, regardless of
+    the rows that a rank takes later.
     """
 
     def __init__(self, batch: Any, dim: int = 0, *, call: str) -> None:
@@ -46,16 +47,16 @@ class Rows:
     def taken(self, first: int, end: int) -> Any:
         """Return rows [first, end), or row 0 as a stand-in if the range is empty.
 
-        A part is contiguous if the tensor of the batch is.
+        Each returned tensor is contiguous if the batch's tensor is.
         """
-        # A rank without rows still needs one, to run the collectives of its forward.
+        # A rank without rows still needs one, to run the collectives of its forward pass.
         if end == first:
             first, end = 0, 1
         parts = [self._part(n, leaf, slice(first, end)) for n, leaf in enumerate(self._leaves)]
         return pytree.tree_unflatten(parts, self._nest)
 
     def digest(self) -> float | Tensor:
-        """Return a number that differs for different first rows; on an accelerator a tensor."""
+        """Return a number that depends on the batch's first row (a tensor on an accelerator)."""
         number: float | Tensor = 0.0
         for leaf in self._leaves:
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
@@ -64,16 +65,16 @@ class Rows:
                 row = np.ascontiguousarray(leaf.take([0], axis=self._dim).astype(np.float64))
                 number = number + _digest(torch.from_numpy(row))
             elif _is_column(leaf) and isinstance(leaf[0], _PLAIN_VALUES):
-                # Below 1, so that it does not swamp the digests of tensors.
+                # Scale to below 1, so that it does not dominate the digests of tensors.
                 number = number + zlib.crc32(repr(leaf[0]).encode()) / 2**32
         return number
 
     def _count(self) -> int:
-        """Return the number of rows of tensors and arrays, or without any, of columns."""
+        """Return the number of rows of tensors and arrays or, if there are none, of columns."""
         sizes = {n: _size(x, self._dim) for n, x in enumerate(self._leaves) if _has_dims(x)}
-        # Plain lists count only without tensors: next to tensors, a list may be something else.
+        # Count plain lists only if there are no tensors, because they may mean something else.
         sizes = sizes or {n: len(x) for n, x in enumerate(self._leaves) if _is_column(x)}
-        # A tuple of columns, such as texts and labels, is one leaf without tensors.
+        # A tuple of columns, such as texts and labels, is a single leaf without tensors.
         is_tuple = isinstance(self._batch, tuple)
         if not sizes and is_tuple and all(map(_is_column, self._batch)):
             sizes = {0: len(self._batch[0])}
@@ -96,12 +97,12 @@ class Rows:
             if leaf.is_nested:
                 return torch.nested.as_nested_tensor(leaf.unbind()[place], layout=leaf.layout)
             if leaf.layout is not torch.strided:
-                # Only COO can be narrowed; compressed layouts are converted to it and back.
+                # Only COO tensors can be narrowed, so convert compressed layouts to COO and back.
                 whole: Tensor = leaf.to_sparse_coo()  # type: ignore[no-untyped-call]
                 part = whole.narrow_copy(self._dim, place.start, place.stop - place.start)
                 return part.to_sparse(layout=leaf.layout)
             part = leaf.narrow(self._dim, place.start, place.stop - place.start)
-            # Rows along dim > 0 are strided views, which some kernels would copy again and again.
+            # Rows along dim > 0 are strided views, which some kernels would copy at every use.
             return part.contiguous() if leaf.is_contiguous() else part
         if isinstance(leaf, np.ndarray):
             rows = leaf[(slice(None),) * (self._dim % leaf.ndim) + (place,)]
@@ -112,7 +113,7 @@ class Rows:
         return leaf
 
     def _part_of_plain(self, number: int, leaf: Sequence[Any], place: slice) -> Any:
-        """Return the rows of a list or tuple without tensors: a column, or columns of `total`."""
+        """Return the rows of a list or tuple without tensors: a column, or nested columns."""
         is_column, has_columns = len(leaf) == self.total, self._is_nest(leaf)
         if is_column and not has_columns:
             return leaf[place]
@@ -131,17 +132,17 @@ class Rows:
         )
 
     def refuse_samples(self, batch: Any) -> None:
-        """Raise DataError if `batch` has a list of tensors that may be samples.
+        """Raise DataError if `batch` contains a list of tensors that may be samples.
 
-        `[x1, x2, ...]` is cut like `[inputs, targets]`: each tensor along its first dimension. If
-        the tensors are samples of one shape, this would take a part of each sample. The only hint
-        is that a batch seldom has many columns of the same shape and dtype.
+        `[x1, x2, ...]` is split like `[inputs, targets]`: each tensor along its first dimension. If
+        the tensors are samples of the same shape, this would take a part of each sample. The only
+        hint is that a batch rarely has many columns of the same shape and dtype.
         """
         known = sum(map(_has_dims, self._leaves))
         for each in _lists_of_one_form(batch):
             inside = [leaf for leaf in pytree.tree_leaves(each) if _has_dims(leaf)]
             if len(inside) < known and len(each) != self.total:
-                continue  # other parts confirm the number of rows of these columns
+                continue  # other parts of the batch confirm the number of rows
             raise DataError(
                 f"{self._call}: a {type(each).__name__} of {len(each)} items, of shape "
                 f"{tuple(inside[0].shape)} each, may be {len(each)} samples, or columns of "
@@ -150,7 +151,7 @@ class Rows:
             )
 
     def _check_layout(self, number: int, leaf: Any) -> None:
-        """Raise DataError for a tensor that cannot be cut along this dimension."""
+        """Raise DataError if a tensor cannot be split along this dimension."""
         if not isinstance(leaf, Tensor):
             return
         if leaf.is_nested and self._dim != 0:
@@ -171,10 +172,10 @@ class Rows:
         return all(len(each) == self.total or self._is_nest(each) for each in leaf)
 
     def _refuse_hidden(self, number: int, leaf: Any) -> None:
-        """Raise DataError for an object that has a length or tensors, but is no known container."""
+        """Raise DataError if `leaf` has a length or tensors, but is not a known container."""
         inside = getattr(leaf, "__dict__", {}).values()
         has_tensors = any(isinstance(value, (Tensor, np.ndarray)) for value in inside)
-        # An object without rows, such as a setting, goes to every rank as it is.
+        # An object without rows, such as a setting, is passed to every rank unchanged.
         if isinstance(leaf, _WHOLE) or not (has_tensors or hasattr(leaf, "__len__")):
             return
         raise DataError(
@@ -186,7 +187,7 @@ class Rows:
         """Return the name of leaf `number` for messages, such as `batch['ids']`."""
         try:
             leaves, _ = pytree.tree_flatten_with_path(self._batch, is_leaf=_is_leaf)
-        except ValueError:  # a container registered by the user, without names of its parts
+        except ValueError:  # a container registered by the user, whose parts have no names
             return f"part {number} of the batch"
         return f"batch{pytree.keystr(leaves[number][0])}"
 
@@ -201,18 +202,18 @@ def _has_dims(leaf: Any) -> bool:
 
 
 _SEVERAL = 6
-"""Number of tensors of one shape and dtype that are more likely samples than columns. A batch of a
-language model has up to five columns (ids, mask, types, positions, labels)."""
+"""Lists with at least this many tensors of the same shape and dtype are assumed to hold samples. A
+language model's batch has up to five columns (ids, mask, types, positions, labels)."""
 
 
 def _lists_of_one_form(batch: Any) -> Iterator[Any]:
-    """Yield the lists and tuples in `batch` with `_SEVERAL` or more items of equal shapes."""
+    """Yield the lists and tuples in `batch` with at least `_SEVERAL` items of equal shapes."""
     if isinstance(batch, dict):
         for value in batch.values():
             yield from _lists_of_one_form(value)
     elif isinstance(batch, (list, tuple)) and not isinstance(batch, torch.Size):
         forms = {_form(each) for each in batch} if len(batch) >= _SEVERAL else set()
-        # The fields of a named tuple have names, so they are columns.
+        # A named tuple's fields have names, so they are columns.
         if len(forms) == 1 and forms != {()} and not hasattr(batch, "_fields"):
             yield batch
         for each in batch:
@@ -220,7 +221,7 @@ def _lists_of_one_form(batch: Any) -> Iterator[Any]:
 
 
 def _form(item: Any) -> tuple[Any, ...]:
-    """Return the shapes and dtypes of the tensors and arrays in `item` that are not scalars."""
+    """Return the shapes and dtypes of the tensors and arrays in `item`, except scalars."""
     found = (leaf for leaf in pytree.tree_leaves(item) if _has_dims(leaf))
     return tuple((tuple(x.shape), x.dtype) for x in found if x.ndim and not _is_nested(x))
 
@@ -230,20 +231,21 @@ def _is_nested(leaf: Any) -> bool:
 
 
 def _size(leaf: Any, dim: int) -> int:
-    """Return the size of dimension `dim`; 0 if there is no such dimension."""
+    """Return the size of dimension `dim`, or 0 if there is no such dimension."""
     if _is_nested(leaf):
         return int(leaf.size(0))
     return int(leaf.shape[dim]) if -leaf.ndim <= dim < leaf.ndim else 0
 
 
 _DIGESTED = 4096
-"""Number of elements of a row that enter its digest."""
+"""Maximum number of a row's elements that its digest uses."""
 
 
 def _digest(row: Tensor) -> Tensor:
-    """Return a sum of a row's elements that depends on their order."""
-    # Weighted, so that rows with the same elements in another order differ. Only the first
-    # elements, because this runs at every step. float64, which MPS lacks, keeps the sum accurate.
+    """Return a weighted sum of a row's elements, which depends on their order."""
+    # Weight the elements, so that rows with the same elements in a different order differ. Use only
+    # the first elements, because this runs at every step. float64, which MPS lacks, keeps the sum
+    # accurate.
     flat = torch.view_as_real(row).flatten() if row.is_complex() else row.flatten()
     values = flat[:_DIGESTED].to(torch.float32 if row.device.type == "mps" else torch.float64)
     weights = torch.arange(len(values), device=values.device) % 61 + 61
@@ -255,7 +257,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether `value` is a non-empty list or tuple without tensors and arrays inside."""
+    """Return whether `value` is a non-empty list or tuple without tensors or arrays inside."""
     if not isinstance(value, (list, tuple)) or isinstance(value, torch.Size):
         return False
     if hasattr(value, "_fields"):

@@ -1,10 +1,10 @@
-"""Saves and ends a run after a signal: at the next step boundary, on all ranks together.
+"""Saves and stops a run after a signal, on all ranks at the same step boundary.
 
     signal on any rank ─▶ exchange of its next step ─▶ before the step after that, all ranks save
                           (all ranks learn of it)      and exit with code SAVED
 
-They save when the script asks for the next training batch, so that learning-rate schedulers have
-made their step too.
+The ranks save when the script requests the next training batch, so that learning-rate schedulers
+have completed their step too.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 Save = Callable[[], Path]
 
 AGAIN = 1.0
-"""Seconds after which a second signal ends the process at once. Sooner, it is a duplicate: a
-launcher and a scheduler may both forward the same signal."""
+"""Seconds after which a second signal terminates the process immediately. An earlier one is treated
+as a duplicate, because a launcher and a scheduler may both forward the same signal."""
 
 
 class Preemption:
-    """Handles signals to end a run.
+    """Handles signals that ask the run to stop.
 
-    `asked` is the signal that this rank got, `agreed` the one that all ranks know; 0 for none.
+    `asked` is the signal that this rank received, and `agreed` the one that all ranks know of; both
+    are 0 if there is none.
     """
 
     def __init__(self, progress: ProgressWriter, say: Callable[..., None]) -> None:
@@ -52,24 +53,24 @@ class Preemption:
         self._ours: list[signal.Signals] = []
 
     def heed(self, ready: Callable[[], bool], save: Save) -> None:
-        """Call `save`, if `ready()`, before a signal ends this process.
+        """Call `save`, if `ready()` is true, before a signal stops this process.
 
-        Both are bound methods, held weakly; `save` is collective. A signal that the user's code
-        handles keeps that handler.
+        Both are bound methods, held weakly; `save` is collective. A signal for which user code has
+        installed a handler keeps that handler.
         """
         self._savers.append((WeakMethod(ready), WeakMethod(save)))
-        # Python allows signal handlers to be set in the main thread only.
+        # Python allows setting signal handlers only in the main thread.
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._on_signal)
                 self._ours.append(number)
-        # The launcher then gives this process time to save before it kills.
+        # Ask the launcher to give this process time to save before it kills it.
         self._progress.saves_when_asked(saves=signal.SIGTERM in self._ours)
 
     def leave_out(self, save: Save) -> None:
-        """Stop calling `save`: its engine is closed."""
+        """Stop calling `save`, because its engine is closed."""
         self._savers = [known for known in self._savers if known[1]() not in (None, save)]
         if not self._savers:
             self._progress.saves_when_asked(saves=False)
@@ -77,23 +78,24 @@ class Preemption:
     def forget(self) -> None:
         """Restore the default signal handlers.
 
-        Not if the run is ending because of a signal: a second one must not kill it in a save.
+        Does nothing if the run is stopping because of a signal: a second signal must not kill it
+        during a save.
         """
         while self._ours and not self.agreed:
             signal.signal(self._ours.pop(), signal.SIG_DFL)
 
     def before_batch(self, batch: object) -> None:
-        """Save and leave, if the ranks agreed to, in place of giving a training batch."""
+        """Save and exit instead of returning a training batch, if the ranks have agreed to stop."""
         del batch
-        # An evaluation runs to its end: the save belongs before a training batch.
+        # Let an evaluation finish: the save belongs before a training batch.
         if self.agreed and torch.is_grad_enabled():
             self.leave_between_steps()
 
     def leave_between_steps(self) -> None:
-        """Save and exit with code SAVED, if all ranks have agreed to. Collective in that case."""
+        """Save and exit with code SAVED, if all ranks have agreed to. Collective if they have."""
         if not self.agreed:
             return
-        # All or none: a checkpoint of one engine without the others is useless for a resume.
+        # Save all engines or none: a checkpoint of one engine without the others cannot be resumed.
         savers = [(r, s) for ready, save in self._savers if (r := ready()) and (s := save())]
         if savers and all(ready() for ready, _ in savers):
             self._leave([str(save()) for _, save in savers])
@@ -112,13 +114,14 @@ class Preemption:
             ends_now = number == signal.SIGTERM
         else:
             ends_now = self.asked == number and time.monotonic() - self._since > AGAIN
-            # An orphan, whose launcher has ended, must not delay a restart of the run. Without a
-            # saver there is nothing to wait for.
+            # An orphan, whose launcher has exited, must not delay a restart of the run. If no
+            # engine saves, there is nothing to wait for.
             ends_now = ends_now or self._progress.is_orphan or not self._savers
         if ends_now:
-            # The default action, so that the exit code shows the signal.
+            # Use the default action, so that the exit code shows the signal.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif self.asked != number:
-            # Only recorded: a save is collective, so it waits for the exchange of the next step.
+            # Only record the signal: a save is collective, so it must wait for the exchange of the
+            # next step.
             self.asked, self._since = number, time.monotonic()

@@ -1,7 +1,7 @@
-"""Seeds, generator states and deterministic arithmetic, for runs that can be repeated.
+"""Seeds, generator states and deterministic arithmetic, for reproducible runs.
 
-A seed is a 32-bit hash of its coordinates (the seed of the run, the engine, the step, the rank).
-torch's CPU generator uses only 32 bits of a seed.
+A seed is a 32-bit hash of its coordinates (the run's seed, the engine, the step, the rank). torch's
+CPU generator uses only 32 bits of a seed.
 """
 
 import base64
@@ -22,15 +22,15 @@ from torch import Tensor
 
 
 def seed_from(*coordinates: int | str) -> int:
-    """Return a 32-bit seed, the BLAKE2b hash of `coordinates`."""
-    # The separator occurs in no coordinate: ("a", "bc") and ("ab", "c") must differ. Not `hash`,
-    # which Python salts in every process.
+    """Return a 32-bit seed: the BLAKE2b hash of `coordinates`."""
+    # Join with a separator that occurs in no coordinate, because ("a", "bc") and ("ab", "c") must
+    # give different seeds. Don't use `hash`, which Python salts differently in every process.
     text = "\x1f".join(str(coordinate) for coordinate in coordinates)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (every device), random, and numpy if it is imported."""
+    """Seed torch (all devices), random and, if it is imported, numpy."""
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:  # torch.manual_seed would record a stack trace for each device type that might appear
@@ -42,11 +42,11 @@ def seed_everything(seed: int) -> None:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Return torch's default generator of `device`, the CPU or an accelerator."""
+    """Return torch's default generator of `device`, a CPU or accelerator."""
     if device.type == "cpu":
         return torch.default_generator
     module: Any = torch.get_device_module(device)
-    if device.type == "mps":  # one device, and another function for its generator
+    if device.type == "mps":  # a single device, with a separate function for its generator
         return module._get_default_mps_generator()  # type: ignore[no-any-return]
     module.init()
     index = module.current_device() if device.index is None else device.index
@@ -64,7 +64,7 @@ class GeneratorStates:
 
     @classmethod
     def now(cls, device: torch.device) -> "GeneratorStates":
-        """Return the current states, including `device` if it is an accelerator."""
+        """Return the current states, including that of `device` if it is an accelerator."""
         numpy: Any = sys.modules.get("numpy")
         return cls(
             torch.get_rng_state(),
@@ -98,7 +98,7 @@ class GeneratorStates:
         return zlib.crc32(repr(rest).encode(), checksum)
 
     def plain(self) -> dict[str, Any]:
-        """Return the states as JSON values."""
+        """Return the states as JSON values, for `of_plain`."""
         version, words, gauss = self.python
         plain: dict[str, Any] = {
             "cpu": _encode_state(self.cpu),
@@ -113,9 +113,9 @@ class GeneratorStates:
 
     @classmethod
     def of_plain(cls, plain: dict[str, Any]) -> "GeneratorStates":
-        """Return the states from the result of `plain`.
+        """Restore the states from the result of `plain`.
 
-        Raises ValueError, KeyError or struct.error for anything else.
+        Raises ValueError, KeyError or struct.error if `plain` is malformed.
         """
         version, words, gauss = plain["python"]
         numpy: Any = sys.modules.get("numpy")
@@ -131,7 +131,7 @@ class GeneratorStates:
         )
 
 
-# Base 85 takes 5 characters for 4 bytes; numbers in JSON would take up to 11.
+# Base 85 takes 5 characters per 4 bytes; decimal numbers in JSON would take up to 11.
 
 
 def _encode_state(state: Tensor) -> str:
@@ -153,8 +153,8 @@ def _decode_words(text: str) -> list[int]:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Restore the CPU generators of torch, numpy and random on leaving."""
-    # numpy is not imported here, so that a script without it does not pay for the import.
+    """Restore the CPU generators of torch, numpy and random at the end of the block."""
+    # Don't import numpy here, so that a script without it does not pay for the import.
     numpy: Any = sys.modules.get("numpy")
     states = (torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
     try:
@@ -167,15 +167,15 @@ def preserved() -> Iterator[None]:
 
 
 def fix_arithmetic(device: torch.device) -> None:
-    """Make arithmetic in this process deterministic, until it ends.
+    """Make arithmetic in this process deterministic until it exits.
 
-    On a GPU it uses torch's deterministic algorithms; an operation without one raises.
+    On a GPU it enables torch's deterministic algorithms; operations that have none raise an error.
     """
-    # Kernels divide their sums by the number of threads, so another number gives other bits.
+    # Use one thread: kernels split sums by the number of threads, which changes the rounding.
     torch.set_num_threads(1)
     if device.type != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is loaded
         torch.use_deterministic_algorithms(True)
-        # By default torch then fills new memory with NaN, which costs a pass over every buffer.
+        # By default this mode fills new memory with NaN, which costs a pass over every buffer.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False

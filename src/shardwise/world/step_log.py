@@ -1,19 +1,19 @@
-"""The log of each step of a run, written with `--record DIR` for commands that measure runs.
+"""Logs each step of a run with `--record DIR`, for commands that measure runs.
 
-Each rank writes DIR/rank-N.jsonl, with a line per event:
+Each rank writes DIR/rank-N.jsonl, with one line per event:
 
     {"step": 12, "epoch": 0, "between": 0.001, "seconds": 0.04, "samples": 64, "loss": 1.93, ...}
     {"epoch": 0, "training": false, "means": {"accuracy": 0.81}}
 
-    seconds       from the request for a step's first batch until the end of engine.step. In a loop
+    seconds       from the request for a step's first batch to the end of engine.step. In a loop
                   with world.share, which requests no batch, from the end of the previous step.
     between       seconds between the previous step and that request: evaluation, checkpoints
-    samples       of this rank
-    loss, weight  of all ranks
+    samples       number of samples on this rank
+    loss, weight  across all ranks
     means         results of a Metrics object
 
-Only steps of the first engine are written. If a script trains with one engine after another, the
-log has neither steps nor means of the later ones.
+Only steps of the first engine are logged. If a script trains with one engine after another, the log
+contains neither steps nor means of the later ones.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class StepOutcome(Protocol):
 class StepLog:
     """The log of one rank. Without a `folder` it writes nothing.
 
-    After `stop_after` steps every rank exits with code 0. Of the ranks of one replica, which have
-    the same samples, only the one with `counts` writes their number; the others write 0.
+    After `stop_after` steps every rank exits with code 0. The ranks of a replica have the same
+    samples, so only the rank with `counts` set logs their number; the others log 0.
     """
 
     def __init__(
@@ -57,48 +57,49 @@ class StepLog:
         if folder is not None:
             self._file = _open(folder, rank)
         self.ended = False
-        """True if `stop_after` ended the run, maybe between backward and step of another engine."""
+        """True if `stop_after` stopped the run, which may be between backward and step of another
+        engine."""
         self._stop_after = stop_after
         self.counts = counts
-        """Whether samples of this rank are written."""
+        """Whether this rank's number of samples is logged."""
         self._stepped: set[int] = set()  # engines that have stepped since the last pass began
-        self._made = 0  # steps of this process; a resumed run starts its numbers later
+        self._made = 0  # steps of this process; the step numbers of a resumed run start higher
         self._epoch = 0
         self._begin: float | None = None
-        self._samples = 0  # given for training since the last step
-        self._left = False  # a pass ended with samples that no step has trained on
+        self._samples = 0  # handed out for training since the last step
+        self._left = False  # a pass ended with samples that no step has used
         self._last = time.perf_counter()  # end of the previous step
 
     @property
     def is_on(self) -> bool:
-        """True if steps are written or counted."""
+        """True if steps are logged or counted."""
         return self._file is not None or self._stop_after is not None
 
     def began(self) -> None:
-        """Record that a pass over training data begins, and its first batch is requested."""
+        """Record the start of a pass over training data, whose first batch is requested now."""
         self._stepped.clear()
-        # Nothing has trained on the samples of the last pass, so they do not belong to this step.
+        # No step has used the samples left from the last pass, so they do not belong to this step.
         if self._left:
             self._begin, self._samples, self._left = None, 0, False
         self.asked()
 
     def asked(self) -> None:
         """Record that the first batch of a training step is requested."""
-        # Later micro-batches of the step do not restart the clock.
+        # Don't restart the clock for later micro-batches of the step.
         if self._begin is None:
             self._begin = time.perf_counter()
 
     def given(self, samples: int, epoch: int | None = None) -> None:
-        """Record that samples for training are given."""
+        """Record that `samples` samples are handed out for training."""
         self._samples += samples
         if epoch is not None:
             self._epoch = epoch
 
     def closed(self, *, in_hand: bool = False) -> None:
-        """Record that a pass has ended: the last request got no batch.
+        """Record that a pass has ended, because the last request returned no batch.
 
-        If the loop was left with samples `in_hand`, they count if a step follows before the next
-        pass.
+        If `in_hand` is true, the loop was left with samples in hand, which count if a step follows
+        before the next pass.
         """
         if not self._samples:
             self._begin = None
@@ -106,7 +107,7 @@ class StepLog:
             self._left = True
 
     def stepped(self, engine: int, steps: int, outcome: StepOutcome) -> None:
-        """Record a completed step: number `steps` of engine number `engine`.
+        """Record that engine number `engine` has completed its step number `steps`.
 
         Raises SystemExit after `stop_after` steps.
         """
@@ -115,7 +116,7 @@ class StepLog:
             return
         if self._file is not None:
             self._add(steps, outcome)
-        # All ranks make the same steps, so all of them exit here, outside of any collective.
+        # All ranks take the same steps, so they all exit here, outside any collective.
         self._made += 1
         if self._stop_after is not None and self._made >= self._stop_after:
             self.ended = True
@@ -125,7 +126,7 @@ class StepLog:
         now = time.perf_counter()
         begin = self._last if self._begin is None else self._begin
         self._write(
-            # From 0, like indices of a loop.
+            # Steps in the log count from 0, like loop indices.
             step=steps - 1,
             epoch=self._epoch,
             between=begin - self._last if self._made else 0.0,
@@ -137,14 +138,14 @@ class StepLog:
         self._begin, self._samples, self._last, self._left = None, 0, now, False
 
     def measured(self, means: Mapping[str, float], *, training: bool) -> None:
-        """Record means over all ranks, of training (autograd was on) or of an evaluation."""
+        """Record means across all ranks, of training (autograd was on) or of an evaluation."""
         # Only the first engine's training is measured.
         if self._stepped and 0 not in self._stepped:
-            return  # another training, by a later engine
+            return  # means of another run, by a later engine
         self._write(epoch=self._epoch, training=training, means=dict(means))
 
     def close(self) -> None:
-        """Close the file; later events are not written."""
+        """Close the file. Later events are not logged."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -155,17 +156,17 @@ class StepLog:
         try:
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:
-            # A full disk must not end a training run: warn once and continue without the log.
+            # A full disk must not stop training: warn once and continue without the log.
             name, self._file = self._file.name, None
             line = f"shardwise: no further steps are recorded in {name}: {error.strerror or error}."
             print(line, file=sys.stderr, flush=True)
 
 
 def _open(folder: Path, rank: int) -> TextIO:
-    """Open the file of a rank, empty. Raises ConfigError if it cannot be written."""
+    """Open a rank's file for writing, emptying it. Raises ConfigError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Line buffering, so that a rank that is killed leaves complete lines.
+        # Use line buffering, so that a killed rank leaves only complete lines.
         return (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
     except OSError as error:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""Records of the results of each training step, for `shardwise verify`.
+"""Records the results of each training step, for `shardwise verify`.
 
-Each rank writes a file per step, FOLDER/rank-R/engine-E-step-S.pt. It contains the loss, gradient
-norm, weight, learning rates, the samples and model inputs of this rank, and a fingerprint
-(layout/fingerprints.py) of its part of every tensor, with the values if they are wanted. Step 0 is
-the state before training; step S is the state after S steps.
+Each rank writes one file per step, FOLDER/rank-R/engine-E-step-S.pt. It contains the loss, gradient
+norm, weight, learning rates, this rank's samples and model inputs, and a fingerprint
+(layout/fingerprints.py) of its part of every tensor, with the values if they are requested. Step 0
+is the state before training; step S is the state after S steps.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from shardwise.layout import fingerprints
 from shardwise.layout.fingerprints import Fingerprint
 
 SMALL = 1 << 16
-"""By default all values are written if a rank's tensors have at most this many elements."""
+"""By default, all values are written if a rank's tensors have at most this many elements."""
 
 WANTED = "wanted.json"
-"""A file in the folder with the names of tensors whose values are wanted: {"names": [...]}."""
+"""A file in the folder that lists the tensors whose values to write: {"names": [...]}."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive elements of a tensor, from `offset` on.
+    """Consecutive elements of a tensor, starting at `offset`.
 
-    If ranks have several copies of the tensor, `copy` is the number of this one. `kind` is model,
+    If ranks hold several copies of the tensor, `copy` is the index of this copy. `kind` is model,
     buffer, optimizer, average or attribute.
     """
 
@@ -47,10 +47,10 @@ class Part:
 
 @dataclass
 class FeedTotals:
-    """Totals over the inputs of an engine's models since the last step.
+    """Totals of all inputs to an engine's models since the last step.
 
-    They do not depend on how rows are divided among ranks: the number of elements, the sum of
-    their hashes, their sum and the sum of their squares.
+    They do not depend on how rows are divided among ranks: the number of elements, the sum of their
+    hashes, their sum, the sum of their squares, and the number of rows.
     """
 
     elements: int = 0
@@ -59,14 +59,14 @@ class FeedTotals:
     rows: int = 0
 
     def add(self, nest: Any) -> None:
-        """Add the tensors of a nested batch; of sparse tensors only the number of rows."""
+        """Add the tensors of a nested batch. Only the rows of sparse tensors are counted."""
         tensors = [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
         for value in filter(fingerprints.can_be_taken, tensors):
             value = value.detach()
             if value.is_complex():
                 value = torch.view_as_real(value)
             if value.dtype in (torch.float16, torch.bfloat16, torch.float64):
-                # The hash must not depend on the precision of the model's inputs.
+                # Convert, because the hash must not depend on the precision of the model's inputs.
                 hashed = value.float()
             else:
                 hashed = value
@@ -79,7 +79,7 @@ class FeedTotals:
 
 
 class TensorLog:
-    """The writer of one rank. Raises ConfigError if `folder` cannot be written."""
+    """Writes the records of one rank. Raises ConfigError if `folder` is not writable."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder / f"rank-{rank}"
@@ -92,14 +92,14 @@ class TensorLog:
             ) from error
         wanted = folder / WANTED
         self._wanted: set[str] | None = None
-        # `verify` writes it for a second run, after the fingerprints have shown where to look.
+        # `verify` writes this file for a second run, after comparing the fingerprints.
         if wanted.exists():
             self._wanted = set(json.loads(wanted.read_text())["names"])
 
     def write(
         self, engine: int, step: int, figures: Mapping[str, Any], parts: Iterable[Part]
     ) -> None:
-        """Write step number `step` of an engine: `figures`, and this rank's parts of tensors."""
+        """Write step number `step` of an engine: its `figures`, and this rank's tensor parts."""
         parts = list(parts)
         small = sum(part.values.numel() for part in parts) <= SMALL
         tensors: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -107,8 +107,7 @@ class TensorLog:
             key = part.kind, part.name, part.copy
             entry = tensors.setdefault(key, {"print": fingerprints.nothing(), "values": []})
             entry["print"] += fingerprints.of(part.values, part.offset)
-            # Without a list, all values of a small model are written, which saves `verify` a second
-            # run.
+            # Without a list, write all values of a small model, which saves `verify` a second run.
             if small if self._wanted is None else part.name in self._wanted:
                 values = part.values.detach().reshape(-1).cpu().clone()
                 entry["values"].append((part.offset, values))
@@ -118,13 +117,13 @@ class TensorLog:
             for (kind, name, copy), entry in tensors.items()
         ]
         path = self._folder / f"engine-{engine}-step-{step}.pt"
-        # Written under another name and renamed, because `verify` counts the steps of a run by
-        # these files, and must see complete ones only.
+        # Write to a temporary name and rename, because `verify` counts a run's steps by these
+        # files, and must see only complete ones.
         torch.save({**figures, "tensors": rows}, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
 
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Write facts that belong to no step, as `name`.json."""
+        """Write facts that belong to no particular step to `name`.json."""
         text = json.dumps(facts)
         path = self._folder / f"{name}.json"
         path.with_suffix(".part").write_text(text)
@@ -132,5 +131,5 @@ class TensorLog:
 
 
 def read_fingerprint(row: Mapping[str, Any]) -> Fingerprint:
-    """Return the fingerprint in a row of a file."""
+    """Rebuild the fingerprint from a tensor's row in a record file."""
     return Fingerprint(row["numel"], row["bits"], row["placed"], row["sketch"], row["largest"])

@@ -1,4 +1,4 @@
-"""Starts and stops the timeline of this process: its file, and the clock of its times."""
+"""Starts and stops this process's timeline, and keeps its times in rank 0's clock."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from shardwise.timeline.recorder import TimelineEvent, TimelineRecorder
 from shardwise.watch.status_server import StatusServer
 
 MEASURED_EVERY = 30.0
-"""Seconds between two readings of rank 0's clock. Quartz drifts by some 10 us per second."""
+"""Seconds between two readings of rank 0's clock. Quartz clocks drift by some 10 us per second."""
 
 HELD = 200_000
-"""Most events to hold until rank 0's clock is known: some 50 MB."""
+"""Maximum number of events to buffer until rank 0's clock is known: some 50 MB."""
 
 AT_ONCE = 32
-"""Events that are encoded without a pause: a tenth of a millisecond."""
+"""Number of events to encode without a pause: a tenth of a millisecond."""
 
 
 def start(path: Path, status_server: StatusServer) -> None:
-    """Record into `path`; on other hosts than rank 0's into a file with the host's name added.
+    """Record to `path`. On hosts other than rank 0's, add the host's name to the file name.
 
     Raises ConfigError if the file cannot be written.
     """
-    # One recording per process: starting another one ends the first.
+    # A process has at most one recording, so stop the previous one.
     stop()
     at_home = status_server.shares_host(0)
     host = socket.gethostname()
-    # A shared folder must not have two hosts writing one file.
+    # In a shared folder, two hosts must not write to the same file.
     path = path if at_home else sibling(path, host)
     encoder = Encoder(status_server.rank, host)
     try:
-        # Absolute, because the script may change its working directory later.
+        # Use an absolute path, because the script may change its working directory later.
         began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         about: dict[str, object] = {"ranks": status_server.size, "began": began}
         file = TimelineFile(path.resolve(), status_server.run, status_server.rank, about)
@@ -57,7 +57,7 @@ def start(path: Path, status_server: StatusServer) -> None:
 
 
 def stop() -> None:
-    """Write the remaining events and stop recording; does nothing if nothing is recorded."""
+    """Write the remaining events and stop recording. Does nothing if there is no recording."""
     running = recorder.active
     if running is not None:
         recorder.stop(running)
@@ -65,7 +65,7 @@ def stop() -> None:
 
 
 def where(path: Path, status_server: StatusServer) -> str:
-    """Return the line that shows the user the path of the timeline."""
+    """Return the message that tells the user the path of the timeline."""
     line = f"timeline in {path}: open it in ui.perfetto.dev, or shardwise timeline {path}"
     if status_server.hosts > 1:
         line += (
@@ -76,11 +76,11 @@ def where(path: Path, status_server: StatusServer) -> str:
 
 
 class _ToFile:
-    """Writes events and memory in use into a file, in the time of rank 0's clock.
+    """Writes events and memory use to a file, with times in rank 0's clock.
 
-    `distant` asks for rank 0's clock; None if rank 0 is on this host and the clock is the same.
-    Until the clock is known, events are held, because their times could not be compared with times
-    of other hosts.
+    `distant` requests rank 0's clock; it is None if rank 0 is on this host and the clocks are the
+    same. Until the clock is known, events are buffered, because their times could not be compared
+    with those of other hosts.
     """
 
     def __init__(self, file: TimelineFile, encoder: Encoder, distant: StatusServer | None) -> None:
@@ -94,10 +94,10 @@ class _ToFile:
         encoder.ahead = self._ahead or 0
 
     def write(self, notes: list[TimelineEvent]) -> None:
-        """Write events, and the memory in use. Raises OSError."""
+        """Write events and the current memory use. Raises OSError if that fails."""
         first = self._ahead is None
         self._measure()
-        # Events from before the clock was known are written first.
+        # First write the events from before the clock was known.
         self._held += notes
         if self._ahead is None:
             if len(self._held) > HELD:
@@ -109,7 +109,7 @@ class _ToFile:
         lines: list[str] = []
         for number, note in enumerate(notes):
             lines += self._encoder.lines([note])
-            # A new clock offset applies from the end of a step: inside one, an event could
+            # Apply a new clock offset only from the end of a step. Within a step, an event could
             # otherwise end after the event that contains it.
             if note.row is Row.STEPS:
                 self._encoder.ahead = self._ahead
@@ -119,13 +119,13 @@ class _ToFile:
         self._file.write(lines)
 
     def close(self) -> None:
-        """Close the file. Raises OSError, also if events were held until the end."""
+        """Close the file. Raises OSError if that fails, or if events are still buffered."""
         self._file.close()
         if self._held:
             raise _unanswered()
 
     def _measure(self) -> None:
-        """Read rank 0's clock: at each write until it is known, then every MEASURED_EVERY."""
+        """Read rank 0's clock: at each write until it is known, then every MEASURED_EVERY s."""
         now = time.monotonic()
         if self._distant is None:
             return
@@ -133,7 +133,7 @@ class _ToFile:
             return
         self._measured = now
         found = self._distant.clock_offset(0, "monotonic")
-        # If rank 0 does not answer, keep the last offset.
+        # Keep the last offset if rank 0 does not answer.
         if found is not None:
             self._ahead = found.ns
 

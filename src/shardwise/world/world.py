@@ -1,4 +1,4 @@
-"""The run as one process sees it: its rank, its groups of ranks, and values shared by all ranks."""
+"""Implements `World`, one process's view of the run: its rank, process groups and collectives."""
 
 from __future__ import annotations
 
@@ -40,27 +40,31 @@ _current: World | None = None
 
 
 class World(BatchRows, HintsAtAttributes):
-    """The ranks that train together, and this process's place among them.
+    """The ranks that train together, and this process's position among them.
 
     `shardwise.init` creates it, and `shardwise.world()` returns it.
 
     Attributes:
-        rank: Number of this rank, from 0.
+        rank: Index of this rank, from 0.
         size: Number of ranks (world size).
-        local_rank: Number of this rank on its host.
+        local_rank: Index of this rank on its host.
         local_size: Number of ranks on this host.
         device: The `torch.device` that this rank computes on.
-        is_main: True on one rank, the one that prints: rank 0.
+        is_main: True only on the rank that prints, usually rank 0.
         host: Name of this host.
         seed: Seed of the run.
         launcher: What started the ranks, such as `"shardwise"` or `"torchrun"`.
         settings: The resolved `Settings` of the run.
 
-    With tensor or pipeline parallelism, several ranks form one replica of the model. `data_rank` of
-    `data_size` is the number of the replica, and so of the part of the data that this rank gets;
-    `tensor_rank` of `tensor_size` is its part of every split layer; `pipeline_rank` of
-    `pipeline_size` is its stage. With `--islands`, `island_rank` of `island_count` is its island, a
-    group of ranks that step together.
+    With tensor or pipeline parallelism, several ranks form one replica of the model. Three pairs of
+    properties describe a rank's position:
+
+    - `data_rank` and `data_size`: the index of its replica, which determines its share of the data
+    - `tensor_rank` and `tensor_size`: the index of its part of every split layer
+    - `pipeline_rank` and `pipeline_size`: its pipeline stage
+
+    With `--islands`, `island_rank` and `island_count` describe its island, a group of ranks that
+    step together.
 
     Example:
         >>> import shardwise as sw
@@ -83,28 +87,28 @@ class World(BatchRows, HintsAtAttributes):
         self.local_size = identity.local_size
         self.launcher = identity.launcher
         self.device = device
-        # With elastic islands this can change: the first remaining rank takes over.
+        # With elastic islands this can change: see `_update_main`.
         self.is_main = group.leads
         self.host = socket.gethostname()
         self.seed = 0
         self.seed_source = "not given"
-        """Source of the seed, in words: a flag, a variable, the script."""
+        """Source of the seed, in words: a flag, a variable or the script."""
         self.settings = config.Settings()
         self.collectives = group
         self.mesh = Mesh(identity.size)
         self.data = group
-        """Data-parallel ranks: those with the same part of the model in each replica of this
-        island."""
+        """Data-parallel ranks: the ranks of this island's replicas that have the same part of the
+        model."""
         self.tensor: Collectives = Solo()
-        """Tensor-parallel ranks: the ranks of this replica with parts of the same layers."""
+        """Tensor-parallel ranks: the ranks of this replica that split the same layers."""
         self.pipeline: Collectives = Solo()
-        """Pipeline-parallel ranks: one per stage of this replica, in the order of stages."""
+        """Pipeline-parallel ranks: one per stage of this replica, in stage order."""
         self.stage = group
-        """All ranks of this island that have layers of the same stage."""
+        """All ranks of this island that have the same pipeline stage."""
         self.step_group = group
-        """Ranks that step together: all, or the ranks of this island."""
+        """Ranks that step together: all ranks or, with islands, the ranks of this island."""
         self.peers: Collectives = Solo()
-        """Ranks with the same place in each island, in the order of islands."""
+        """Ranks with the same index in each island, in the order of islands."""
         self.current_batch = CurrentBatch()
         self.progress = progress or ProgressWriter({})
         self.preemption = Preemption(self.progress, self.print)
@@ -115,15 +119,15 @@ class World(BatchRows, HintsAtAttributes):
         self.step_log = StepLog(None, self.rank)
         self.engines = 0
         self.last_stepped_engine = -1
-        """Number of the engine that stepped last; -1 before the first step."""
+        """Index of the engine that stepped last; -1 before the first step."""
         self.steps_made = 0
-        """Number of steps of all engines of this process together."""
+        """Total number of steps of all engines in this process."""
         self.unstepped = UnsteppedBackwards()
         self.without_engine: StepsWithoutEngine | None = None
         self.watchdog: Watchdog | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._former_groups: list[Collectives] = []
-        """Groups of earlier meshes, closed at the end."""
+        """Groups of earlier meshes, to close at the end."""
         self.keywords = dict(keywords or {})
         """Settings passed by the script."""
         self._printed: set[str] = set()
@@ -132,33 +136,36 @@ class World(BatchRows, HintsAtAttributes):
 
     @cached_property
     def side_channel(self) -> Collectives:
-        """The ranks of `data` over separate channels, for collectives inside forward and backward.
+        """The ranks of `data` on separate channels, for collectives in forward and backward.
 
-        Their order relative to the engines' collectives may differ between ranks, so they must
-        not share channels. Created at first use, by all ranks.
+        The order of these collectives relative to the engines' may differ between ranks, so they
+        must not share channels. All ranks create it at its first use.
         """
         return self.data.second_group()
 
     @cached_property
     def gather_order(self) -> GatherOrder:
-        """The common order of the collectives inside forwards: gathers of units, BatchNorm."""
+        """Makes ranks run forward-pass collectives (gathers, BatchNorm) in the same order."""
         return GatherOrder(self.data.size, lambda: self.side_channel)
 
     def _update_main(self) -> None:
-        # With elastic islands rank 0 may leave, and another rank then prints in its place.
+        # With elastic islands rank 0 may leave; the first remaining rank then prints instead.
         self.is_main = self.collectives.leads
 
     def cut(self, mesh: Mesh) -> None:
-        """Take this rank's place in `mesh`. Collective if it has more than the data axis."""
+        """Set this rank's coordinates in `mesh`, and create the groups of its axes.
+
+        Collective if the mesh has axes other than data.
+        """
         self.mesh, whole = mesh, self.collectives
         self._former_groups += self._groups_of_axes()
-        # These cached properties belong to the former data-parallel ranks.
+        # Drop cached properties that belong to the former data-parallel ranks.
         vars(self).pop("gather_order", None)
         vars(self).pop("side_channel", None)
-        # Every rank makes these calls in this order: a split is a collective of all ranks.
+        # Every rank makes these calls in this order, because a split is a collective of all ranks.
         self.step_group = self.data = self.stage = whole
         self.tensor, self.pipeline, self.peers = Solo(), Solo(), Solo()
-        # Data-parallel groups are inside islands; replicas of several ranks split them below.
+        # Data-parallel groups stay within an island. Split them if a replica has several ranks.
         if mesh.islands > 1:
             self.step_group = self.data = self.stage = whole.split(mesh.island_groups)
             self.peers = whole.split(mesh.peer_groups)
@@ -170,7 +177,7 @@ class World(BatchRows, HintsAtAttributes):
             self.stage = whole.split(mesh.stage_groups)
 
     def _groups_of_axes(self) -> list[Collectives]:
-        """Return the groups that were split off for the axes, the side channel first."""
+        """Return the groups created for the axes, with the side channel first."""
         side = vars(self).get("side_channel", self.data)
         axes = (self.data, self.tensor, self.pipeline, self.stage, self.step_group, self.peers)
         groups = dict.fromkeys((side, *axes))
@@ -183,7 +190,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def island_rank(self) -> int:
-        """Number of this rank's island, from 0."""
+        """Index of this rank's island, from 0."""
         return self.mesh.island_of(self.rank)
 
     @property
@@ -193,7 +200,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def data_rank(self) -> int:
-        """Number of this rank's replica of the model, from 0."""
+        """Index of this rank's replica of the model, from 0."""
         return self.mesh.data_of(self.rank)
 
     @property
@@ -203,7 +210,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def tensor_rank(self) -> int:
-        """Number of the part of every split layer that this rank has, from 0."""
+        """Index of this rank's part of every split layer, from 0."""
         return self.mesh.tensor_of(self.rank)
 
     @property
@@ -213,7 +220,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def pipeline_rank(self) -> int:
-        """Number of this rank's pipeline stage, from 0."""
+        """Index of this rank's pipeline stage, from 0."""
         return self.mesh.stage_of(self.rank)
 
     @property
@@ -223,7 +230,10 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def counts(self) -> bool:
-        """True on the rank of each replica that counts samples; the others have the same ones."""
+        """True on the one rank of each replica that counts samples.
+
+        The others have the same samples.
+        """
         return self.rank % self.mesh.replica == 0
 
     def _check_inside(self, call: str) -> None:
@@ -252,7 +262,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on rank 0 first, then on the other ranks (to download or fill a cache).
+        """Run the block on the main rank first, then on the others (to fill a cache).
 
         Collective.
 
@@ -277,11 +287,11 @@ class World(BatchRows, HintsAtAttributes):
         """Return the `value` of rank `source` on every rank. Collective.
 
         Args:
-            value: Anything picklable; ignored on the other ranks.
-            source: The rank that sends. Default: 0.
+            value: Any picklable object; ignored on the other ranks.
+            source: The rank that sends its value. Default: 0.
 
         Raises:
-            UsageError: There is no such rank, or its elastic island has ended.
+            UsageError: There is no such rank, or its elastic island has left the run.
 
         Example:
             name = world.broadcast_object(make_run_name() if world.is_main else None)
@@ -292,7 +302,7 @@ class World(BatchRows, HintsAtAttributes):
         def receive() -> T:
             sends = self.is_main if source == 0 else self.rank == source
             gathered: list[tuple[T] | None]
-            # A tuple, because the value itself may be None.
+            # Send a tuple, because the value itself may be None.
             gathered = self.collectives.gather_objects((value,) if sends else None)
             for sent in gathered:
                 if sent is not None:
@@ -306,7 +316,7 @@ class World(BatchRows, HintsAtAttributes):
         return self.collectives.steadily(receive)
 
     def gather(self, value: T) -> list[T]:
-        """Return the `value` (picklable) of every rank, in rank order, on every rank. Collective.
+        """Return every rank's `value` (picklable), in rank order, on every rank. Collective.
 
         Example:
             hosts = world.gather(world.host)
@@ -317,15 +327,16 @@ class World(BatchRows, HintsAtAttributes):
         return self.collectives.gather_objects(value)
 
     def sum(self, value: Tensor, groups: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """Return the sum of a tensor over all ranks, or over groups of ranks. Collective.
+        """Return the sum of a tensor across all ranks or within groups of ranks. Collective.
 
         Args:
-            value: Tensor of any shape, the same shape and dtype on all ranks. It is not changed.
-            groups: Disjoint lists of ranks: each rank gets the sum of its group, and a rank in no
-                group its own value. Default: all ranks.
+            value: Tensor of any shape, with the same shape and dtype on all ranks. It is not
+                modified.
+            groups: Disjoint lists of ranks. Each rank gets the sum of its group, and a rank in no
+                group gets its own value. Default: all ranks.
 
         Raises:
-            UsageError: `value` is no tensor, or a rank is listed twice.
+            UsageError: `value` is not a tensor, or a rank is listed twice.
 
         Example:
             total = world.sum(torch.tensor(correct)).item()
@@ -341,16 +352,16 @@ class World(BatchRows, HintsAtAttributes):
         group = self.collectives
         if groups is not None:
             key = tuple(tuple(members) for members in groups)
-            # A split is collective and allocates channels, so keep the group for the next call.
+            # Splitting is collective and allocates channels, so cache the group for later calls.
             if key not in self._groups:
                 self._groups[key] = group.split(groups)
             group = self._groups[key]
-        # A contiguous copy: all_reduce works in place, on a flat view.
+        # Make a contiguous copy, because all_reduce works in place on a flat view.
         total = value.detach().clone(memory_format=torch.contiguous_format)
         if value.device.type == "cpu":  # NCCL only sends tensors on a GPU
             total = total.to(group.small_device)
         group.all_reduce(total.view(-1)).wait()
-        # Checked after the collective, which has updated the size on all ranks.
+        # Check this after the collective, which has updated the group's size on all ranks.
         if groups is None and group.has_changing_ranks and group.size < self.size:
             raise UsageError(
                 f"world.sum over {group.size} of {self.size} workers, because an elastic island "
@@ -360,16 +371,16 @@ class World(BatchRows, HintsAtAttributes):
         return total.to(value.device)
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Call `print` on rank 0 only, and flush."""
+        """Call `print` on the main rank only, and flush."""
         if self.is_main:
             print(*values, **{"flush": True} | options)
 
     def _warn_of_stand_in(self, call: str) -> None:
         """Warn once if the script itself sums or gathers after this rank got a stand-in.
 
-        A script that has read `world.rows` afterwards handles stand-ins, and gets no warning.
+        A script that has read `world.rows` since then handles stand-ins, and gets no warning.
         """
-        # Bridges and Metrics also call `sum` and `gather`, and handle stand-ins themselves.
+        # Don't warn about calls from Shardwise itself (bridges, Metrics), which handles stand-ins.
         caller = sys._getframe(2)
         ours = caller.f_globals.get("__name__", "").startswith("shardwise.")
         if ours or self.current_batch.stand_in is None or self._warned_of_stand_in:
@@ -385,12 +396,15 @@ class World(BatchRows, HintsAtAttributes):
         )
 
     def expect_no_engine(self) -> None:
-        """Stop warning of steps without an engine: there is one, or the script trains otherwise."""
+        """Stop warning about steps without an engine.
+
+        Call it once an engine exists, or if the script trains without one.
+        """
         if self.without_engine is not None:
             self.without_engine.forget()
 
     def settle(self, **keywords: Any) -> config.Settings:
-        """Resolve the settings of this run, and print once what overrides the script's keywords."""
+        """Resolve this run's settings, and print once which script keywords are overridden."""
         settings, overrides = config.load(self.keywords | keywords)
         for line in overrides:
             self.say_once(line)
@@ -405,35 +419,36 @@ class World(BatchRows, HintsAtAttributes):
     def settle_engine(self, keywords: dict[str, Any]) -> config.Settings:
         """Return the settings of an engine with these `keywords`.
 
-        Raises ConfigError for a flag that has no effect on it. For other sources of such a setting
-        it prints a line.
+        Raises ConfigError for a flag that has no effect on the engine. For a setting from another
+        source without effect, it only prints a message.
         """
         settings = self.settle(**keywords)
-        # A setting without effect is an error as a flag, and only a line in a file or a variable,
-        # which other runs share.
+        # A setting without effect is an error if it is a flag. In a file or a variable it only
+        # causes a message, because other runs use the same file or variable.
         found = config.sources(os.environ, self.keywords | keywords)
         for line in config.idle(found, settings, config.OF_AN_ENGINE):
             self.say_once(line)
         return settings
 
     def say_once(self, line: str) -> None:
-        """Print a line on stderr, on rank 0 only, unless it was printed before."""
+        """Print a message to stderr on the main rank, unless it was printed before."""
         if line not in self._printed:
             self._printed.add(line)
             self.print(f"shardwise: {line}", file=sys.stderr)
 
     def close(self) -> None:
-        """Close the groups, logs and servers of this rank. `leave` calls it."""
+        """Close this rank's groups, logs and servers. `leave` calls it."""
         if self.is_main and not self.step_log.ended:
-            # Not after `--stop-after`, which may end the run between a backward and its step.
+            # Don't warn after `--stop-after`, which may stop the run between a backward pass and
+            # its step.
             self.unstepped.warn()
-        # From here on a signal ends the process as usual: there is nothing left to save.
+        # From here on a signal terminates the process as usual: there is nothing left to save.
         self.preemption.forget()
         self.step_log.close()
         self.expect_no_engine()
         if self.watchdog is not None:
             self.watchdog.close()
-        # Split groups first, because they use the memory of the whole group.
+        # Close split groups first, because they use the memory of the group they were split from.
         for group in dict.fromkeys([*self._groups_of_axes(), *self._former_groups]):
             group.close()
         self.collectives.close()
@@ -448,7 +463,8 @@ def current() -> World:
         UsageError: `shardwise.init` was not called.
     """
     if _current is None:
-        # `init` sets this up; without it the launcher would not learn of this exception.
+        # `init` normally installs this hook. Without it the launcher would not learn of this
+        # exception.
         error_file.watch_exceptions()
         raise UsageError("Call world = shardwise.init() first, at the top of the script.")
     return _current
@@ -460,11 +476,11 @@ def has_joined() -> bool:
 
 
 def start_timeline(path: str | os.PathLike[str]) -> None:
-    """Start recording a timeline into `path`, in Chrome's trace JSON format.
+    """Start recording a timeline to `path`, in Chrome's trace JSON format.
 
-    Each rank that calls it is recorded. The ranks of one host write into one file, which can be
-    opened at any time. A recording into another file stops. A file of this run is continued, and a
-    file of an earlier run is replaced.
+    Only the ranks that call it are recorded. The ranks of a host write to the same file, which can
+    be opened at any time. A recording to a different file is stopped first. If the file exists, it
+    is continued if it is from this run, and replaced if it is from an earlier run.
 
     Args:
         path: File to write, such as "timeline.json".
@@ -490,12 +506,12 @@ def start_timeline(path: str | os.PathLike[str]) -> None:
 
 
 def stop_timeline() -> None:
-    """Stop recording the timeline and write its end; does nothing if none is being recorded."""
+    """Stop recording the timeline and complete its file. Does nothing if none is being recorded."""
     timeline_control.stop()
 
 
 def set_current(world: World) -> None:
-    """Make `world` the world of this process, until the process ends or `leave` is called."""
+    """Make `world` the world of this process, until the process exits or `leave` is called."""
     global _current
     exit_handlers.register(leave)
     _current = world
@@ -508,7 +524,7 @@ def refuse_second() -> None:
 
 
 def leave() -> None:
-    """Leave the run and close its world. Called when the process ends, and by tests to rejoin."""
+    """Leave the run and close its world. Called at process exit, and by tests that rejoin."""
     global _current
     world, _current = _current, None
     timeline_control.stop()
@@ -524,9 +540,9 @@ def count_groups(settings: config.Settings, group: Collectives) -> int:
     """
     if isinstance(settings.islands, int):
         return settings.islands
-    # Host names may be equal in containers, so prefer a key of the machine.
+    # Prefer the machine's key, because containers may have equal host names.
     hosts = ranks_by_host(group.gather_plain(host_key() or socket.gethostname()))
-    # An island consists of neighbouring ranks (mesh.py).
+    # An island must consist of adjacent ranks (see mesh.py).
     in_a_row = all(ranks[-1] - ranks[0] == len(ranks) - 1 for ranks in hosts)
     if len({len(ranks) for ranks in hosts}) > 1 or not in_a_row:
         counts = ", ".join(str(len(ranks)) for ranks in hosts)
