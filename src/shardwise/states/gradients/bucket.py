@@ -71,8 +71,7 @@ class Backward:
     """Tells whether the loss weight is zero, as a tensor, if only the device knows the weight."""
 
     def weighted(self, grad: Tensor) -> Tensor:
-        """Return `grad` times the factor (zeros for a zero weight). A 16-bit gradient becomes
-        fp32."""
+        """Return the weighted `grad`, or zeros if the weight is zero. 16-bit values become fp32."""
         grad = self._multiplied([grad])[0]
         # `where`, because multiplying by zero would keep a NaN.
         return grad if self.is_zero is None else torch.where(self.is_zero, 0.0, grad)
@@ -507,8 +506,7 @@ class GradientBucket:
     # -- the end of a step ----------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Discard the gradients of a failed backward pass. Buffers in flight stay with the
-        queue."""
+        """Discard the gradients of a failed backward pass. The queue keeps buffers in flight."""
         # A launched buffer belongs to the queue, even if the launch raised afterwards. If the
         # buffer were returned twice, two buckets would collect into it.
         filling = self.state is BucketState.FILLING

@@ -110,8 +110,7 @@ def integers(tensor: Tensor) -> Tensor:
 
 
 def total(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits as integers, modulo 2^64. Fast, but ignores the order of
-    elements."""
+    """Return the sum of the bits as integers, modulo 2^64. Fast, but order-independent."""
     bits = integers(tensor)
     # Sum in chunks on the CPU, because torch first copies the summands to 64-bit integers, which
     # take twice the memory.

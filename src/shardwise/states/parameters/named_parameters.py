@@ -1,5 +1,4 @@
-"""Finds the models' parameters, with their names, the modules that register them, and their
-layout."""
+"""Finds the models' parameters and records their names, layouts and owning modules."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from shardwise.layout.shards import Shard
 
 @dataclass(eq=False)
 class NamedParameter:
-    """A parameter of the models, with its name, its layout and every module attribute that
-    registers it.
+    """A parameter of the models, with its name, its layout and the modules that register it.
 
-    `shape`, `strides`, `dtype` and `device` are recorded at construction, because the parameter's
-    data may be swapped later. If the parameter belongs to a layer that is split across ranks,
-    `shard` describes its part of the full tensor.
+    `places` lists each module and attribute name that registers the parameter. `shape`, `strides`,
+    `dtype` and `device` are recorded at construction, because the parameter's data may be swapped
+    later. If the parameter belongs to a layer that is split across ranks, `shard` describes its
+    part of the full tensor.
     """
 
     name: str
@@ -48,8 +47,7 @@ class NamedParameter:
 
     @property
     def can_rest(self) -> bool:
-        """True if the parameter can be sharded: its dtype must have a NaN, the placeholder
-        value."""
+        """True if the parameter can be sharded: its dtype needs a NaN as the placeholder."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     @property
@@ -59,8 +57,7 @@ class NamedParameter:
         return like.is_contiguous()
 
     def view(self, flat: Tensor, start: int) -> Tensor:
-        """Return a view of `flat` from element `start` on, with the parameter's shape and
-        strides."""
+        """Return a view of `flat` from element `start` on, in the parameter's layout."""
         return flat.as_strided(self.shape, self.strides, flat.storage_offset() + start)
 
     def flat(self, value: Tensor) -> Tensor | None:

@@ -83,8 +83,7 @@ class Parameters(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter, or wrote values that would be
-        lost."""
+        """Raise BrokenView if user code replaced a parameter or wrote values that get lost."""
 
     @abstractmethod
     def check_places(self) -> None:
@@ -102,8 +101,7 @@ class Parameters(ABC):
         """Return the number of bytes of bucket `index` that this rank stores between steps."""
 
     def frozen_bytes(self) -> list[tuple[Sequence[NamedParameter], int]]:
-        """Return the parameters of each frozen bucket, with the number of bytes that this rank
-        stores.
+        """Return each frozen bucket's parameters, with the number of bytes stored on this rank.
 
         Empty if frozen parameters are not in buckets.
         """
@@ -183,8 +181,7 @@ class ReplicatedParameters(Parameters):
                 check_place(named, address)
 
     def release(self) -> None:
-        """Move each parameter back into separate memory, so that another layout can take it
-        over."""
+        """Move each parameter back into separate memory, so that another layout can own it."""
         for named in self.named:
             named.parameter.data = named.parameter.detach().clone(
                 memory_format=torch.preserve_format

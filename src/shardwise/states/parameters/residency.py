@@ -92,10 +92,9 @@ class Residency:
         return self._gathers.collective
 
     def pace(self, over: Callable[[int], None]) -> bool:
-        """Call `over` after a unit's last gather in each backward pass, at the same point on all
-        ranks.
+        """Call `over` after a unit's last gather in each backward pass.
 
-        Returns whether gathers are collective.
+        The call happens at the same point on all ranks. Returns whether gathers are collective.
         """
         self._over = over
         return self._gathers.collective
@@ -276,8 +275,7 @@ class Residency:
     def whole(
         self, numbers: Sequence[int], *, here: bool = True, write: bool = False
     ) -> Iterator[dict[ShardedBucket, Tensor]]:
-        """Context manager that gathers the units `numbers`, for reading or (if `write`) for
-        writing.
+        """Context manager that gathers the units `numbers`, to read or (if `write`) to write them.
 
         Collective. The units get separate memory for the block. Yields their full buckets, except
         those that an enclosing block already holds and will release. A rank whose `here` is False

@@ -234,8 +234,7 @@ class ShardedParameters(Parameters):
         self._watchers.append(changed)
 
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter, or wrote values that would be
-        lost."""
+        """Raise BrokenView if user code replaced a parameter or wrote values that get lost."""
         self.check_places()
         written = self._replaced
         for nans in self._nans.values():
@@ -332,8 +331,7 @@ class ShardedParameters(Parameters):
         return self.sharded_buckets[index].storage.nbytes
 
     def frozen_bytes(self) -> list[tuple[Sequence[NamedParameter], int]]:
-        """Return each frozen bucket's parameters, with the size in bytes of this rank's
-        interval."""
+        """Return each frozen bucket's parameters, with the number of bytes stored on this rank."""
         return [(bucket.named, bucket.storage.nbytes) for bucket in self.frozen]
 
     @property

@@ -189,17 +189,16 @@ class WholeUnits:
         self._writes.finish()
 
     def forget_writes(self) -> None:
-        """Discard the bit sums so far, after a permitted write by the optimizer or a writing
+        """Discard the bit sums so far, after a permitted write by the optimizer or a user's
         block."""
         self._writes.forget()
 
     # -- between steps --------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Reshard all units after a change of parameters, and gather those that are always
-        gathered.
+        """Reshard all units after parameters have changed, and gather the permanent ones again.
 
-        Collective.
+        Permanent units are the ones whose `always` is True. Collective.
         """
         self._addresses.generation += 1
         self._writes.forget()

@@ -44,8 +44,7 @@ class Squared(Protocol):
 
     @property
     def copy_stream(self) -> object | None:
-        """Copies between the host and the accelerator that uses the storage; None if they share
-        memory."""
+        """Stream between the host and the accelerator that uses the storage, if they differ."""
 
     @property
     def device(self) -> torch.device:

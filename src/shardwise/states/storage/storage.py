@@ -42,8 +42,7 @@ class Storage(ABC):
     memory: Tensor | None = None
     """The full interval if it is always in memory, else None."""
     copy_stream: CopyStream | None = None
-    """Copies between the host and the accelerator that uses the storage; None if they share
-    memory."""
+    """Stream between the host and the accelerator that uses the storage, if they differ."""
 
     @abstractmethod
     def read_ahead(self, index: int) -> None:
@@ -95,8 +94,8 @@ class Storage(ABC):
         into.copy_(value)
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add `part`, shape (numel of the interval,), to the stored values, or replace them if
-        `fresh`.
+        """Add `part`, shape (numel of the interval,), to the stored values. If `fresh`, replace
+        them.
 
         Returns the sum of squares of the result (None in memory), and a handle whose `reusable`
         returns once `part` may be overwritten.
