@@ -79,8 +79,7 @@ def clipped(parts: Iterable[Extent], first: int, end: int) -> list[Extent]:
 
 
 def share(numel: int, index: int, of: int) -> Span:
-    """Return the elements [first, end) that rank `index` writes if `of` ranks all hold `numel`
-    elements."""
+    """Return the elements [first, end) that rank `index` writes if `of` ranks hold them all."""
     # Each replica writes a different part, so that replicas share the work of a checkpoint.
     cuts = even_cuts(numel, of)
     return cuts[index], cuts[index + 1]

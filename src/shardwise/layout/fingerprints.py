@@ -207,8 +207,7 @@ def _patterns(flat: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """Hash each word with splitmix64 (Steele, Lea and Flood 2014). Relies on int64 wrap-around in
-    torch."""
+    """Hash each word with splitmix64 (Steele, Lea and Flood 2014). Relies on int64 wrap-around."""
     words = words + _signed(_GOLDEN)
     words = (words ^ _shifted(words, 30)) * _signed(_MIX_A)
     words = (words ^ _shifted(words, 27)) * _signed(_MIX_B)
@@ -216,8 +215,7 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """Shift right logically, filling with zeros. torch's shift of signed integers repeats the sign
-    bit."""
+    """Shift right, filling with zeros. torch's own shift repeats the sign bit."""
     return (words >> by) & ((1 << (64 - by)) - 1)
 
 

@@ -35,8 +35,7 @@ class Spread(Enum):
 
 @dataclass(frozen=True)
 class Tier:
-    """The kind of memory that stores a state: "device", "cpu", or "nvme" with a `folder` for its
-    files."""
+    """The memory that stores a state: "device", "cpu", or "nvme" with a `folder` for its files."""
 
     kind: str = "device"
     folder: str = ""
@@ -61,7 +60,7 @@ STATES = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A row of the table, with a cell for each state. Raises PlacementError if the row is not
+    """A row of the table, with a cell for each state. Raises PlacementError if it is not
     allowed."""
 
     parameters: Spread = Spread.REPLICATED
@@ -112,8 +111,7 @@ class Placement:
         return f"ZERO_{self.level}"
 
     def cells(self) -> str:
-        """Return a description of the cells, such as "parameters replicated, gradients sharded,
-        ..."."""
+        """Describe the cells, such as "parameters replicated, gradients sharded, ..."."""
         return ", ".join(
             f"{state} {getattr(self, state).value}"
             + (f" on {tier.kind}" if (tier := self.tier(state)) != DEVICE else "")

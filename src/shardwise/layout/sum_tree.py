@@ -29,8 +29,7 @@ T = TypeVar("T")
 
 
 def fan_ins(leaves: int) -> list[int]:
-    """Return the number of nodes that each level joins, from the leaves up: the sorted prime
-    factors."""
+    """Return the fan-in of each level, from the leaves up: the sorted prime factors of `leaves`."""
     factors, factor = [], 2
     while leaves > 1:
         while leaves % factor == 0:

@@ -46,8 +46,7 @@ _Key = tuple[int, int, int, int]
 
 
 class Kept:
-    """A tensor that stays in place, with the version that it must still have in the backward
-    pass."""
+    """A tensor that stays in place, with the version that it must still have in backward."""
 
     __slots__ = ("tensor", "version")
 
@@ -62,8 +61,10 @@ class Kept:
 
 
 class _Piece:
-    """A range of a storage that is being copied out, is offloaded, or has been copied back. It is
-    freed once no saved tensor needs it."""
+    """A range of a storage that is being copied out, is offloaded, or has been copied back.
+
+    It is freed once no saved tensor needs it.
+    """
 
     def __init__(self, number: int, key: _Key, source: Tensor, offload: Offload) -> None:
         self.number = number
@@ -196,8 +197,7 @@ class SavedTensors:
                 self._give_back(nbytes)
 
     def _give_back(self, nbytes: int) -> None:
-        """Count freed memory. Return it to the system only occasionally, because that takes
-        time."""
+        """Count freed memory, and occasionally return it to the system, which takes time."""
         self._freed += nbytes
         if self._device_type == "cpu" and self._freed > LEAVING:
             self._freed = 0

@@ -81,8 +81,14 @@ class _ExpectedUse(NamedTuple):
 
 
 class _UncheckedExchange(NamedTuple):
-    """Flags of an exchange, on the host once `event` completes, and the expected use of the
-    BatchNorm `name`."""
+    """An exchange that still has to be checked.
+
+    Args:
+        name: Name of the BatchNorm.
+        use: The expected use.
+        rows: Flags of all ranks, (ranks, 3), on the host once `event` completes.
+        event: Marks completion of the copy.
+    """
 
     name: str
     use: _ExpectedUse
@@ -160,8 +166,7 @@ class StatisticsExchange:
         return rows[:, : self._width if row is None else row.numel()]
 
     def _padded_row(self, row: Tensor | None, call: int) -> Tensor:
-        """Return this rank's row, padded to the full width, with the flags present, call and
-        uses."""
+        """Return this rank's row, padded to full width, with the flags present, call and uses."""
         if row is None:
             device = self.turns.order.group.small_device
             sent = torch.zeros(self._width + 3, dtype=torch.float64, device=device)
@@ -218,8 +223,7 @@ class StatisticsExchanges:
 
     @property
     def are_used(self) -> bool:
-        """True if turns are currently used. Otherwise all ranks reach the exchanges in the same
-        order."""
+        """True if turns are in use. Otherwise all ranks reach the exchanges in the same order."""
         return self.order.is_open
 
     def exchange(self, number: int, row: Tensor, call: int) -> Tensor:
@@ -315,6 +319,5 @@ class StatisticsExchanges:
 
 
 def is_backward(call: int) -> bool:
-    """Return whether `call` is a first-order backward pass, which runs only once per forward
-    pass."""
+    """Return whether `call` is a first-order backward pass, which may run only once."""
     return call > 0 and call % 4 == 0

@@ -100,8 +100,7 @@ class _AveragedTensor:
 
 @dataclass
 class _Window:
-    """Rows behind the changes since the last step, grouped into runs of backward passes with equal
-    shares.
+    """Rows behind the changes since the last step, in runs of backward passes with equal shares.
 
     Args:
         open: For each backward pass of the current run, this rank's rows and all ranks' rows (0 if
@@ -125,8 +124,9 @@ class _Window:
 
 
 class Buffers:
-    """Keeps the models' buffers identical across ranks. A buffer is identified by its module and
-    key.
+    """Keeps the models' buffers identical across ranks.
+
+    A buffer is identified by its module and key.
 
     Args:
         models: Models whose buffers are kept identical.
@@ -254,8 +254,7 @@ class Buffers:
         ]
 
     def checksum(self) -> float | Tensor:
-        """Return a checksum of all tensors that are not averaged. Equal checksums mean that ranks
-        agree.
+        """Return a checksum of all tensors that are not averaged, to compare between ranks.
 
         Returns 0.0 in steps that do not compare. On an accelerator the checksum stays on the
         device.
@@ -553,8 +552,10 @@ def _in_words(form: _Form) -> str:
 def _group_by_kind(
     tensors: Sequence[Tensor],
 ) -> dict[tuple[torch.device, torch.dtype, bool], list[int]]:
-    """Group tensors that a single kernel can handle: indices by device, dtype and inference
-    mode."""
+    """Group the indices of tensors that a single kernel can handle.
+
+    The keys are device, dtype and inference mode.
+    """
     places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
     for place, tensor in enumerate(tensors):
         key = tensor.device, tensor.dtype, tensor.is_inference()

@@ -65,8 +65,7 @@ def _remove(handles: list[Hooked]) -> None:
 
 
 class _ForwardHooks:
-    """Hooks on a module. If the module is copied, the copy records too, until the recording
-    ends."""
+    """Hooks on a module. A copy of the module records, too, until the recording ends."""
 
     def __init__(self, name: str) -> None:
         self._name = name

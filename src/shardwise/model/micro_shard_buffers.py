@@ -90,8 +90,7 @@ class MicroShardBuffers(Buffers):
             self.remember()
 
     def after_backward(self, batch: Batch | None, own_rows: int | None = None) -> None:
-        """Store the buffers that this micro-shard's forward has changed, and reset them to their
-        start."""
+        """Store the buffers that this micro-shard's forward has changed, and reset them."""
         super().after_backward(batch, own_rows)
         # Go by module, because torch's batch_norm counts writes to only one of its buffers.
         changed = {self._places[index][0] for index in self._seen if self._has_changed(index)}
@@ -114,8 +113,7 @@ class MicroShardBuffers(Buffers):
         self._turns = []
 
     def news(self) -> list[int]:
-        """Return the indices of buffers that a micro-shard has changed and that are not averaged
-        yet."""
+        """Return the indices of changed buffers that are not averaged yet."""
         known = {followed.index for followed in self._averaged} | self._unequal
         return sorted({index for results in self._turns for index in results} - known)
 

@@ -1,5 +1,4 @@
-"""Records modules for `shardwise verify`: their inputs, their order and their non-parameter
-tensors."""
+"""Records modules' inputs, order and non-parameter tensors for `shardwise verify`."""
 
 from __future__ import annotations
 

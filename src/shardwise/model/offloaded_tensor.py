@@ -44,8 +44,7 @@ class OffloadTarget(Protocol):
     """Destination of offloaded tensors."""
 
     def send(self, data: Tensor) -> Offload:
-        """Start offloading `data` (1-D, uint8), which must not change until `settle` has
-        returned."""
+        """Start offloading `data` (1-D, uint8), which must not change before `settle` returns."""
 
 
 class DiskTarget:

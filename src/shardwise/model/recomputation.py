@@ -36,8 +36,7 @@ class RecomputedForward:
     """
 
     def __init__(self, unit: nn.Module, *, compiled: bool) -> None:
-        """Replace the forward. If `compiled` is true, the plain forward runs through
-        torch.compile."""
+        """Replace the forward. If `compiled` is true, the plain forward is compiled."""
         self.unit = unit
         self._before: Callable[..., Any] | None = vars(unit).get("forward")
         plain: Callable[..., Any] = unit.forward
@@ -95,8 +94,7 @@ class StandsForPart(Tensor):
         raise NotImplementedError
 
     def constructor(self) -> Callable[[Tensor], Tensor]:
-        """Return a function that builds such a tensor from a different part. It must not hold a
-        part."""
+        """Return a function that builds such a tensor from a different part; it holds no part."""
         raise NotImplementedError
 
 

@@ -49,8 +49,7 @@ class _Statistics:
 
     @property
     def backward(self) -> int:
-        """Number of the backward pass's exchange. The following numbers are for second
-        derivatives."""
+        """Number of the backward pass's exchange. The next numbers are for second derivatives."""
         return 4 * self.forward
 
 

@@ -34,8 +34,10 @@ Values = list[tuple[nn.Module, str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class _Before:
-    """A module's attributes before a forward, with its containers' contents and tensors'
-    versions."""
+    """A module's attributes before a forward.
+
+    Includes shallow copies of its containers and the versions of its tensors.
+    """
 
     module: nn.Module
     attributes: dict[str, Any]

@@ -92,8 +92,7 @@ class Returns(Protocol):
         """True if this group should return now."""
 
     def come_back(self) -> None:
-        """Wait until the other groups admit this one, and load the checkpoint that they saved for
-        it."""
+        """Wait until the other groups admit this one, and load the checkpoint that they saved."""
 
 
 class StepHooks:

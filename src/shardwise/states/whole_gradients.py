@@ -24,8 +24,7 @@ from shardwise.states.parameters.parameters_at_rest import unguarded
 
 @dataclass(frozen=True)
 class _Shown:
-    """The gradient that user code was given for a parameter, with its version and bits at that
-    moment."""
+    """The gradient that user code was given for a parameter, with its version and bits then."""
 
     grad: Tensor
     version: int

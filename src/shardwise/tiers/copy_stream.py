@@ -188,8 +188,7 @@ class CopyStream:
         self.hold(data, self._streams.current_stream(self.device))
 
     def hold(self, data: Tensor, stream: Any) -> None:
-        """Keep the allocator from reusing the memory of `data` before `stream` has finished with
-        it."""
+        """Keep the allocator from reusing the memory of `data` until `stream` is done with it."""
         if data.device.type != "cpu":
             data.record_stream(stream)
 

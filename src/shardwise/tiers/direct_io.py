@@ -95,8 +95,7 @@ class DirectFile:
             )
 
     def _open(self, name: str) -> int:
-        """Open an unnamed file. If that is not supported, open a named one and remove its name at
-        once."""
+        """Open an unnamed file; if unsupported, open a named one and remove its name at once."""
         try:
             try:
                 return os.open(self._folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)

@@ -277,8 +277,7 @@ class Store:
                 self._failure = error
 
     def _check(self) -> None:
-        """Raise TierError if the store is closed, a transfer has failed, or this is a forked
-        process."""
+        """Raise TierError if the store is closed or failed, or if this is a forked process."""
         self._transfers.check()
         if self._closed:
             raise TierError(f"{self.label} was closed and its data is lost. Make a new store.")

@@ -128,8 +128,7 @@ class _PlainAnswers(TorchFunctionMode):
     def _call_exporting(
         self, record: StorageRecord | None, func: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Call a function that exports memory (for example to NumPy), where writes are not
-        visible."""
+        """Call a function that exports memory (for example to NumPy) and hides later writes."""
         tensor = args[0]
         if record is not None:
             with self._recorder.working():

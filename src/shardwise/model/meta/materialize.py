@@ -17,11 +17,11 @@ def is_deferred(parameter: Tensor) -> bool:
 
 
 def materialise(parameter: Tensor, name: str = "A parameter") -> Tensor:
-    """Return the values that `parameter` would have in a plain build, in new memory, without
-    gradient.
+    """Return the values that `parameter` would have in a plain build, in new memory.
 
-    Shape, strides, dtype and device are the same as in a plain build. Parameters may be
-    materialised in any order and repeatedly. Random generators do not change.
+    Shape, strides, dtype and device are the same as in a plain build. The result does not require
+    grad. Parameters may be materialised in any order and repeatedly. Random generators do not
+    change.
 
     Args:
         parameter: A parameter that was built inside `on_meta`.

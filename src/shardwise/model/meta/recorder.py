@@ -153,8 +153,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _move(self, call: RecordedCall) -> Any:
-        """Run an operation that makes a tensor refer to different memory: `t_`, `set_`,
-        `resize_`."""
+        """Run an operation that moves a tensor to different memory: `t_`, `set_`, `resize_`."""
         target = call.tensors[0]
         record = deferred_record(target)
         if record is None:

@@ -292,8 +292,7 @@ class GradientBucket:
         return self._flat
 
     def _in_place(self) -> Tensor | None:
-        """Return memory for the next sum without a copy, or None. Only a step's first sum can use
-        it."""
+        """Return memory for the next sum without a copy, or None after a step's first sum."""
         storage = self._total.first
         free = self._kept is None and not self.was_launched
         return storage.tensor if free and isinstance(storage, MemoryStorage) else None
@@ -347,11 +346,10 @@ class GradientBucket:
         return [index for index, has in zip(self.indices, self._collected, strict=True) if has]
 
     def take_late(self, backward: Backward) -> list[tuple[int, Tensor]]:
-        """Remove and return the gradients that arrived after the launch, each in its parameter's
-        shape.
+        """Remove and return the gradients that arrived after the launch.
 
-        `backward` is the current backward pass. It is an argument because `begin` is called only
-        for the buckets that a backward pass fills.
+        Each has its parameter's shape. `backward` is the current backward pass. It is an argument
+        because `begin` is called only for the buckets that a backward pass fills.
         """
         self._backward = backward
         with unguarded():

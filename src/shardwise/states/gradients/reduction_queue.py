@@ -131,8 +131,7 @@ class ReductionQueue:
         return buffer
 
     def give_back(self, buffer: Buffer, readers: Sequence[Handle]) -> None:
-        """Take back a borrowed buffer. `readers` are the collective and the copy that may still
-        read it."""
+        """Take back a borrowed buffer. `readers` are the collective and the copy that read it."""
         self._out -= 1
         buffer.readers = readers
         self._spare[buffer.memory.dtype, buffer.memory.device].append(buffer)

@@ -114,8 +114,7 @@ class Averages:
                 )
 
     def _exchange(self, same_dtype: _Move, other_dtype: _Move) -> None:
-        """Apply `same_dtype` or `other_dtype` to every parameter, depending on its dtype.
-        Collective."""
+        """Apply `same_dtype` or `other_dtype` to each parameter, by its dtype. Collective."""
         self._parameters.meet()  # other ranks may still read the old values in shared memory
         for interval, average in self._each():
             move = same_dtype if interval.target.dtype == average.dtype else other_dtype

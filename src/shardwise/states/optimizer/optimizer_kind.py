@@ -1,4 +1,4 @@
-"""Determines an optimizer's properties: its kind, its attributes, and whether it may use fused
+"""Determines which data an optimizer needs, what it stores, and whether it may use fused
 kernels."""
 
 from __future__ import annotations

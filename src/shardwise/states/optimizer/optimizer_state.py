@@ -146,8 +146,7 @@ class OptimizerState:
         interval.master.store(value)
 
     def _build(self, existing: ExistingState) -> None:
-        """Split every bucket into segments, create inner optimizers, and take over existing
-        state."""
+        """Split buckets into segments, create inner optimizers, and take over existing state."""
         for interval, group in zip(self.intervals, self.groups, strict=True):
             interval.segments = existing.segments(interval, group)
         keys = [self._together(index) for index in range(len(self.intervals))]
@@ -275,8 +274,7 @@ class OptimizerState:
         return interval.master.nbytes * (moments + interval.has_master)
 
     def whole(self, index: int, key: str, dtype: torch.dtype) -> Tensor:
-        """Return state `key` of all segments of bucket `index`, flattened over this rank's
-        interval.
+        """Return state `key` of all segments of bucket `index`, joined over this rank's interval.
 
         Elements without state are zero.
         """

@@ -144,11 +144,11 @@ def _holds_tensors(value: Any) -> bool:
 
 
 class OptimizerKinds:
-    """Determines the kinds of several groups. Groups that differ only in learning rate share a
-    trial.
+    """Determines and caches the kinds of parameter groups.
 
-    A group of an optimizer that is not torch's is tried only once. Later, a method such as `eval()`
-    may have put the optimizer into a mode in which it does not update.
+    Groups that differ only in learning rate share a trial. A group of an optimizer that is not
+    torch's is tried only once. Later, a method such as `eval()` may have put the optimizer into a
+    mode in which it does not update.
     """
 
     def __init__(self) -> None:

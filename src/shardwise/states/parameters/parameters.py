@@ -59,8 +59,7 @@ class Parameters(ABC):
         """Wait until no rank reads the old values. Called before new values are stored."""
 
     def settle(self) -> None:
-        """Finish an update once all buckets are published, so that parameters may be used.
-        Collective."""
+        """Finish an update after all buckets are published. Collective."""
         # User code may use a single autocast block for several steps. Its cache would keep casts of
         # the old values.
         torch.clear_autocast_cache()
@@ -74,8 +73,7 @@ class Parameters(ABC):
         self._versions = [named.parameter._version for named in self.named]
 
     def written(self) -> set[int]:
-        """Return the parameters that user code has written since `remember` (load_state_dict,
-        clamp_, ...)."""
+        """Return the parameters that user code has written since `remember` (clamp_, ...)."""
         pairs = zip(self.named, self._versions, strict=True)
         return {
             i for i, (named, version) in enumerate(pairs) if named.parameter._version != version

@@ -275,8 +275,7 @@ _STRAIGHTLY: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
 
 def form_of(func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation that needs only a tensor's metadata. A split parameter reports its full
-    size."""
+    """Run an operation that needs only metadata. A split parameter reports its full size."""
     ask = own_torch_function(types) if func in SIZES else _STRAIGHTLY
     return ask(func, types, args, kwargs)
 

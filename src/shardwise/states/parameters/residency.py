@@ -220,8 +220,7 @@ class Residency:
             self._order.reach(self._first + number)
 
     def _end_dead_passes(self) -> None:
-        """End failed backward passes that the engine did not start, because nothing else reports
-        them."""
+        """End failed backward passes that the engine did not start: nothing else reports them."""
         self._order.end_dead_pass()
         self.end_dead_pass()
 
@@ -410,8 +409,7 @@ class Residency:
         """No-op: all passes of a kind gather in the same way."""
 
     def is_past(self, number: int) -> None:
-        """Report that unit `number` was gathered for the last time in this backward pass, on all
-        ranks."""
+        """Report that all ranks are done with gathering unit `number` in this backward pass."""
         if self._over is not None and self._is_backward() and not self.units[number].lasting:
             self._over(number)
 

@@ -140,8 +140,7 @@ class BucketAddresses:
         return self._cast(tensor) if found is None and tensor.dtype in NARROW else found
 
     def _cast(self, tensor: Tensor) -> BucketReference | None:
-        """Return a reference to `tensor` if it is a 16-bit cast of a trained parameter, or a view
-        of one."""
+        """Return a reference to `tensor` if it is (a view of) a parameter's 16-bit cast."""
         cast = tensor if tensor._base is None else tensor._base
         if cast.dtype != tensor.dtype:  # a view of the bits as a different dtype
             return None

@@ -38,8 +38,7 @@ class ShardedBucket:
         return self.layout.numel, self.named[0].dtype, self.named[0].device
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """For each slot, return the view of `flat`, a full bucket, with its parameter's shape and
-        strides."""
+        """For each slot, return the view of `flat`, a full bucket, in its parameter's layout."""
         pairs = zip(self.named, self.layout.slots, strict=True)
         return [named.view(flat, slot.start) for named, slot in pairs]
 
@@ -52,8 +51,7 @@ class ShardedBucket:
         self.storage.load(flat[self.own[0] : self.own[1]])
 
     def written(self, flat: Tensor) -> list[int]:
-        """Return the parameters for which `flat` differs from the stored values in this rank's
-        interval."""
+        """Return the parameters for which `flat` differs from this rank's stored values."""
         stored = torch.zeros_like(flat)
         self.load(stored)
         # Compare bytes, so that a NaN equals itself.

@@ -189,8 +189,7 @@ class WholeUnits:
         self._writes.finish()
 
     def forget_writes(self) -> None:
-        """Discard the bit sums so far, after a permitted write by the optimizer or a user's
-        block."""
+        """Discard the bit sums so far, after the optimizer or a user's block wrote parameters."""
         self._writes.forget()
 
     # -- between steps --------------------------------------------------------------------

@@ -94,11 +94,10 @@ class Storage(ABC):
         into.copy_(value)
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add `part`, shape (numel of the interval,), to the stored values. If `fresh`, replace
-        them.
+        """Add `part`, shape (numel of the interval,), to the stored values.
 
-        Returns the sum of squares of the result (None in memory), and a handle whose `reusable`
-        returns once `part` may be overwritten.
+        If `fresh` is true, `part` replaces them. Returns the sum of squares of the result (None in
+        memory), and a handle whose `reusable` returns once `part` may be overwritten.
         """
         # Square the values now, because reading the disk again for the gradient norm would cost
         # more.
@@ -247,8 +246,7 @@ class DiskStorage(Storage):
         return value
 
     def load(self, into: Tensor) -> None:
-        """Copy the interval to the device on the current stream, each span once it has been
-        read."""
+        """Copy each span of the interval to the device, on the current stream, once it is read."""
         # Copies within host memory are not asynchronous.
         if not self.is_apart(into):
             super().load(into)
