@@ -69,6 +69,7 @@ class Fingerprint:
         if self.numel != other.numel:
             return float("inf")
         distance = float((self.sketch - other.sketch).norm())
+        # A NaN in either sketch: the tensors differ by an unknown amount.
         return distance if distance == distance else float("inf")
 
     @property
@@ -78,9 +79,9 @@ class Fingerprint:
 
 
 def can_be_taken(values: Tensor) -> bool:
-    """Return whether the elements of `values` are in memory, so that it has a fingerprint.
+    """Return whether the elements of `values` are in memory, as a fingerprint requires.
 
-    This is not the case for sparse, nested, quantized and meta tensors, and for wrapper subclasses.
+    Sparse, nested, quantized and meta tensors, and wrapper subclasses, do not qualify.
     """
     if type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
@@ -89,7 +90,7 @@ def can_be_taken(values: Tensor) -> bool:
 
 
 def nothing() -> Fingerprint:
-    """Return the fingerprint of zero elements, the neutral element of the sum."""
+    """Return the fingerprint of an empty tensor, the neutral element of the sum."""
     return Fingerprint(0, 0, 0, torch.zeros(BINS, dtype=torch.float64), 0.0)
 
 

@@ -94,8 +94,8 @@ class Shard:
     def runs(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield elements [first, end) of this rank's flattened part as runs (start, end, offset).
 
-        Elements [start, end) of the part are contiguous in the flattened full tensor, from `offset`
-        on.
+        Elements [start, end) of the part are also contiguous in the flattened full tensor, where
+        they start at `offset`.
         """
         inner = prod(self.shape[self.dim + 1 :])
         # A row holds this rank's elements for one index of the dims before `dim`. `edges` are the

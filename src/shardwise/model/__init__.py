@@ -1,11 +1,11 @@
-"""Changes to the user's model, which remains the user's own object: hooks, precision, activations.
+"""Modifies the user's model in place: hooks, precision, activations.
 
 precision.py              precision presets, fp32 masters
 loss_scale.py             the loss scale for fp16
 sync_batch_norm.py        BatchNorm synchronised across all ranks
 batch_norm_statistics.py  exchanges BatchNorm statistics between ranks, in gather order
 buffers.py                keeps running statistics identical on all ranks
-micro_shard_buffers.py    does so in the exact mode
+micro_shard_buffers.py    makes buffers independent of the number of ranks, in the exact mode
 units.py                  the repeated blocks of a model
 unit_hooks.py             hooks that report when a unit's parameters are needed
 module_hooks.py           our hooks and replaced forwards, which copies and pickles omit

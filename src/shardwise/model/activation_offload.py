@@ -240,7 +240,7 @@ class SavedTensors:
 
     def _read_ahead(self, current: _Piece) -> None:
         """Prefetch pieces saved before `current`, up to the limit, and drop used pieces."""
-        # Go by index, because backward unpacks in roughly the reverse order of saving. Fetch at
+        # Search by index, because backward unpacks in roughly the reverse order of saving. Fetch at
         # least one piece, however large, so that the device never waits for a complete fetch.
         total = self._make_room(current)
         waiting = any(not p.was_used for p in self._pieces_back())

@@ -34,7 +34,7 @@ class Activations:
 
     Args:
         models: The models to hook.
-        settings: Select recomputation and the tier.
+        settings: Settings that select recomputation and the tier.
         device: The device of the activations.
         rank: This rank's index, for a tier's error messages.
     """

@@ -1,4 +1,4 @@
-"""Exchanges BatchNorm statistics between ranks, in their turn of the gather order.
+"""Exchanges BatchNorm statistics between ranks, each in its turn of the gather order.
 
 When ranks gather units together, a rank waiting for statistics could wait for ranks that wait for
 it in a gather. An exchange therefore takes a turn in the gather order, as a unit does. A rank that

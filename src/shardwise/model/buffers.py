@@ -100,7 +100,9 @@ class _AveragedTensor:
 
 @dataclass
 class _Window:
-    """Rows behind the changes since the last step, in runs of backward passes with equal shares.
+    """Tracks the batch rows that contributed to changes since the last step.
+
+    The rows are grouped into runs of backward passes with equal shares.
 
     Args:
         open: For each backward pass of the current run, this rank's rows and all ranks' rows (0 if
@@ -329,7 +331,7 @@ class Buffers:
             )
 
     def _report_unequal(self, index: int, forms: Sequence[_Form]) -> None:
-        """Report a tensor that cannot be averaged to the user, if checkpoints contain it."""
+        """Tell the user about a tensor that cannot be averaged, if checkpoints contain it."""
         module, key = self._places[index]
         if key in module._non_persistent_buffers_set:
             return
@@ -452,7 +454,7 @@ class Buffers:
                 torch._foreach_copy_(targets, shaped)
 
     def _report_rounding(self, means: Tensor, places: Sequence[int]) -> None:
-        """Report the first integer buffer whose mean is not an integer to the user.
+        """Tell the user about the first integer buffer whose mean is not an integer.
 
         Args:
             means: Means of the averaged tensors at `places`.
@@ -495,8 +497,8 @@ class Buffers:
             return
         own_rows, all_rows = window.open[-1]
         if all_rows and own_rows * batch.whole != batch.samples * all_rows:
-            # Copy averaged tensors, and buffers that have changed since the last step: the ranks
-            # may agree to average those.
+            # Copy averaged tensors, and buffers that have changed since the last step, because the
+            # ranks may still agree to average those.
             wanted = {averaged.index for averaged in self._averaged} | set(self.news())
             held = ((index, self._tensor(index)) for index in sorted(wanted))
             copies = {i: tensor.detach().clone() for i, tensor in held if tensor is not None}

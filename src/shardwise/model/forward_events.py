@@ -72,7 +72,7 @@ class _ForwardHooks:
         self._open: list[int] = []  # start times of the running forward passes
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Note the start time before a forward pass."""
+        """Record the start time before a forward pass."""
         del module, args
         self._open.append(time.monotonic_ns())
 

@@ -92,7 +92,7 @@ class MicroShardBuffers(Buffers):
     def after_backward(self, batch: Batch | None, own_rows: int | None = None) -> None:
         """Store the buffers that this micro-shard's forward has changed, and reset them."""
         super().after_backward(batch, own_rows)
-        # Go by module, because torch's batch_norm counts writes to only one of its buffers.
+        # Decide per module, because torch's batch_norm counts writes to only one of its buffers.
         changed = {self._places[index][0] for index in self._seen if self._has_changed(index)}
         results: dict[int, Tensor] = {}
         for index in self._seen:

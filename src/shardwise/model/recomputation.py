@@ -94,7 +94,10 @@ class StandsForPart(Tensor):
         raise NotImplementedError
 
     def constructor(self) -> Callable[[Tensor], Tensor]:
-        """Return a function that builds such a tensor from a different part; it holds no part."""
+        """Return a function that builds such a tensor from a different part.
+
+        The function must not refer to this tensor's own part.
+        """
         raise NotImplementedError
 
 
@@ -136,7 +139,7 @@ class _RecomputedCall:
     def __call__(self, *tensors: Tensor) -> Any:
         if self._arguments is None:
             return self._recompute(tensors)
-        # The caller's own containers, because forward may change them.
+        # Pass the caller's own containers, because forward may change them.
         (args, kwargs), self._arguments = self._arguments, None
         buffers = self._forward.buffers
         self._before = buffers.copies()
@@ -208,7 +211,8 @@ class UnitBuffers:
         If a module has changed for the first time, there is no copy, and its current buffers are
         returned.
         """
-        # Go by module: the version of one buffer stands for all of them (see the class docstring).
+        # Decide per module: the version of one buffer stands for all of them (see the class
+        # docstring).
         moved = {m for m, key, mark in self._marks if _mark(m._buffers.get(key)) != mark}
         copied = {module for module, _, _ in copies}
         # Modules that did not change need no copies next time in the same mode.

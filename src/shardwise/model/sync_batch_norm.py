@@ -87,7 +87,7 @@ class _Normalise(torch.autograd.Function):
         shape = [1, -1] + [1] * (x.ndim - 2)
         dy = grad.to(mean.dtype)
         centred = x.to(mean.dtype) - mean.view(shape)
-        # fp64 between ranks, so that the sum over ranks rounds like one sum over all rows.
+        # Exchange fp64, so that the sum across ranks rounds like a single sum over all rows.
         sum_dy = dy.sum(dims).double()
         sum_dy_centred = (dy * centred).sum(dims).double()
         # (2 C,)
@@ -189,7 +189,7 @@ def _like(value: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Base class that a BatchNorm module receives. Its parameters and buffers do not change.
+    """Base class of converted BatchNorm modules, whose parameters and buffers do not change.
 
     Copies and pickles of the module have the plain class.
     """

@@ -16,11 +16,9 @@ def find_units(
     If `patterns` is None:
 
     - A child of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` is a block if it has
-    parameters
-      and a sibling of the same class. Blocks are not searched for nested blocks.
+      parameters and a sibling of the same class. Blocks are not searched for nested blocks.
     - A child of any other module with such a sibling (an encoder next to a decoder) is a block only
-    if
-      it contains no blocks.
+      if it contains no blocks.
     - A model without repetition has no blocks.
 
     A container without a forward (`ModuleList`, `ModuleDict`) is never a block, because nothing

@@ -98,7 +98,7 @@ class Returns(Protocol):
 class StepHooks:
     """The hooks that an engine calls. Each does nothing unless a subclass overrides it.
 
-    Here, a *group* is the set of ranks that make a step together, the step group.
+    Here, a *group* is a step group: the ranks that make a step together.
 
     A single object serves an engine through all layouts of its states. It must not refer to the
     engine: when the user drops an engine, it must be freed at once, without waiting for the garbage
@@ -155,7 +155,7 @@ class StepHooks:
     def write_common_values(self, kept: Kept | None, optimized: Set[nn.Parameter]) -> None:
         """Write the last common value into parameters that are no longer in any optimizer.
 
-        Each group has changed them since then, and from now on nothing averages them.
+        Each group has changed these parameters since then, and from now on nothing averages them.
         """
 
     def finish(self) -> None:

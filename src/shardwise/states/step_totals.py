@@ -66,7 +66,7 @@ class StepTotals:
         news: True if a rank has seen a buffer change for the first time.
         several: True if a rank ran more than one backward pass.
         unsaved: True if a background save has failed.
-        asked: The signal that requested any rank to stop, or 0.
+        asked: Number of the signal that asked any rank to stop, or 0.
         written: True if user code has written into parameters on any rank.
         divisor: Divisor of the summed losses; 0 if they are means, NaN if ranks differ.
         scale: Loss scale of the gradients, if they belong to an earlier step.

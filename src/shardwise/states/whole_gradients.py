@@ -1,4 +1,4 @@
-"""Shows the full gradients of a step on every rank (`engine.full_gradients`), and takes them back.
+"""Lets user code read and change the full gradients of a step (`engine.full_gradients`).
 
 show   sums (own intervals) ─▶ times the factor ─▶ gathered from all ranks ─▶ param.grad
 take   sums (own intervals) ◀─ divided by it    ◀─ rank 0's broadcast      ◀─ param.grad
@@ -24,7 +24,7 @@ from shardwise.states.parameters.parameters_at_rest import unguarded
 
 @dataclass(frozen=True)
 class _Shown:
-    """The gradient that user code was given for a parameter, with its version and bits then."""
+    """A gradient that was shown to user code, with its version and bits at that time."""
 
     grad: Tensor
     version: int
@@ -43,7 +43,7 @@ class _Shown:
 
 
 class WholeGradients:
-    """Shows the full gradients of a step to user code, and takes over its changes.
+    """Shows the full gradients of a step to user code, and applies its changes.
 
     Args:
         parameters: The parameters of the engine.
@@ -91,7 +91,7 @@ class WholeGradients:
         grad = None
         if self._used[index]:
             grad = named.view(flat, start).to(named.dtype)
-        # A sharded parameter has no values while released, but may have a gradient.
+        # A sharded parameter has no values while it is not gathered, but may have a gradient.
         with unguarded():
             named.parameter.grad = grad
         if grad is not None and self._run.rank == 0:

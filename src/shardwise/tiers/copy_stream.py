@@ -181,9 +181,10 @@ class CopyStream:
         block.copies = [self._recorded(self._streams.current_stream(self.device))]
 
     def used_here(self, data: Tensor) -> None:
-        """Tell the allocator that the current stream uses `data`, which another may have allocated.
+        """Tell the allocator that the current stream uses `data`.
 
-        If `data` is freed, its memory is reused only after that use.
+        Needed if a different stream allocated `data`. If `data` is freed, its memory is then reused
+        only after that use.
         """
         self.hold(data, self._streams.current_stream(self.device))
 
@@ -224,6 +225,7 @@ def start_to_host(values: Tensor) -> tuple[Tensor, Any]:
 
     Returns the copy and an event that marks completion.
     """
+    # Only a copy to pinned memory is asynchronous.
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     copy.copy_(values, non_blocking=True)
     module = torch.get_device_module(values.device)

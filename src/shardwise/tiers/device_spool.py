@@ -43,7 +43,7 @@ class Coming:
 
 
 class DeviceSpool:
-    """A spool for accelerator memory, which copies on `copy_stream`."""
+    """Spools accelerator memory. Copies run on `copy_stream`."""
 
     def __init__(self, spool: Spool, copy_stream: CopyStream) -> None:
         self._spool = spool

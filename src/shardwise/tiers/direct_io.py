@@ -1,6 +1,6 @@
 """Transfers data to and from an unnamed file in separate threads, bypassing the page cache.
 
-The file contains one state's data of one rank. It has no name once it is open, so the kernel frees
+A file holds the data of one state on one rank. It has no name once it is open, so the kernel frees
 it when the process exits for any reason: no stale files remain after a kill -9.
 
 Transfers bypass the page cache (O_DIRECT) if the file system supports that. If not, they go through
@@ -130,6 +130,7 @@ class DirectFile:
                 raise self._too_small(nbytes) from error
             if error.errno not in REFUSED:
                 raise self._failed("reserve", nbytes, 0, error) from error
+            # Without fallocate, only the size can be set: a full disk then raises on a later write.
             os.ftruncate(self._fd, nbytes)
 
     def _free(self) -> int:
@@ -252,6 +253,8 @@ def find(folder: Path, mountinfo: str) -> Mount:
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), left.split(" ")[4])
         mounts.append(Mount(Path(point), right.split(" ")[0]))
     holding = [mount for mount in mounts if folder.is_relative_to(mount.point)]
+    # The deepest mount point wins. `max` returns the first of several, so reverse to prefer the
+    # last.
     return max(reversed(holding), key=lambda mount: len(mount.point.parts))
 
 

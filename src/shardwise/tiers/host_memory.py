@@ -1,8 +1,8 @@
 """Allocates pages for direct transfers, and sets how much freed memory the C library keeps.
 
 A training step frees memory that the next step allocates again. By default glibc returns the end of
-its heap to the system once 64 MB of it are free, and the next step pays for new pages. This costs 5
-% of a step if a rank has a core for itself (`benchmarks/step_time.py --config A`).
+its heap to the system once 64 MB of it are free, and the next step pays for new pages. This costs
+5 % of a step if a rank has a core for itself (`benchmarks/step_time.py --config A`).
 
 glibc should not keep large blocks in the heap, though. torch requests aligned memory, so a freed
 block is slightly too small for the next one of the same size, and would never be reused.

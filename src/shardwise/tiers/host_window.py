@@ -89,9 +89,10 @@ def _copy_stream(device: torch.device) -> CopyStream:
 
 @contextmanager
 def _ended(copy_stream: CopyStream, ring: StagingRing) -> Iterator[None]:
-    """On exit, make the current stream wait for all copies, even after an error.
+    """Context manager that, on exit, makes the current stream wait for all copies.
 
-    Work on the current stream may then free or overwrite the memory.
+    It does so even after an error. Work on the current stream may then free or overwrite the
+    memory.
     """
     try:
         yield

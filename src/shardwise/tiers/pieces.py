@@ -54,6 +54,7 @@ def down(
     behind = list(after)
     pending: deque[StagedBytes] = deque()
     for first in range(0, data.numel(), ring.nbytes):
+        # From here on the ring reuses its blocks.
         if unused is not None and first >= len(ring) * ring.nbytes:
             unused()
         part = data[first : first + ring.nbytes]

@@ -70,6 +70,7 @@ class Spool:
     """
 
     def __init__(self, folder: Path, label: str, *, rank: int) -> None:
+        # A deque, because `SpoolRecord.__del__` appends to it without the lock; `append` is atomic.
         self.freed: deque[tuple[int, int]] = deque()
         """Ranges (start, nbytes) of dropped records that have not been returned to `_extents` yet.
         """
@@ -105,6 +106,7 @@ class Spool:
         Returns memory (1-D, uint8) that holds the record's bytes after `record.wait`. Raises
         TierError in a forked process.
         """
+        # Direct transfers need page-aligned memory.
         memory = mapped(padded(record.nbytes))
         self.get(record, partial(self.file.read, memory.numpy().data))
         return memory[: record.nbytes]

@@ -126,7 +126,10 @@ class RecordedCall:
         return torch.device("cpu")
 
     def values_for_meta(self) -> bool:
-        """Return whether the call copies known values to the meta device, as for indices."""
+        """Return whether the call copies known values to the meta device.
+
+        torch does so for indices.
+        """
         return (
             any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in self.leaves)
             and not any(tensor.is_meta for tensor in self.tensors)

@@ -128,7 +128,10 @@ class _PlainAnswers(TorchFunctionMode):
     def _call_exporting(
         self, record: StorageRecord | None, func: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Call a function that exports memory (for example to NumPy) and hides later writes."""
+        """Call a function that exports memory, for example to NumPy.
+
+        Writes to exported memory are not visible to the recorder.
+        """
         tensor = args[0]
         if record is not None:
             with self._recorder.working():

@@ -107,7 +107,11 @@ def make_real(tensor: Tensor, value: Tensor) -> None:
 
 
 def _is_unshared(tensor: Tensor) -> bool:
-    """Return whether, in autograd, `tensor` is held only by graphs that we make reject backward."""
+    """Return whether no view and no usable graph holds `tensor`.
+
+    If a graph holds it only through its gradient node, backward through that graph is made to
+    raise.
+    """
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     # The use count is that of the C++ tensor: 1 for the Python object, 1 more for its gradient
     # node.

@@ -68,7 +68,7 @@ class Backward:
     factor: float | Tensor | None = None
     """Factor for all gradients; None means 1."""
     is_zero: Tensor | None = None
-    """Tells whether the loss weight is zero, as a tensor, if only the device knows the weight."""
+    """Boolean tensor in place of `empty`, if the loss weight is known only on the device."""
 
     def weighted(self, grad: Tensor) -> Tensor:
         """Return the weighted `grad`, or zeros if the weight is zero. 16-bit values become fp32."""
@@ -292,7 +292,10 @@ class GradientBucket:
         return self._flat
 
     def _in_place(self) -> Tensor | None:
-        """Return memory for the next sum without a copy, or None after a step's first sum."""
+        """Return the memory in which the next sum can form without a copy, or None.
+
+        Only a step's first sum can use it.
+        """
         storage = self._total.first
         free = self._kept is None and not self.was_launched
         return storage.tensor if free and isinstance(storage, MemoryStorage) else None
@@ -363,7 +366,7 @@ class GradientBucket:
     # -- reducing -------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Start the collective of the collected gradients, or hold them for a later one."""
+        """Start the collective, or hold the gradients if this backward pass does not reduce."""
         if self._backward.reduces:
             assert self._buffer is not None
             self._start(self._buffer)

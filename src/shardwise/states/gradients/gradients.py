@@ -316,7 +316,7 @@ class Gradients:
         return sorted(set[int]().union(*(bucket.nonfinite() for bucket in self.buckets)))
 
     def unforeseen_names(self) -> list[str]:
-        """Return the names of parameters whose unexpected gradients made others late here."""
+        """Return the names of parameters whose unexpected gradients caused late ones here."""
         named = self._parameters.named
         return [named[index].name for index in sorted(set(self._unforeseen))]
 

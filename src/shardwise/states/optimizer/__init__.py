@@ -6,7 +6,7 @@ inner_optimizer.py     updates the intervals of buckets; users_optimizer.py: ful
 offloaded_update.py    updates state on a disk or on the host, span by span
 update_interval.py     the interval of a bucket that this rank updates, in segments
 optimizer_options.py   tracks options, attributes and step hooks of the user's optimizer
-optimizer_kind.py      which optimizers need full tensors; optimizer_trial.py: detected by trial
+optimizer_kind.py      which optimizers need full tensors; optimizer_trial.py finds out by trial
 ema.py                 exponential moving averages of the parameters
 interval_gather.py     gathers full masters and state, for a rebuild
 """

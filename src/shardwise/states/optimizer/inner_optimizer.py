@@ -146,7 +146,7 @@ class InnerOptimizer:
             part.changed = bool(offered)
 
     def _offer(self, part: UpdatePart, used: Sequence[bool], factor: float) -> None:
-        """Set `grad` on each segment's tensor that had a gradient."""
+        """Set `grad` on the tensor of each segment whose parameters have a gradient."""
         if not part.segments:
             return
         # Use the dtype of this part's interval, because one call may update intervals of several

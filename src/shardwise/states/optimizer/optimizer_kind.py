@@ -1,5 +1,4 @@
-"""Determines which data an optimizer needs, what it stores, and whether it may use fused
-kernels."""
+"""Determines what an optimizer needs and stores, and whether it may use fused kernels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The part of a bucket that this rank updates, divided into segments for an optimizer.
 
 interval      |  a  |  b   |    c     |   d   |      segments: the tensors that it updates
-spans         |         0         |     1     |      the units that are loaded into memory at once
+spans         |         0         |     1     |      the units in which it is loaded into memory
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BucketUpdate:
     moments: dict[str, Storage]
     """State entry -> its storage, if the optimizer's state is on a disk."""
     spans: Sequence[Span]
-    """The parts that are loaded into memory at once, in elements of the interval."""
+    """The units in which the interval is loaded into memory, in elements of the interval."""
     gradient: GradientBucket
     """Holds the reduced gradient of the elements `own`."""
     segments: list[UpdatedTensor] = field(default_factory=list)

@@ -31,7 +31,7 @@ SAVED_VIEWS = 256
 
 @dataclass(frozen=True, eq=False)
 class WholeBucket:
-    """A gathered bucket, flat memory of shape (numel,), and views of it."""
+    """A gathered bucket: its flat memory, shape (numel,), and views of it."""
 
     flat: Tensor
     views: list[Tensor]
@@ -144,7 +144,7 @@ class _Buffer:
     wholes: dict[ShardedBucket, WholeBucket] = field(default_factory=dict)
     """The views of every bucket that has used this buffer."""
     last: Handle = field(default_factory=Handle)
-    """The last gather. Other ranks may still read this buffer for it."""
+    """The last gather. Other ranks may still be reading this buffer for it."""
 
     def is_seen(self) -> bool:
         """Return whether other code holds a tensor in this memory."""

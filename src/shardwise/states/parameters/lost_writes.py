@@ -110,7 +110,7 @@ def integers(tensor: Tensor) -> Tensor:
 
 
 def total(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits as integers, modulo 2^64. Fast, but order-independent."""
+    """Return the sum of the bits as integers, modulo 2^64. Fast, but misses reordering."""
     bits = integers(tensor)
     # Sum in chunks on the CPU, because torch first copies the summands to 64-bit integers, which
     # take twice the memory.

@@ -70,8 +70,7 @@ class NamedParameter:
         return value.detach().as_strided((value.numel(),), (1,))
 
     def flattened(self, value: Tensor) -> Tensor:
-        """Return a 1-D copy of `value` (in the parameter's shape) in the parameter's memory
-        order."""
+        """Return a 1-D copy of `value`, which has the parameter's shape, in memory order."""
         flat = value.new_empty(value.numel())
         self.view(flat, 0).copy_(value)
         return flat

@@ -73,7 +73,7 @@ class Parameters(ABC):
         self._versions = [named.parameter._version for named in self.named]
 
     def written(self) -> set[int]:
-        """Return the parameters that user code has written since `remember` (clamp_, ...)."""
+        """Return the parameters that user code has written to since `remember`."""
         pairs = zip(self.named, self._versions, strict=True)
         return {
             i for i, (named, version) in enumerate(pairs) if named.parameter._version != version
@@ -81,7 +81,7 @@ class Parameters(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter or wrote values that get lost."""
+        """Raise BrokenView if user code replaced a parameter or wrote values that are lost."""
 
     @abstractmethod
     def check_places(self) -> None:

@@ -242,7 +242,7 @@ def _touched(
     if func in _CASTS:
         return _cast(func, args, kwargs)
     if func == SET_DATA and args[0] is args[1]:
-        return None  # model.to(device) of a model that is already there
+        return None  # model.to(device), when the model is already on that device
     if any(_in_trial(kind) for kind in types):
         return own_torch_function(types)(func, types, args, kwargs)  # a trial computes no values
     raise _refusal(func, args, kwargs)
@@ -290,8 +290,8 @@ def _found(value: Any) -> AtRest | None:
     """Return the placeholder if `value` is a parameter at rest or derived from one, else None."""
     if isinstance(value, ValueAtRest):
         return value.form
-    # The class does not tell: a tensor that autograd has saved is no subclass, but has the key. The
-    # value of every placeholder has a different address.
+    # Checking the class is not sufficient: a tensor that autograd has saved is no subclass, but has
+    # the key. The value of every placeholder has a different address.
     if isinstance(value, Tensor) and torch._C._dispatch_keys(value).has(_KEY):
         with unguarded():
             return _known.get(value.data_ptr())
@@ -321,10 +321,10 @@ def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _lifted(args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager that restores the own class of parameters at rest among the arguments.
+    """Context manager that gives parameters at rest among the arguments their original class.
 
     torch.autograd.grad differentiates with respect to them without reading their values. With their
-    own class, torch does not call `__torch_function__` for them again.
+    original class, torch does not call `__torch_function__` for them again.
     """
     lifted = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _found(leaf) is not None]
     for parameter in lifted:

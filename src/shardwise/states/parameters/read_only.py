@@ -43,7 +43,7 @@ class _ReadOnly:
         if func in FORMAL:
             return form_of(func, types, args, kwargs)
         if func == SET_DATA and args[0] is args[1]:
-            return None  # model.to(device) of a model that is already there
+            return None  # model.to(device), when the model is already on that device
         # Check before the operation runs, because a rejected write must not change anything.
         what = operation_name(func)
         for target in written_arguments(what, args, kwargs):

@@ -266,7 +266,8 @@ class Residency:
     # -- between steps --------------------------------------------------------------------
 
     def settled(self) -> None:
-        """Gather permanently gathered units again after parameters have changed. Collective."""
+        """Handle changed parameters: discard recorded forward passes, gather permanent units.
+        Collective."""
         self._forget_forwards()
         self._whole.renew()
 
@@ -409,7 +410,7 @@ class Residency:
         """No-op: all passes of a kind gather in the same way."""
 
     def is_past(self, number: int) -> None:
-        """Report that all ranks are done with gathering unit `number` in this backward pass."""
+        """Report that no rank gathers unit `number` again in this backward pass."""
         if self._over is not None and self._is_backward() and not self.units[number].lasting:
             self._over(number)
 

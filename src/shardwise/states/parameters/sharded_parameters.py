@@ -234,7 +234,7 @@ class ShardedParameters(Parameters):
         self._watchers.append(changed)
 
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter or wrote values that get lost."""
+        """Raise BrokenView if user code replaced a parameter or wrote values that are lost."""
         self.check_places()
         written = self._replaced
         for nans in self._nans.values():

@@ -1,4 +1,4 @@
-"""Unshards and reshards units of sharded parameters, in the sense of FSDP2.
+"""Unshards and reshards units of sharded parameters (the terms are those of FSDP2).
 
 A *unit* is a part of the model whose parameters are gathered together. Unsharding a unit makes its
 parameters views of gathered buckets. Resharding it removes their values again:
@@ -185,11 +185,11 @@ class WholeUnits:
             self.unshard(number)
 
     def finish_checks(self) -> None:
-        """Wait for the pending checks for user writes into parameters during a pass."""
+        """Wait for the pending checks that detect user writes during a pass."""
         self._writes.finish()
 
     def forget_writes(self) -> None:
-        """Discard the bit sums so far, after the optimizer or a user's block wrote parameters."""
+        """Discard the bit sums so far, after the optimizer or user code wrote parameters."""
         self._writes.forget()
 
     # -- between steps --------------------------------------------------------------------

@@ -36,7 +36,7 @@ _HALF = 27
 
 
 class Squared(Protocol):
-    """Interface of a storage that is needed to compute sums of squares."""
+    """Storage interface required to compute sums of squares."""
 
     @property
     def memory(self) -> Tensor | None:
@@ -44,7 +44,7 @@ class Squared(Protocol):
 
     @property
     def copy_stream(self) -> object | None:
-        """Stream between the host and the accelerator that uses the storage, if they differ."""
+        """Copies between host memory and the accelerator, or None if they are not needed."""
 
     @property
     def device(self) -> torch.device:
@@ -102,11 +102,11 @@ def as_real(values: Tensor) -> Tensor:
 
 
 def exact_row(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
-    """Sum the squares of the elements `own` of `storage` exactly, in bins: int64, (2 x bins + 1,).
+    """Sum the squares of the elements `own` of `storage` exactly.
 
-    There are two bins per exponent. Rows can be added across buckets and ranks. The last number
-    counts grains that are not finite. If `wide` is true, squares are fp64, for fp32 numbers whose
-    squares overflow.
+    Returns int64 bins of shape (2 x bins + 1,): two per exponent, and a last one that counts grains
+    that are not finite. Such rows can be added across buckets and ranks. If `wide` is true, squares
+    are fp64, for fp32 numbers whose squares overflow.
 
         s = x * x    (64)  ─▶  s[:32] + s[32:]  ─▶  ...  ─▶  one number per grain
 

@@ -42,7 +42,7 @@ class Storage(ABC):
     memory: Tensor | None = None
     """The full interval if it is always in memory, else None."""
     copy_stream: CopyStream | None = None
-    """Stream between the host and the accelerator that uses the storage, if they differ."""
+    """Copies between host memory and the accelerator, or None if they are not needed."""
 
     @abstractmethod
     def read_ahead(self, index: int) -> None:
