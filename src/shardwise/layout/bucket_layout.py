@@ -103,12 +103,13 @@ def even_cuts(numel: int, size: int) -> list[int]:
 def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int, grain: int = 1) -> list[Bucket]:
     """Pack `specs` (in registration order) into buckets of at most `capacity` bytes for `ranks`.
 
-    A larger parameter gets a bucket of its own. All buckets have the same `grain`. They are sorted
-    in the order in which the backward pass will probably complete them.
+    A parameter larger than `capacity` gets its own bucket. All buckets have the same `grain`. They
+    are sorted by when the backward pass will probably complete them.
     """
     open_groups: dict[Hashable, list[int]] = {}  # key -> parameters of the bucket being filled
     room: dict[Hashable, int] = {}  # key -> bytes left in that bucket
     filled: list[list[int]] = []
+    # Registration order reversed is approximately the order of the backward pass.
     for index in reversed(range(len(specs))):
         spec = specs[index]
         counted = spec.numel if spec.room is None else spec.room
@@ -123,8 +124,8 @@ def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int, grain: int = 1)
         room[spec.key] -= size
     filled.extend(open_groups.values())
     # A bucket is complete when the gradient of its lowest index arrives, because the backward pass
-    # computes that gradient last. Sorting by that index launches the collectives roughly in the
-    # order in which buckets complete.
+    # computes that gradient last. Sorting by that index launches the collectives roughly in order
+    # of completion.
     filled.sort(key=lambda group: -group[-1])
     return [_bucket(specs, group, ranks, grain) for group in filled]
 
@@ -179,6 +180,7 @@ def _deal(
         hands[owner].append(index)
         loads[owner] += _aligned(specs[index].numel, grain)
     for hand in hands:
+        # Within a rank, keep reverse registration order, as in all other buckets.
         hand.sort(reverse=True)
     return [index for hand in hands for index in hand], [len(hand) for hand in hands]
 

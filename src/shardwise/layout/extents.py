@@ -44,6 +44,7 @@ class Extents:
     @property
     def used(self) -> list[tuple[int, int]]:
         """Sorted allocated ranges (start, end), with adjacent ranges merged."""
+        # The used ranges are the gaps between the free ones.
         borders = [0, *(border for free in self._free for border in free), self.end]
         pairs = zip(borders[::2], borders[1::2], strict=True)
         return [(start, end) for start, end in pairs if start < end]

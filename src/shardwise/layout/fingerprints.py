@@ -109,11 +109,12 @@ def sums_of(values: Tensor) -> tuple[int, int]:
     """Return two checksums of the bits of a full tensor, which are cheaper than `of`.
 
     The first is the sum of the tensor's words, the second their sum weighted by the position in
-    rows of 61 words. Both are computed on the tensor's device. Unlike fingerprints, the checksums
-    of parts do not add up to those of the full tensor.
+    rows of 61 words. Both are computed on the tensor's device. Unlike fingerprints, they cannot be
+    computed for each part separately and added.
     """
     words = values.detach().contiguous().reshape(-1).view(_WORDS[values.itemsize])
     whole = words[: words.numel() // 61 * 61].view(-1, 61)
+    # The words after the last full row count as one more position.
     by_place = torch.cat([whole.sum(0), words[whole.numel() :].sum().reshape(1).long()])
     weights = torch.arange(1, 63, device=words.device)
     return int(by_place.sum()), int((by_place * weights).sum())
@@ -135,13 +136,14 @@ def checksum(tensors: Sequence[Tensor]) -> float | Tensor:
             on_device = value if on_device is None else on_device + value.to(on_device.device)
     if on_device is None:
         return float(on_host % _EXACT)
+    # Keep the low 52 bits, which fp64 represents exactly.
     return ((on_device + _signed(on_host)) & (_EXACT - 1)).double()
 
 
 def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the elements of `tensors` as integers. Small tensors of the same dtype are joined.
 
-    A separate small tensor would need several kernels of its own.
+    Processing a small tensor separately would take several additional kernels.
     """
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The placement table: whether each state is replicated or sharded, and on which tier it is stored.
+"""The placement table: whether each state is replicated or sharded, and the tier that stores it.
 
 Training has three states. Each is either replicated or sharded across the data-parallel group. Data
 parallelism and the ZeRO stages (Rajbhandari et al., 2020) differ only in these cells:
@@ -60,8 +60,10 @@ STATES = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A row of the table, with a cell for each state. Raises PlacementError if it is not
-    allowed."""
+    """A row of the table, with a cell for each state.
+
+    Raises PlacementError if the row is not allowed.
+    """
 
     parameters: Spread = Spread.REPLICATED
     gradients: Spread = Spread.REPLICATED
@@ -146,6 +148,6 @@ class Placement:
 
     @classmethod
     def sharding(cls, states: tuple[str, ...]) -> "Placement":
-        """Return the row in which only `states` are sharded."""
+        """Return the row that shards `states` and replicates the others."""
         sharded = dict.fromkeys(states, Spread.SHARDED)
         return cls(**sharded)  # type: ignore[arg-type]

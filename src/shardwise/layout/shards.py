@@ -58,7 +58,7 @@ class Shard:
 
     @property
     def own(self) -> Ranges:
-        """The ranges of this rank."""
+        """This rank's ranges of `dim`."""
         return self.ranges[self.rank]
 
     @property
@@ -94,8 +94,7 @@ class Shard:
     def runs(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield elements [first, end) of this rank's flattened part as runs (start, end, offset).
 
-        Elements [start, end) of the part are also contiguous in the flattened full tensor, where
-        they start at `offset`.
+        Each run is contiguous in the flattened full tensor, too, and starts there at `offset`.
         """
         inner = prod(self.shape[self.dim + 1 :])
         # A row holds this rank's elements for one index of the dims before `dim`. `edges` are the

@@ -232,7 +232,7 @@ class Buffers:
     # -- which tensors change ---------------------------------------------------------------
 
     def news(self) -> list[int]:
-        """Return the indices of buffers on which the ranks must still agree.
+        """Return the indices of buffers that the ranks must still agree on.
 
         These are buffers that are not averaged yet and whose module has changed, buffers that used
         to be None, and averaged buffers whose shape or dtype has changed.

@@ -40,7 +40,7 @@ class ForwardInputs:
         self._names: dict[nn.Module, str] = {}
         self._hooks: list[Hooked] = []
         self.order: list[str] = []
-        """Names of the modules, in the order in which they first ran."""
+        """Names of the modules, ordered by when they first ran."""
         for prefix, model in models:
             for path, module in model.named_modules():
                 self._names[module] = joined(prefix, path)

@@ -155,7 +155,7 @@ def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Para
 
 
 def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:
-    """Widen optimizer state of parameters of `dtype` to `dtype`.
+    """Widen the optimizer state of `dtype` parameters to `dtype`.
 
     Some optimizers, such as Adagrad, create their state before the cast. Only state with one value
     per element is cast. Counts keep torch's dtype.

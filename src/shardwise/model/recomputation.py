@@ -83,7 +83,7 @@ class RecomputedForward:
 
 
 class StandsForPart(Tensor):
-    """A tensor that represents a full tensor of which this rank holds only the part `local`.
+    """A tensor that represents a full tensor. This rank holds only the part `local`.
 
     `local` carries this rank's autograd graph.
     """

@@ -37,7 +37,7 @@ class _Statistics:
         mean: fp64 mean per channel, (C,).
         variance: fp64 biased variance per channel, (C,).
         total: Number of rows.
-        counts: Whether this rank's rows count.
+        counts: False if this rank has a stand-in batch, whose rows do not count.
         forward: Number of the forward pass.
     """
 

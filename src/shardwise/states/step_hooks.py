@@ -31,7 +31,7 @@ class HookedWeighting(Protocol):
     """The engine's weighting of gradients, as seen by hooks."""
 
     def divisor(self, denominator: float) -> float:
-        """Return the number by which summed gradients are divided to give their mean."""
+        """Return the divisor that turns summed gradients into their mean."""
 
     def follow_step(self, totals: StepTotals) -> None:
         """Adopt the unit of the losses (means or sums) that the step of `totals` used."""

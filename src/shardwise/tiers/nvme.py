@@ -234,7 +234,7 @@ class Store:
             self._free.append(lease.buffer)
 
     def _buffer(self) -> Staging:
-        """Return a free buffer. If there is none, wait for the oldest write."""
+        """Return a free buffer. If all are in use, wait for the oldest write."""
         # Choose the oldest write, because it has most likely completed.
         if not self._free:
             assert self._behind, f"all {self._buffers} buffers of {self.label} are leased"
@@ -251,8 +251,8 @@ class Store:
         self, move: Callable[[memoryview, int], None], index: int, buffer: Staging
     ) -> Transfer:
         offset, nbytes = self._offsets[index], padded(self.records[index])
-        # The threads wait for pending copies, not the caller. Every chunk waits for all of them,
-        # because the order in which chunks run is unknown.
+        # The threads wait for pending copies, not the caller. Every chunk waits for all copies,
+        # because chunks may run in any order.
         copies, buffer.copies = buffer.copies, []
 
         def after_copies(view: memoryview, offset: int) -> None:

@@ -109,7 +109,7 @@ class RecordedCall:
         return RecordedCall(self.function, args, kwargs)
 
     def generator(self) -> torch.Generator:
-        """Return the generator from which a random call draws."""
+        """Return the generator that a random call uses."""
         generators = [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
         return generators[0] if generators else default_generator(self.device())
 

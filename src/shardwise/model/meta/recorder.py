@@ -119,8 +119,8 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             results = call.map_arguments(_as_meta).run()
         except NotImplementedError:  # its output shapes depend on values
             return self._for_real(call)
-        # Later draws must match those of a plain build, so advance the generator as if the values
-        # had been computed.
+        # Later draws must match a plain build, so advance the generator as if the values had been
+        # computed.
         if call.kind.random:
             perform(entry.operation, call.generator())
         entry.finish(results, device=call.device())

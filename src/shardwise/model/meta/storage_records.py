@@ -63,7 +63,7 @@ def deferred_record(tensor: object) -> StorageRecord | None:
 
 
 def check_unwritten(parameter: Tensor, record: StorageRecord, name: str = "A parameter") -> None:
-    """Raise ModelError if `parameter` was written after its block, which is not recorded."""
+    """Raise ModelError if `parameter` was written after the block that built it."""
     if record.versions and parameter._version not in record.versions:
         raise ModelError(
             f"{name} of shape {tuple(parameter.shape)} was written after the block that built it, "

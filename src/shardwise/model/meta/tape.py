@@ -1,4 +1,4 @@
-"""Tape of operations on the memory of tensors, any part of which can be replayed separately.
+"""Records operations on the memory of tensors on a tape. Any part of the tape can be replayed.
 
 A *content* is the data in a storage at a point in time. An *operation* computes contents from other
 contents. Operations see each tensor argument as a view (dtype, size, stride, offset) of a storage.

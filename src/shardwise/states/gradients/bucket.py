@@ -292,7 +292,7 @@ class GradientBucket:
         return self._flat
 
     def _in_place(self) -> Tensor | None:
-        """Return the memory in which the next sum can form without a copy, or None.
+        """Return memory for forming the next sum without a copy, or None.
 
         Only a step's first sum can use it.
         """

@@ -34,10 +34,10 @@ class SquareSum(Protocol):
 
 @dataclass(frozen=True)
 class Summation:
-    """The order in which a step's gradients are added: as they arrive, or in the exact mode's tree.
+    """How a step's gradients are added: as they arrive, or in the exact mode's tree.
 
-    "As they arrive" means first over micro-batches and then over ranks, or the reverse, whichever
-    sends less.
+    "As they arrive" means first over micro-batches and then over ranks, or the reverse. The engine
+    chooses the order that sends less.
     """
 
     in_tree: bool = False
@@ -108,7 +108,7 @@ class TreeSum(GradientSum):
 
     @property
     def first(self) -> Storage:
-        """The lowest level."""
+        """The storage of the lowest level, which receives the next part."""
         return self._levels[0]
 
     @property

@@ -46,7 +46,7 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """A collective of a bucket."""
+    """A launched collective that reduces a bucket."""
 
     bucket: int
     """Index of the bucket."""

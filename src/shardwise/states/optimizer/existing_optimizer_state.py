@@ -57,7 +57,7 @@ class ExistingState:
         self._borders = borders
 
     def _of(self, group: ParameterGroup, number: int) -> State | None:
-        """Return the state of parameter `number`, or None if it has none."""
+        """Return the state of parameter `number`, or None."""
         return self._states[group.optimizer].get(self._named[number].parameter) or None
 
     # -- segments -------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def _allocate(
 
 
 def _device_of(segment: UpdatedTensor) -> torch.device:
-    """Return the device on which a segment is updated."""
+    """Return the device that updates a segment."""
     return (segment.tensor if segment.master is None else segment.master).device
 
 

@@ -35,7 +35,7 @@ class UpdatePart:
     gradient: Tensor
     """The reduced gradient of the part: (numel,)."""
     changed: bool = True
-    """False after a call in which no segment had a gradient."""
+    """False if the last call found no gradient for any segment."""
 
 
 class InnerOptimizer:

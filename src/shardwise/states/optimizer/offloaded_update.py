@@ -38,8 +38,7 @@ def by_spans(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
             SpanInUse(inner.inner, interval, index, _gradient_of(interval))
             for interval in inner.intervals
         ]
-        # Read ahead after the line above, so that the reads of the current span come first in the
-        # threads' queue.
+        # Read ahead only after the line above, so that the threads first read the current span.
         if index + 1 < count:
             _read_ahead(inner, index + 1)
         elif inner.following is not None:

@@ -184,7 +184,7 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
 def placed(
     key: str, value: Any, device: torch.device, options: Mapping[str, Any], *, copy: bool = True
 ) -> Any:
-    """Move a state entry to the device on which an optimizer with `options` needs it.
+    """Move a state entry to the device that an optimizer with `options` requires.
 
     That is `device`, except for step counts. If `copy` is False and the entry is already there,
     returns the entry itself.

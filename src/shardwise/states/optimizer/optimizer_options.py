@@ -47,7 +47,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """The parameter group of the user's optimizer to which a bucket belongs."""
+    """A bucket's parameter group in the user's optimizer."""
 
     optimizer: optim.Optimizer
     index: int
@@ -56,7 +56,7 @@ class ParameterGroup:
     whole: bool
     """True if the group's tensors are never split."""
     together: bool
-    """True if a single call updates all tensors of the optimizer."""
+    """True if all tensors of the optimizer must be updated in a single call."""
     stays: bool = False
     """True if the user's optimizer itself makes that call for its own parameters, and keeps its own
     state."""
@@ -105,8 +105,8 @@ class FollowedOptions:
 
     def record_changes(self) -> None:
         """Remember the options that the update has changed in the inner groups."""
-        # Do not write to the user's groups yet. Every update of a step, including that of the next
-        # span, must start from the same values.
+        # Do not write to the user's groups yet. Every update of a step, including the next span's,
+        # must start from the same values.
         for number, inner in zip(self.numbers, self._inner.param_groups, strict=True):
             followed = self._followed[number]
             self.changes[number] = {

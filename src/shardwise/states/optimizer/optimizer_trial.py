@@ -210,7 +210,7 @@ _SHAPES: list[tuple[int, ...]] = [(24,), (4, 6), (4, 3, 2), (2, 3, 2, 2), (2, 3,
 """A shape of 24 elements for each number of dims."""
 
 _AHEAD = 100_000
-"""Number of steps by which a step count jumps ahead: longer than any warm-up."""
+"""Number of steps added to a step count when it jumps ahead: longer than any warm-up."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class _Outcome:
     state: dict[str, Any]
     """State of the first tensor."""
     options: dict[str, Any]
-    """Options of the group."""
+    """Options of the parameter group after the steps."""
     attributes: dict[str, Any]
     """Attributes that the steps changed."""
     shape: torch.Size
@@ -237,7 +237,7 @@ class _Outcome:
 
     @property
     def singles(self) -> frozenset[str]:
-        """The other state entries."""
+        """The state entries that do not have the tensor's shape."""
         return frozenset(k for k, v in self.state.items() if v is not None) - self.keys
 
     @property

@@ -1,7 +1,7 @@
 """The part of a bucket that this rank updates, divided into segments for an optimizer.
 
 interval      |  a  |  b   |    c     |   d   |      segments: the tensors that it updates
-spans         |         0         |     1     |      the units in which it is loaded into memory
+spans         |         0         |     1     |      the pieces that are loaded one at a time
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class UpdatedTensor:
     first: int
     end: int
     pieces: list[Slot]
-    """The parts of parameters in the segment."""
+    """The parameters, or parts of them, that the segment covers."""
     tensor: Tensor
     """The tensor in the optimizer's parameter group: (end - first,), or the parameter's shape if
     the optimizer needs full tensors."""
@@ -50,7 +50,7 @@ class BucketUpdate:
     moments: dict[str, Storage]
     """State entry -> its storage, if the optimizer's state is on a disk."""
     spans: Sequence[Span]
-    """The units in which the interval is loaded into memory, in elements of the interval."""
+    """The pieces that are loaded into memory one at a time, in elements of the interval."""
     gradient: GradientBucket
     """Holds the reduced gradient of the elements `own`."""
     segments: list[UpdatedTensor] = field(default_factory=list)
@@ -94,13 +94,13 @@ class BucketUpdate:
 
     @property
     def pieces(self) -> list[list[Slot]]:
-        """The parts of parameters in each span."""
+        """For each span, the parts of parameters that it covers."""
         start = self.own[0]
         return [self.bucket.pieces(start + first, start + end) for first, end in self.spans]
 
     @property
     def all_pieces(self) -> list[Slot]:
-        """The parts of parameters in the interval."""
+        """The parts of parameters that the interval covers."""
         return [piece for pieces in self.pieces for piece in pieces]
 
 

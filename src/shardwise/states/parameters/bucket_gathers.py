@@ -75,8 +75,8 @@ class Gather:
 
     def wait(self) -> list[WholeBucket]:
         """Wait until all buckets are gathered, and return them in order."""
-        # Follow the order of the buckets, not the order in which loads complete: all ranks must
-        # start these collectives in the same order.
+        # Go through the buckets in order, even if loads complete in a different order: all ranks
+        # must start these collectives in the same order.
         for index, load in enumerate(self.loads):
             load.result().wait()
             self.handles.append(self.send(index))
@@ -136,7 +136,7 @@ class SharedMemoryGathers(BucketGathers):
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory for one bucket at a time."""
+    """A buffer that holds one gathered bucket at a time."""
 
     flat: Tensor
     unseen: int

@@ -46,7 +46,7 @@ class LostWrites:
         self._pending: deque[_PendingResult] = deque()
 
     def begin(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """Sum the bits of `bucket`, just gathered into `flat`, if this gather is to be compared."""
+        """Sum the bits of `bucket`, just gathered into `flat`, if this gather will be compared."""
         while self._pending and self._pending[0].event.query():
             self._report_first()
         gathers = self._gathers[bucket] = self._gathers.get(bucket, 0) + 1

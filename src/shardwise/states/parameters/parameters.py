@@ -1,6 +1,6 @@
 """Defines the base class of parameters in buckets, and replicated parameters.
 
-Replicated parameters are views of flat buffers, of which each rank has its own copy. For sharded
+Replicated parameters are views of flat buffers; each rank has its own copy of these. For sharded
 parameters, see `sharded_parameters.py`.
 """
 
@@ -69,7 +69,7 @@ class Parameters(ABC):
         self.remember()
 
     def remember(self) -> None:
-        """Record the current versions, to which `written` compares later ones."""
+        """Record the current versions, for `written` to compare with."""
         self._versions = [named.parameter._version for named in self.named]
 
     def written(self) -> set[int]:
@@ -161,7 +161,7 @@ class ReplicatedParameters(Parameters):
             share_again()
 
     def publish(self, index: int) -> Handle:
-        """Start the all-gather of bucket `index`, of which each rank has updated its interval."""
+        """Start the all-gather of bucket `index`. Each rank has updated its interval."""
         flat = self._flats[index]
         launched = recorder.launched("all-gather", flat, index)
         return self._group.all_gather(flat, self.buckets[index].cuts).noted(launched)

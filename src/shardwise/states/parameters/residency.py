@@ -199,8 +199,8 @@ class Residency:
     def touch(self, number: int) -> None:
         """Unshard unit `number`, because a backward pass needs it."""
         if self._pass is None:
-            # The engine did not start this backward pass: it comes from torch.autograd.grad or
-            # another engine. Only autograd's callback tells when it ends.
+            # The engine did not start this backward pass: torch.autograd.grad or another engine
+            # did. Only autograd's callback tells when it ends.
             self.open_backward()
             close = partial(self.close_backward, keep_graph=True)
             Variable._execution_engine.queue_callback(close)

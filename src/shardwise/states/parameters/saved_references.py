@@ -166,7 +166,7 @@ class BucketAddresses:
 
 
 def cast_parameter(cast: Tensor) -> Tensor | None:
-    """Return the parameter of which `cast` is a copy in a different dtype, or None.
+    """Return the parameter that was cast to create `cast`, or None.
 
     Autograd's graph records the cast. `parameter.to(cast.dtype)` gives the same values, shape and
     strides again.

@@ -1,4 +1,4 @@
-"""A bucket of sharded parameters, of which each rank stores its own interval between steps."""
+"""Defines a bucket of sharded parameters. Each rank stores its own interval between steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ShardedBucket:
         self.storage.load(flat[self.own[0] : self.own[1]])
 
     def written(self, flat: Tensor) -> list[int]:
-        """Return the parameters for which `flat` differs from this rank's stored values."""
+        """Return the parameters whose values in `flat` differ from this rank's stored values."""
         stored = torch.zeros_like(flat)
         self.load(stored)
         # Compare bytes, so that a NaN equals itself.

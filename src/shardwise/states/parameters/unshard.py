@@ -1,4 +1,4 @@
-"""Unshards and reshards units of sharded parameters (the terms are those of FSDP2).
+"""Unshards and reshards units of sharded parameters, using FSDP2's terms.
 
 A *unit* is a part of the model whose parameters are gathered together. Unsharding a unit makes its
 parameters views of gathered buckets. Resharding it removes their values again:
@@ -125,7 +125,7 @@ class WholeUnits:
             unit.kept = True
 
     def end_keeping(self) -> None:
-        """Let kept units be resharded again."""
+        """Allow kept units to be resharded again."""
         for unit in self._units:
             unit.kept = False
 
@@ -228,7 +228,7 @@ class WholeUnits:
 
     @property
     def casts(self) -> CastCache:
-        """Controls autocast's cache of the weights of a forward pass."""
+        """Clears autocast's cache of cast weights during a forward pass."""
         return self._addresses.casts
 
     def is_current(self, reference: BucketReference) -> bool:

@@ -172,7 +172,7 @@ class HostCopy(Storage):
         return memory
 
     def put(self, index: int, *, changed: bool) -> None:
-        """Free the copy."""
+        """Free the copy of span `index`."""
         assert not changed, "changes to a copy would be lost"
         del self._copies[index]
 

@@ -65,7 +65,7 @@ class Storage(ABC):
         """Memory in bytes that is in use between steps."""
 
     def read_spans(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the first element of each span and the span, readable until the next one."""
+        """Yield each span with the index of its first element. Spans are valid until the next."""
         for index, (first, _) in enumerate(self.spans):
             yield first, self.take(index)
             self.put(index, changed=False)
