@@ -1,4 +1,4 @@
-"""Offloads tensors that autograd saves during forward, and prefetches them during backward.
+"""Offloads tensors that autograd saves, and prefetches them for the backward pass.
 
 `pack` and `unpack` are hooks for torch.autograd.graph.saved_tensors_hooks. They move memory, not
 tensors: views of the same storage (query, key and value) are moved once. The backward pass needs
@@ -46,7 +46,7 @@ _Key = tuple[int, int, int, int]
 
 
 class Kept:
-    """A tensor that stays in place, with the version that it must still have in backward."""
+    """A tensor that stays in place. Its version must not change before the backward pass."""
 
     __slots__ = ("tensor", "version")
 
@@ -79,8 +79,8 @@ class _Piece:
     def settle(self) -> None:
         """Release the source after its value has been copied.
 
-        Call this only from the thread that runs forward or backward. In a different thread, a
-        concurrent in-place change would go unnoticed.
+        Call this only from the thread that runs the forward or backward pass. In a different
+        thread, a concurrent in-place change would go unnoticed.
         """
         if self.source is None:
             return
@@ -109,7 +109,7 @@ class _MovedTensor:
 
 
 class SavedTensors:
-    """Offloads tensors saved for backward to `target`, with the hooks `pack` and `unpack`.
+    """Offloads tensors saved for the backward pass to `target`. `pack` and `unpack` are the hooks.
 
     Only memory on devices of `device_type` is moved. Tensors smaller than LEAST bytes, parameters
     and buffers stay in place.
@@ -240,8 +240,9 @@ class SavedTensors:
 
     def _read_ahead(self, current: _Piece) -> None:
         """Prefetch pieces saved before `current`, up to the limit, and drop used pieces."""
-        # Search by index, because backward unpacks in roughly the reverse order of saving. Fetch at
-        # least one piece, however large, so that the device never waits for a complete fetch.
+        # Search by index, because the backward pass unpacks in roughly the reverse order of saving.
+        # Fetch at least one piece, however large, so that the device never waits for a complete
+        # fetch.
         total = self._make_room(current)
         waiting = any(not p.was_used for p in self._pieces_back())
         for number in range(current.number - 1, max(current.number - _SEARCH, 0) - 1, -1):

@@ -1,4 +1,4 @@
-"""Keeps, recomputes or offloads activations: the tensors that forward saves for backward.
+"""Keeps, recomputes or offloads activations, the tensors saved for the backward pass.
 
 Recomputation works per unit (units.py). A model without units is treated as a single unit. Offload
 moves the tensors that autograd saves in a model's forward pass. With recomputation, these are the
@@ -116,7 +116,8 @@ class OffloadScope:
         del model, args
         if (hooks := self._open.pop()) is not None and self._saved is not None:
             hooks.__exit__()
-            if output is not None:  # otherwise forward raised, and its error must stay visible
+            # If there is no output, the forward pass raised, and its error must stay visible.
+            if output is not None:
                 self._saved.end()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -49,7 +49,7 @@ class StatisticsRows(Protocol):
 
 
 class Skippable(Protocol):
-    """A BatchNorm whose forward some ranks may skip."""
+    """A BatchNorm whose forward pass some ranks may skip."""
 
     num_features: int
     training: bool

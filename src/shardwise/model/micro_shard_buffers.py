@@ -90,7 +90,7 @@ class MicroShardBuffers(Buffers):
             self.remember()
 
     def after_backward(self, batch: Batch | None, own_rows: int | None = None) -> None:
-        """Store the buffers that this micro-shard's forward has changed, and reset them."""
+        """Store the buffers that this micro-shard's forward pass has changed, and reset them."""
         super().after_backward(batch, own_rows)
         # Decide per module, because torch's batch_norm counts writes to only one of its buffers.
         changed = {self._places[index][0] for index in self._seen if self._has_changed(index)}

@@ -1,4 +1,4 @@
-"""Hides our hooks and replaced forwards on a user's modules from copies and pickles.
+"""Hides our hooks and replaced `forward` methods on a user's modules from copies and pickles.
 
 Copies and pickles of a module are plain and contain no object of ours, so a file written by
 torch.save loads without Shardwise. The one exception is precision: deepcopy keeps its hooks, so

@@ -55,7 +55,8 @@ class ForwardInputs:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if (name := self._names.get(module)) is not None and name not in self.order:
             self.order.append(name)
-        # Count only the outermost forward, because inputs of inner modules are results, not data.
+        # Count only the outermost forward pass, because inputs of inner modules are results, not
+        # data.
         self._depth += 1
         # A recomputation runs inside the backward pass, on inputs that were already counted.
         again = torch._C._current_graph_task_id() != -1

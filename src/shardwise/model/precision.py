@@ -9,9 +9,9 @@
 
 The 16-bit presets return the model's outputs in fp32, so that losses are computed in fp32. With
 fp64, outputs, gradients and optimizer state are fp64, and every module casts its floating-point
-inputs to fp64. If a forward creates fp32 tensors or casts to fp32, the next module therefore
-continues in fp64, with the remaining precision. Tensors that a forward creates without a dtype are
-fp64, too.
+inputs to fp64. If a forward pass creates fp32 tensors or casts to fp32, the next module therefore
+continues in fp64, with the remaining precision. Tensors that a forward pass creates without a dtype
+are fp64, too.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class ForwardPrecision:
     def attach(self, model: nn.Module) -> list[Hooked]:
         """Run every call of `model` with the preset, until the handles are removed."""
         before, after = model.register_forward_pre_hook, model.register_forward_hook
-        # Only fp64 hooks inner modules, because a forward may create fp32 tensors between them.
+        # Only fp64 hooks inner modules, because a forward pass may create fp32 tensors between
+        # them.
         inner = [module for module in model.modules() if module is not model]
         return [
             attach(before, self.enter, kept=True, with_kwargs=True, prepend=True),

@@ -1,11 +1,11 @@
-"""Recomputes a unit's forward in the backward pass, instead of keeping its activations.
+"""Runs a unit's forward pass again during the backward pass, instead of keeping its activations.
 
 The method is from Chen et al., "Training deep nets with sublinear memory cost" (2016).
 torch.utils.checkpoint reproduces dropout and autocast. This module adds the rest:
 
-- Buffers that a forward changes (BatchNorm's running statistics) are changed only once, and so are
-  attributes (unit_attributes.py).
-- A recomputation reads the same buffers and attributes as the original forward.
+- Buffers that a forward pass changes (BatchNorm's running statistics) are changed only once, and so
+  are attributes (unit_attributes.py).
+- A recomputation reads the same buffers and attributes as the original forward pass.
 - Results of communication with other ranks are reused.
 """
 
@@ -32,15 +32,15 @@ from shardwise.model.buffers import version_of
 class RecomputedForward:
     """Replacement for `unit.forward`. The unit's hooks stay outside it, so they fire once.
 
-    Copies and pickles of the unit have their plain forward.
+    Copies and pickles of the unit have their original `forward`.
     """
 
     def __init__(self, unit: nn.Module, *, compiled: bool) -> None:
-        """Replace the forward. If `compiled` is true, the plain forward is compiled."""
+        """Replace `forward`. If `compiled` is true, compile the original one."""
         self.unit = unit
         self._before: Callable[..., Any] | None = vars(unit).get("forward")
         plain: Callable[..., Any] = unit.forward
-        # Libraries inspect the signature of forward to decide which arguments to pass.
+        # Libraries inspect the signature of `forward` to decide which arguments to pass.
         functools.update_wrapper(self, plain)
         self.plain = torch.compile(plain) if compiled else plain
         self.buffers = UnitBuffers(unit)
@@ -70,13 +70,13 @@ class RecomputedForward:
         return output
 
     def undo(self) -> None:
-        """Restore the unit's own forward."""
-        self._is_active = False  # in case user code has wrapped this forward
+        """Restore the unit's own `forward`."""
+        self._is_active = False  # in case user code has wrapped this object
         module_hooks.give_back(self.unit, "forward", self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Needed only if a user's wrapper refers to this object. Return the copied unit's bound
-        # method: at lookup time, the copy has no other forward yet.
+        # method: at lookup time, the copy has no other `forward` yet.
         if self._before is None:
             return getattr, (self.unit, "forward")
         return getattr, (SimpleNamespace(forward=self._before), "forward")
@@ -102,7 +102,7 @@ class StandsForPart(Tensor):
 
 
 class _RecomputedCall:
-    """A forward of a unit that can run again.
+    """A forward pass of a unit that can run again.
 
     Tensors among the arguments, including tensors inside containers, are passed to torch's
     checkpoint function, which saves them for the backward pass as an operation would. All other
@@ -120,8 +120,8 @@ class _RecomputedCall:
     def tensors(self) -> list[Tensor]:
         """Return the distinct tensors among the arguments, and drop the references to them.
 
-        A tensor that is passed twice is a single object in the recomputation, too. Some forwards
-        check identity and branch on it (attention: is the key also the value?).
+        A tensor that is passed twice is a single object in the recomputation, too. Some forward
+        passes check identity and branch on it (attention: is the key also the value?).
         """
         found = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
         places = {tensor_id: place for place, tensor_id in enumerate(found)}
@@ -139,14 +139,14 @@ class _RecomputedCall:
     def __call__(self, *tensors: Tensor) -> Any:
         if self._arguments is None:
             return self._recompute(tensors)
-        # Pass the caller's own containers, because forward may change them.
+        # Pass the caller's own containers, because the forward pass may change them.
         (args, kwargs), self._arguments = self._arguments, None
         buffers = self._forward.buffers
         self._before = buffers.copies()
         attributes = unit_attributes.look(self._forward.unit)
         with self._tape.recording():
             output = self._forward.plain(*args, **kwargs)
-        # Keep only copies of what forward has changed, because most buffers never change.
+        # Keep only copies of what the forward pass has changed, because most buffers never change.
         self._before = buffers.changed(self._before)
         self._attributes = unit_attributes.changed(attributes)
         return output
@@ -177,7 +177,7 @@ class _SavedForm:
 
 
 class UnitBuffers:
-    """Learns which buffers of a unit its forward changes.
+    """Learns which buffers of a unit its forward pass changes.
 
     It learns this per module and mode, because torch's batch_norm increments the version of its
     counter but not the versions of its running statistics.
@@ -189,7 +189,7 @@ class UnitBuffers:
         self._marks: list[tuple[nn.Module, str, tuple[int, int]]] = []
 
     def copies(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Return copies of the buffers that the next forward may change."""
+        """Return copies of the buffers that the next forward pass may change."""
         held = [
             (module, key, buffer)
             for module in self._unit.modules()
@@ -206,7 +206,7 @@ class UnitBuffers:
     def changed(
         self, copies: list[tuple[nn.Module, str, Tensor]]
     ) -> list[tuple[nn.Module, str, Tensor]]:
-        """Return the entries of `copies` that the forward has changed.
+        """Return the entries of `copies` that the forward pass has changed.
 
         If a module has changed for the first time, there is no copy, and its current buffers are
         returned.
@@ -249,7 +249,7 @@ T = TypeVar("T")
 
 
 class Tape:
-    """Records results of a forward that its recomputation must reuse, in order.
+    """Records results of a forward pass that its recomputation must reuse, in order.
 
     Statistics from other ranks are such results, because the other ranks do not take part in a
     recomputation. A recomputation runs in the thread of the backward pass.

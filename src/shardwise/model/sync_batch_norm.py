@@ -123,7 +123,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> Any:
-    """Compute the result of backward with operations that autograd can differentiate again.
+    """Compute the result of `backward` with operations that autograd can differentiate again.
 
     The normalisation is repeated, with statistics that autograd can trace back to `x`.
     """
@@ -254,7 +254,7 @@ def _synchronised_class(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
     """Return the synchronised counterpart of the BatchNorm class `plain`, or None.
 
     Returns None if `plain` overrides `forward` and would bypass the synchronised one. A subclass
-    keeps its methods, and their `super()` calls reach ours. torch's SyncBatchNorm, whose forward
+    keeps its methods, and their `super()` calls reach ours. torch's SyncBatchNorm, whose `forward`
     supports only CUDA, is replaced.
     """
     if plain is nn.SyncBatchNorm:
@@ -262,7 +262,7 @@ def _synchronised_class(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
     elif issubclass(plain, nn.modules.batchnorm._LazyNormBase):
         return None
     else:
-        # Every forward that precedes torch's own must delegate the normalisation to
+        # Every `forward` that precedes torch's own must delegate the normalisation to
         # `super().forward`.
         own = plain.__mro__[: plain.__mro__.index(nn.modules.batchnorm._BatchNorm)]
         for forward in (vars(base)["forward"] for base in own if "forward" in vars(base)):
@@ -282,7 +282,7 @@ _eager: Any = None
 
 
 def _run_eagerly() -> None:
-    """Exclude our forward from torch.compile.
+    """Exclude our `forward` from torch.compile.
 
     Not a decorator, because it imports torch's compiler, which takes seconds.
     """
@@ -296,7 +296,7 @@ def convert(models: Sequence[nn.Module], order: GatherOrder, feed: CurrentBatch)
     """Make every BatchNorm of `models` use the statistics of all ranks, and return their number.
 
     `order` is the ranks' gather order, and `feed` provides the current batch. Subclasses are
-    included, except those that normalise in their own forward (see `is_out_of_reach`).
+    included, except those that normalise in their own `forward` (see `is_out_of_reach`).
     """
     found = _find_batch_norms(models)
     if not found:

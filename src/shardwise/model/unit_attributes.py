@@ -1,8 +1,9 @@
-"""Restores attributes that a forward changes (a counter, a cache, a list) for its recomputation.
+"""Restores attributes that a forward pass changed, so that it can be recomputed.
 
-A forward may change attributes as well as buffers. A recomputation must read the same values as the
-original forward, and its own writes must not count a second time. The changed attributes therefore
-get their previous values while the forward runs again, and their current values afterwards.
+A forward pass may change attributes (a counter, a cache, a list) as well as buffers. A
+recomputation must read the same values as the original forward pass, and its own writes must not
+count a second time. The changed attributes therefore get their previous values while the forward
+pass runs again, and their current values afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Values = list[tuple[nn.Module, str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class _Before:
-    """A module's attributes before a forward.
+    """A module's attributes before a forward pass.
 
     Includes shallow copies of its containers and the versions of its tensors.
     """
@@ -82,7 +83,7 @@ def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
         if tensor._version != version:
             raise _in_place_error(module, name)
     copies = {name: copy for name, _, copy in before.contents}
-    # Do the cheap check first, because most forwards change no attribute.
+    # Do the cheap check first, because most forward passes change no attribute.
     if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
         for name in (then.keys() | now.keys()) - _OWN:
             if then.get(name, _MISSING) is not now.get(name, _MISSING):

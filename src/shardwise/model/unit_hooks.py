@@ -1,7 +1,7 @@
 """Hooks that report when forward and backward passes need a unit's parameters.
 
-A hooked module needs its unit while its forward runs. For the backward pass, a hook on the outputs
-reports when it reaches the unit. Where autograd would save a unit's parameters, it saves a
+A hooked module needs its unit while its forward pass runs. For the backward pass, a hook on the
+outputs reports when it reaches the unit. Where autograd would save a unit's parameters, it saves a
 reference to the unit's memory instead.
 """
 
@@ -80,7 +80,7 @@ class UnitHooks:
     def attach(self, wanted: Sequence[tuple[nn.Module, int]]) -> None:
         """Hook the `wanted` modules, each with the index of the unit that it needs."""
         # torch.func looks this function up at each call, so replacing it allows torch.func in
-        # forwards.
+        # forward passes.
         torch.autograd.graph.disable_saved_tensors_hooks = _without_references
         # Keep hooks that are still wanted, because re-attaching them would change their order.
         for place in [place for place in self._handles if place not in wanted]:
@@ -100,7 +100,7 @@ class UnitHooks:
 
 @dataclass(frozen=True)
 class _OpenForward:
-    """A forward in progress.
+    """A forward pass in progress.
 
     Args:
         recording: Whether autograd records it.
@@ -127,7 +127,7 @@ class ModuleHook:
         return None if self._hooks is None else self._hooks.manager
 
     def attach(self, module: nn.Module) -> list[Hooked]:
-        """Report every forward of `module`, until the handles are removed."""
+        """Report every forward pass of `module`, until the handles are removed."""
         return [
             attach(module.register_forward_pre_hook, self.enter, prepend=True),
             attach(module.register_forward_hook, self.leave, always_call=True),
@@ -135,7 +135,7 @@ class ModuleHook:
 
     @_untraced
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Report the start of a forward."""
+        """Report the start of a forward pass."""
         del args
         if self._hooks is None or self._manager is None:
             return
@@ -158,13 +158,13 @@ class ModuleHook:
 
     @_untraced
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Report the end of a forward, even if it failed."""
+        """Report the end of a forward pass, even if it failed."""
         del module, args
         if self._manager is None or not self._open:
             return
         opened = self._open.pop()
-        # A forward inside an `except` block sees the exception that is being handled there. Only a
-        # different exception is its own.
+        # A forward pass inside an `except` block sees the exception that is being handled there.
+        # Only a different exception is its own.
         error = sys.exc_info()[1]
         failed = error is not None and error is not opened.before
         if opened.saving is not None:
@@ -245,8 +245,8 @@ def find_outer_unpack(unpack: Any) -> Any:
 def _without_references(error_message: str) -> Iterator[None]:
     """Replacement for torch.autograd.graph.disable_saved_tensors_hooks.
 
-    torch.func.grad and vjp reject active hooks, and ours are active inside a forward. Our hooks are
-    therefore removed inside the block, and units stay gathered instead.
+    torch.func.grad and vjp reject active hooks, and ours are active inside a forward pass. Our
+    hooks are therefore removed inside the block, and units stay gathered instead.
     """
     taken: list[tuple[Any, Any]] = []
     # Only our own hooks on top of the stack can be removed. The user's hooks below them stay.
@@ -285,7 +285,7 @@ def _saving(manager: UnitManager) -> saved_tensors_hooks | None:
 def hooked_modules(
     model: nn.Module, unit_of: Mapping[nn.Parameter, int], units: Mapping[nn.Module, int]
 ) -> list[tuple[nn.Module, int]]:
-    """Return the modules of `model` whose forwards need a unit, with the unit's index.
+    """Return the modules of `model` whose forward passes need a unit, with the unit's index.
 
     These are the modules in `units` (including the model itself), and every module with a parameter
     that belongs to the model's remainder or to a different unit than its parent's. Each of these

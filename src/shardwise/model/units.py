@@ -21,7 +21,7 @@ def find_units(
       if it contains no blocks.
     - A model without repetition has no blocks.
 
-    A container without a forward (`ModuleList`, `ModuleDict`) is never a block, because nothing
+    A container without a `forward` (`ModuleList`, `ModuleDict`) is never a block, because nothing
     calls it. Inside another container, or if a pattern names it, its children replace it.
 
     Args:
@@ -81,7 +81,7 @@ def _find_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _callable_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `module`; if it has no forward, yield the modules inside it that are called instead."""
+    """Yield `module`, or the modules inside it that are called instead if it has no `forward`."""
     if _has_forward(module):
         yield name, module
         return

@@ -89,8 +89,8 @@ def make_real(tensor: Tensor, value: Tensor) -> None:
     """Give the object `tensor` the memory of `value`, on any device.
 
     The object keeps its identity, class, attributes, hooks and requires_grad, so modules,
-    optimizers and ties that refer to it stay valid. Its gradient is dropped, and graphs of earlier
-    forward passes reject backward. Raises ModelError if a view or a graph holds the old memory.
+    optimizers and ties that refer to it stay valid. Its gradient is dropped, and backward passes
+    through earlier graphs raise. Raises ModelError if a view or a graph holds the old memory.
     """
     if not _is_unshared(tensor):
         raise ModelError(
@@ -109,8 +109,8 @@ def make_real(tensor: Tensor, value: Tensor) -> None:
 def _is_unshared(tensor: Tensor) -> bool:
     """Return whether no view and no usable graph holds `tensor`.
 
-    If a graph holds it only through its gradient node, backward through that graph is made to
-    raise.
+    If a graph holds it only through its gradient node, a hook makes backward passes through that
+    graph raise.
     """
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     # The use count is that of the C++ tensor: 1 for the Python object, 1 more for its gradient

@@ -1,4 +1,4 @@
-"""Collects one rank's gradients in buckets during backward, and reduces them across ranks.
+"""Collects gradients in buckets during the backward pass, and reduces them across ranks.
 
 gradients.py          counts arrivals, launches buckets in order, sets late gradients aside
 bucket.py             one bucket's life cycle, from its first gradient to the update

@@ -71,7 +71,7 @@ class Residency:
         self._pass: Hashable = None
         """Kind of the running pass, or None."""
         self._depth = 0
-        """Nesting depth of the running module forwards."""
+        """Nesting depth of the running module forward passes."""
         self._tape: list[Hashable] = []
         """Kinds of the recorded forward passes that still wait for their backward pass."""
         self._backwards = 0
@@ -102,12 +102,12 @@ class Residency:
     # -- forward --------------------------------------------------------------------------
 
     def enter(self, number: int, hook: int, module: nn.Module) -> None:
-        """Unshard unit `number`, because one of its modules begins its forward.
+        """Unshard unit `number`, because one of its modules begins its forward pass.
 
         `hook` is the index of the module's hook.
         """
         self._end_dead_passes()
-        # Only the outermost module starts a pass. Inside a backward pass this forward is a
+        # Only the outermost module starts a pass. A forward pass inside a backward pass is a
         # recomputation, whose units belong to the backward pass.
         if self._depth == 0 and self._pass is None:
             self._whole.reshard_unneeded(keep_lasting=self.is_awaited)
@@ -123,10 +123,10 @@ class Residency:
         self._need(number)
 
     def leave(self, number: int, *, failed: bool) -> None:
-        """Reshard unit `number`, if possible, because a module's forward has returned or failed."""
+        """Reshard unit `number` if possible, because a module's forward pass returned or failed."""
         unit = self.units[number]
         if not unit.depth:
-            return  # the forward failed before `enter`
+            return  # the forward pass failed before `enter`
         self._depth -= 1
         unit.depth -= 1
         in_backward = self._is_backward()

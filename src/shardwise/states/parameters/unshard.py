@@ -47,7 +47,7 @@ class Unit:
     gather: Gather | None = field(default=None, repr=False)
     wholes: list[WholeBucket] = field(default_factory=list, repr=False)
     depth: int = 0
-    """Nesting depth of the unit's running module forwards."""
+    """Nesting depth of the unit's running module forward passes."""
 
     @property
     def is_whole(self) -> bool:
@@ -130,7 +130,7 @@ class WholeUnits:
             unit.kept = False
 
     def allow_writes(self, allowed: bool) -> None:
-        """Allow or forbid writes into gathered units, except in units whose forward is running.
+        """Allow or forbid writes into gathered units that are not in a running forward pass.
 
         Between passes a gathered unit is a temporary copy, so a write would not reach any shard.
         """

@@ -51,7 +51,7 @@ class Squared(Protocol):
         """Device of a span while it is in use."""
 
     def read_spans(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield each span with the index of its first element. Spans are valid until the next."""
+        """Yield pairs (first element, span). Each span is valid until the next."""
 
 
 def square_span(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:

@@ -46,7 +46,7 @@ class Storage(ABC):
 
     @abstractmethod
     def read_ahead(self, index: int) -> None:
-        """Start reading span `index`, which will be taken soon."""
+        """Start reading span `index`, which the caller will `take` soon."""
 
     @abstractmethod
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
@@ -62,10 +62,10 @@ class Storage(ABC):
     @property
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Memory in bytes that is in use between steps."""
+        """Number of bytes that occupy memory between steps."""
 
     def read_spans(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield each span with the index of its first element. Spans are valid until the next."""
+        """Yield pairs (first element, span). Each span is valid until the next."""
         for index, (first, _) in enumerate(self.spans):
             yield first, self.take(index)
             self.put(index, changed=False)

@@ -41,7 +41,7 @@ class StorageFactory:
         return self.tier.kind == "nvme"
 
     def is_apart(self, device: torch.device) -> bool:
-        """Return whether a state that is used on `device` is stored in different memory."""
+        """Return whether this tier's memory is separate from the memory of `device`."""
         return not self.is_device and device.type != "cpu"
 
     def copy_stream(self, device: torch.device) -> CopyStream | None:
