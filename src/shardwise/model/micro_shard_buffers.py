@@ -25,7 +25,10 @@ from shardwise.world.current_batch import Batch
 
 
 class MicroShardBuffers(Buffers):
-    """The models' buffers in the turns of a step, with one forward pass per backward pass."""
+    """Averages the models' buffers over the micro-shards of a step.
+
+    Requires exactly one forward pass per backward pass.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A bucket of gradients, from the first gradient of a backward pass to the update.
+"""Implements the life cycle of a gradient bucket, from its first gradient to the update.
 
     begin ─▶ FILLING     mark_ready for each gradient, then collect
                │
@@ -89,8 +89,8 @@ class Backward:
     def put(self, grad: Tensor, target: Tensor, *, adds: bool) -> None:
         """Write the weighted `grad` to `target`, or add it to `target` if `adds` is true.
 
-        A zero weight on the device does not affect written values: `clean` applies it once per
-        bucket.
+        If only the device knows that the weight is zero, written values are not zeroed here:
+        `clean` does so once per bucket.
         """
         if adds:
             target.add_(self.weighted(grad))

@@ -51,7 +51,7 @@ class Summation:
 
 
 def in_tree(shards: MicroShards) -> Summation:
-    """Return the summation whose result is bit-identical for every number of workers."""
+    """Return the summation whose result is bit-identical for any number of workers."""
     return Summation(True, shards.fan_ins, squared_sums.exact_row, squared_sums.GRAIN)
 
 

@@ -182,7 +182,7 @@ class OptimizerKinds:
 
 @dataclass(frozen=True)
 class _OptimizerTrial:
-    """Steps on tensors of `shape`, with gradients of about `scale`."""
+    """A trial: `steps` steps on tensors of `shape`, with gradients of about `scale`."""
 
     shape: tuple[int, ...]
     scale: float = 1.0

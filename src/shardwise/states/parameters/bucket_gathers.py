@@ -140,7 +140,7 @@ class _Buffer:
 
     flat: Tensor
     unseen: int
-    """Number of references to the memory while only this object uses it."""
+    """Reference count of the memory if no other code uses it."""
     wholes: dict[ShardedBucket, WholeBucket] = field(default_factory=dict)
     """The views of every bucket that has used this buffer."""
     last: Handle = field(default_factory=Handle)
@@ -265,7 +265,7 @@ def _load(
 def _hold(copy_stream: CopyStream | None, flat: Tensor) -> None:
     """Keep the allocator from reusing the memory of `flat` before the copies into it complete.
 
-    Needed if no rank waits for the gather.
+    Needed because a gather may be discarded without waiting for it.
     """
     if copy_stream is not None:
         copy_stream.used_here(flat)

@@ -22,7 +22,7 @@ from shardwise.timeline import recorder
 
 
 class Parameters(ABC):
-    """The trainable parameters in buckets.
+    """Base class of the trainable parameters, which are packed into buckets.
 
     The parameter objects remain the user's; only the memory of their values changes.
     """

@@ -76,7 +76,8 @@ class Residency:
         """Kinds of the recorded forward passes that still wait for their backward pass."""
         self._backwards = 0
         self._own: dict[int, bool] = {}
-        """Unit that user code holds gathered in a block -> whether the block may write it."""
+        """For each unit that a block of user code holds gathered, whether the block may write
+        it."""
         self._whole = WholeUnits(parameters, units, self._gathers)
         self.settled()
         parameters.watch(self.settled)
@@ -266,8 +267,10 @@ class Residency:
     # -- between steps --------------------------------------------------------------------
 
     def settled(self) -> None:
-        """Handle changed parameters: discard recorded forward passes, gather permanent units.
-        Collective."""
+        """Discard recorded forward passes and gather permanent units, after parameters changed.
+
+        Permanent units are the ones that are always gathered. Collective.
+        """
         self._forget_forwards()
         self._whole.renew()
 

@@ -97,7 +97,7 @@ class HostStorage(Storage):
         self._moves(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor, Handle]:
-        """Add and square on the device of `part`, and copy the sum to the host asynchronously."""
+        """Add `part` on its device and square the sum, then start copying the sum to the host."""
         total = part
         # Add on the device: the host is slower, and would have to wait for `part`.
         if not fresh:

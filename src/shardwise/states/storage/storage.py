@@ -280,7 +280,7 @@ class DiskStorage(Storage):
             self._leases[index].add_copy(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add and square on the accelerator, then copy the sum to the host and write it to disk."""
+        """Add `part` on the accelerator and square the sum, then store the sum on the disk."""
         if not self.is_apart(part):
             return super().add(part, fresh=fresh)
         squares, read = [], Handle()
