@@ -1,15 +1,16 @@
-"""Layout of parameters in flat buckets, cut into the intervals of ranks. Pure arithmetic.
+"""Packs parameters into flat buckets and splits each bucket among the ranks. Pure arithmetic.
 
-Parameters of one dtype, device and parameter group are laid end to end in buckets, in reverse
-registration order. That is nearly the order of their gradients in backward:
+Parameters with the same dtype, device and parameter group are placed end to end in buckets, in
+reverse registration order. This is approximately the order in which the backward pass produces
+their gradients:
 
     bucket 0   |  head.bias  |  head.weight            | pad |
                |  rank 0              |  rank 1              |
                0                   cuts[1]               cuts[2]
 
-Rank r owns [cuts[r], cuts[r + 1]) of every bucket, across parameter borders. If an optimizer needs
-whole tensors, the cuts are on parameter borders instead, so that each tensor has one owner. No
-other part of the library depends on the difference.
+Rank r owns [cuts[r], cuts[r + 1]) of every bucket; an interval may start or end inside a parameter.
+If an optimizer needs complete tensors, the cuts are at parameter boundaries instead, so that each
+tensor has one owner. No other part of the library depends on the difference.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 Span = tuple[int, int]
-"""Elements [first, end) of a flat tensor, or indices of a dim."""
+"""Elements [first, end) of a flat tensor, or indices [first, end) of a dim."""
 
 ALIGNMENT = 16
 """Each parameter starts at a multiple of this many elements, because kernels are faster on aligned
@@ -29,27 +30,28 @@ memory."""
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """The properties of a parameter that its layout depends on."""
+    """Properties of a parameter that determine its layout."""
 
     name: str
     numel: int
     itemsize: int
-    """Bytes of an element."""
+    """Size of an element in bytes."""
     key: Hashable
-    """Parameters with equal keys may share a bucket (dtype, device, parameter group)."""
+    """Parameters with equal keys (dtype, device, parameter group) may share a bucket."""
     whole: bool = False
-    """Whether one rank must own the whole tensor."""
+    """True if one rank must own the complete tensor."""
     room: int | None = None
-    """Number of elements to count when a bucket is filled, if not `numel`. It makes buckets equal
-    on ranks whose parts of a split tensor differ."""
+    """Number of elements to count when filling a bucket; `numel` if None. Ranks whose parts of a
+    split tensor differ in size pass the same value, so that their buckets contain the same
+    parameters."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a parameter, or of a part of it, in a bucket.
+    """The position of a parameter, or of a part of it, in a bucket.
 
-    Elements [start, end) of the bucket are the elements from `offset` on of the flattened
-    parameter. `parameter` is its index.
+    Elements [start, end) of the bucket hold the flattened parameter from element `offset` on.
+    `parameter` is the parameter's index.
     """
 
     parameter: int
@@ -65,24 +67,24 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters laid end to end in flat memory."""
+    """Parameters placed end to end in flat memory."""
 
     key: Hashable
     slots: tuple[Slot, ...]
     numel: int
-    """Number of elements, with padding."""
+    """Number of elements, including padding."""
     cuts: tuple[int, ...]
-    """The borders of the ranks' intervals; one more than ranks."""
+    """Boundaries of the ranks' intervals: one more than the number of ranks."""
     grain: int = 1
-    """Updates and norms never cut a group of this many elements. All starts and cuts are multiples
-    of it, and a gap belongs to the slot before it."""
+    """Updates and norms never split a group of this many elements. All starts and cuts are
+    multiples of it, and a gap belongs to the slot before it."""
 
     def interval(self, rank: int) -> Span:
         """Return the elements [first, end) that `rank` owns."""
         return self.cuts[rank], self.cuts[rank + 1]
 
     def pieces(self, first: int, end: int) -> list[Slot]:
-        """Return the parts of slots in the elements [first, end), in order, without padding."""
+        """Return the parts of slots inside elements [first, end), in order, without padding."""
         pieces = []
         for slot in self.slots:
             low, high = max(slot.start, first), min(slot.end, end)
@@ -92,26 +94,27 @@ class Bucket:
 
 
 def even_cuts(numel: int, size: int) -> list[int]:
-    """Return the borders of `size` intervals of `numel` elements, of nearly equal length."""
+    """Return the boundaries of `size` nearly equal intervals of `numel` elements."""
     # Round each border, not each length: lengths differ by at most 1, and the remainder is spread
     # over all ranks.
     return [numel * rank // size for rank in range(size + 1)]
 
 
 def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int, grain: int = 1) -> list[Bucket]:
-    """Lay `specs` (in registration order) into buckets of at most `capacity` bytes for `ranks`.
+    """Pack `specs` (in registration order) into buckets of at most `capacity` bytes for `ranks`.
 
-    A parameter that is larger has a bucket for itself. All buckets have `grain`. They are in the
-    order in which backward will probably complete them.
+    A parameter larger than `capacity` gets its own bucket. All buckets have the same `grain`. They
+    are sorted by when the backward pass will probably complete them.
     """
-    open_groups: dict[Hashable, list[int]] = {}  # by key, the parameters of the bucket being filled
-    room: dict[Hashable, int] = {}  # by key, the bytes that are left in it
+    open_groups: dict[Hashable, list[int]] = {}  # key -> parameters of the bucket being filled
+    room: dict[Hashable, int] = {}  # key -> bytes left in that bucket
     filled: list[list[int]] = []
+    # Registration order reversed is approximately the order of the backward pass.
     for index in reversed(range(len(specs))):
         spec = specs[index]
         counted = spec.numel if spec.room is None else spec.room
-        # A bucket that a further parameter would overfill is closed, even if a smaller one fits:
-        # buckets stay in the order of backward.
+        # Close a bucket as soon as the next parameter does not fit, even if a smaller one still
+        # would: buckets must follow the order of the backward pass.
         size = _aligned(counted, grain) * spec.itemsize
         if spec.key in open_groups and size > room[spec.key]:
             filled.append(open_groups.pop(spec.key))
@@ -120,14 +123,15 @@ def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int, grain: int = 1)
         open_groups[spec.key].append(index)
         room[spec.key] -= size
     filled.extend(open_groups.values())
-    # A bucket is complete with the gradient of its lowest index, which backward makes last. Buckets
-    # sorted by it start their collectives in about the order of completion.
+    # A bucket is complete when the gradient of its lowest index arrives, because the backward pass
+    # computes that gradient last. Sorting by that index launches the collectives roughly in order
+    # of completion.
     filled.sort(key=lambda group: -group[-1])
     return [_bucket(specs, group, ranks, grain) for group in filled]
 
 
 def _aligned(numel: int, grain: int) -> int:
-    # Both: no update may cut a grain, and vector kernels need aligned starts.
+    # A multiple of both: no update may split a grain, and vector kernels need aligned starts.
     unit = math.lcm(ALIGNMENT, grain)
     return -(-numel // unit) * unit
 
@@ -137,7 +141,7 @@ def _bucket(specs: Sequence[Spec], group: list[int], ranks: int, grain: int) -> 
         group, counts = _deal(specs, group, ranks, grain)
         slots = _slots(specs, group, grain)
         numel = slots[-1].start + _aligned(slots[-1].numel, grain)
-        # Tensors are ordered by owner, so each interval starts with the first tensor of its owner.
+        # Tensors are ordered by owner, so each interval starts at its owner's first tensor.
         starts = [slot.start for slot in slots] + [numel]
         borders = [0]
         for count in counts:
@@ -145,7 +149,8 @@ def _bucket(specs: Sequence[Spec], group: list[int], ranks: int, grain: int) -> 
         cuts = tuple(starts[border] for border in borders)
         return Bucket(specs[group[0]].key, slots, numel, cuts, grain)
     slots = _slots(specs, group, grain)
-    # Equal intervals, so that one collective call suffices. The last rank's may be padding only.
+    # Equal intervals, so that a single collective call suffices. The last rank may own only
+    # padding.
     share = _aligned(-(-slots[-1].end // ranks), grain)
     cuts = tuple(share * rank for rank in range(ranks + 1))
     return Bucket(specs[group[0]].key, slots, cuts[-1], cuts, grain)
@@ -162,30 +167,31 @@ def _slots(specs: Sequence[Spec], group: Iterable[int], grain: int) -> tuple[Slo
 def _deal(
     specs: Sequence[Spec], group: list[int], ranks: int, grain: int
 ) -> tuple[list[int], list[int]]:
-    """Deal whole tensors to ranks, the largest first, each to the rank with the fewest elements.
+    """Assign complete tensors to ranks, the largest first, each to the least loaded rank.
 
     Returns the group ordered by owner, and the number of tensors of each rank.
     """
     hands: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    # "Longest processing time first" is within 4/3 of the best balance. Ties are broken by index,
-    # because all ranks must compute the same result.
+    # This greedy rule ("longest processing time first") is within 4/3 of the best balance. Break
+    # ties by index, because all ranks must compute the same result.
     for index in sorted(group, key=lambda index: (-specs[index].numel, -index)):
         owner = loads.index(min(loads))
         hands[owner].append(index)
         loads[owner] += _aligned(specs[index].numel, grain)
     for hand in hands:
+        # Within a rank, keep reverse registration order, as in all other buckets.
         hand.sort(reverse=True)
     return [index for hand in hands for index in hand], [len(hand) for hand in hands]
 
 
 def padding(buckets: Iterable[Bucket]) -> int:
-    """Count the elements of all buckets that belong to no parameter."""
+    """Return the total number of padding elements in all buckets."""
     return sum(bucket.numel - sum(slot.numel for slot in bucket.slots) for bucket in buckets)
 
 
 def check(buckets: Sequence[Bucket], specs: Sequence[Spec], ranks: int) -> None:
-    """Assert the invariants of a layout; cheap enough for every construction of an engine."""
+    """Assert the invariants of a layout. Cheap enough to run whenever an engine is constructed."""
     placed = sorted(slot.parameter for bucket in buckets for slot in bucket.slots)
     assert placed == list(range(len(specs))), "each parameter has one slot"
     for bucket in buckets:

@@ -1,7 +1,7 @@
-"""Byte ranges of a file for the elements of a rank. Pure arithmetic.
+"""Maps a rank's elements to byte ranges of a checkpoint file. Pure arithmetic.
 
-A rank stores an interval of flat memory, across the borders of parameters. A file contains whole
-tensors end to end. An extent is a range that is contiguous in both:
+A rank stores an interval of flat memory, which may start or end inside a parameter. A file contains
+full tensors end to end. An extent is a range that is contiguous in both:
 
     interval of a rank    | ...c |  d   | a..  |          elements [start, end)
                               \\     |     /
@@ -19,9 +19,9 @@ from shardwise.layout.shards import Shard
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements [start, end) of flat memory, equal to the elements of `tensor` from `offset` on.
+    """Elements [start, end) of flat memory that hold `tensor` from element `offset` on.
 
-    In the result of `byte_ranges` all three numbers count bytes.
+    In the result of `byte_ranges`, `start`, `end` and `offset` are in bytes.
     """
 
     tensor: str
@@ -43,9 +43,11 @@ def extents(
 ) -> list[Extent]:
     """Return the extents of an interval that starts at element `first` of a bucket.
 
-    `pieces` has the parts of parameters in the interval, and `names` the tensor of each parameter.
-    Parameters without a name are left out. `shards` has the parameters of which a rank has only a
-    part.
+    Args:
+        pieces: Parts of parameters in the interval.
+        first: First element of the interval, counted from the start of the bucket.
+        names: Tensor name of each parameter. Parameters without a name are skipped.
+        shards: The shard of each parameter that this rank holds only in part.
     """
     found = []
     for piece in (p for p in pieces if p.parameter in names):
@@ -57,7 +59,7 @@ def extents(
 
 
 def of_whole(extent: Extent, shard: Shard) -> list[Extent]:
-    """Convert an extent of a part of a tensor to extents of the whole tensor."""
+    """Convert an extent of this rank's part of a tensor to extents of the full tensor."""
     low = extent.offset
     return [
         Extent(extent.tensor, extent.start + start - low, extent.start + end - low, offset)
@@ -66,7 +68,7 @@ def of_whole(extent: Extent, shard: Shard) -> list[Extent]:
 
 
 def clipped(parts: Iterable[Extent], first: int, end: int) -> list[Extent]:
-    """Return the overlap of `parts` with the elements [first, end), counted from `first`."""
+    """Return the parts of `parts` inside elements [first, end), with starts relative to `first`."""
     found = []
     for part in parts:
         low, high = max(part.start, first), min(part.end, end)
@@ -77,14 +79,14 @@ def clipped(parts: Iterable[Extent], first: int, end: int) -> list[Extent]:
 
 
 def share(numel: int, index: int, of: int) -> Span:
-    """Return the elements [first, end) that rank `index` writes if `of` ranks have them all."""
-    # Each writes a part, so that replicas share the work of a checkpoint.
+    """Return the elements [first, end) that rank `index` writes if `of` ranks hold them all."""
+    # Each replica writes a different part, so that replicas share the work of a checkpoint.
     cuts = even_cuts(numel, of)
     return cuts[index], cuts[index + 1]
 
 
 def byte_ranges(parts: Sequence[Extent], itemsize: int, chunk: int) -> list[Extent]:
-    """Convert `parts` to bytes, in ranges of at most `chunk` bytes, without empty ranges."""
+    """Convert `parts` to bytes. Each range has at most `chunk` bytes, and none is empty."""
     found = []
     for part in parts:
         begin, end = part.start * itemsize, part.end * itemsize

@@ -1,4 +1,4 @@
-"""Allocation of ranges of a file or of memory. Pure arithmetic."""
+"""Allocates ranges of a file or of memory. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from bisect import insort
 class Extents:
     """Allocates ranges of a file, which grows only if no free range is long enough.
 
-    The lowest range that is long enough is used, which keeps the file short.
+    Uses the lowest range that is long enough, to keep the file short.
     """
 
     def __init__(self) -> None:
         self.end = 0
         """Length of the file in bytes."""
         self._free: list[tuple[int, int]] = []
-        """Free ranges (start, end), sorted; no two are adjacent."""
+        """Sorted free ranges (start, end). No two are adjacent."""
 
     def take(self, nbytes: int) -> int:
-        """Allocate `nbytes` (above 0), and return the offset of the range."""
+        """Allocate `nbytes` (at least 1), and return the offset of the range."""
         assert nbytes > 0
         for index, (start, end) in enumerate(self._free):
             if end - start >= nbytes:
                 rest = (start + nbytes, end)
                 self._free[index : index + 1] = [rest] if rest[0] < end else []
                 return start
-        # A free range at the end of the file is too short: extend it.
+        # If the file ends with a free range that is too short, extend that range.
         start = self._free.pop()[0] if self._free and self._free[-1][1] == self.end else self.end
         self.end = start + nbytes
         return start
 
     def give(self, start: int, nbytes: int) -> None:
-        """Free a range that `take` has returned, and join it with adjacent free ranges."""
+        """Free a range returned by `take`, and merge it with adjacent free ranges."""
         insort(self._free, (start, start + nbytes))
-        # Without joining, the free space would fall apart into ranges that fit no new record.
+        # Without merging, the free space would fragment into ranges too short for a new record.
         joined: list[tuple[int, int]] = []
         for first, end in self._free:
             if joined and joined[-1][1] == first:
@@ -43,7 +43,8 @@ class Extents:
 
     @property
     def used(self) -> list[tuple[int, int]]:
-        """The allocated ranges (start, end), with adjacent ones joined."""
+        """Sorted allocated ranges (start, end), with adjacent ranges merged."""
+        # The used ranges are the gaps between the free ones.
         borders = [0, *(border for free in self._free for border in free), self.end]
         pairs = zip(borders[::2], borders[1::2], strict=True)
         return [(start, end) for start, end in pairs if start < end]

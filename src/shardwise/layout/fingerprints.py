@@ -1,12 +1,12 @@
-"""Fingerprints of tensors that do not depend on how a tensor is cut over ranks. Pure arithmetic.
+"""Computes fingerprints of tensors that do not depend on how a tensor is sharded. Pure arithmetic.
 
-A fingerprint is a sum over elements. The fingerprints of the parts of a tensor, in any order, add
-up to the fingerprint of the whole.
+A fingerprint is a sum over elements. The fingerprints of a tensor's parts, added in any order, give
+the fingerprint of the full tensor.
 
-Two integers (mod 2^64) show whether all bits are equal: the sum of the bit patterns, and the sum of
-each pattern times a hash of its position. A count sketch (Charikar, Chen and Farach-Colton 2002)
-shows how large a difference is. It is linear in the values, so the sketch of a difference is the
-difference of the sketches, and its norm estimates the norm of the difference.
+Two integers (mod 2^64) show whether two tensors are bit-identical: the sum of the bit patterns, and
+the sum of each pattern times a hash of its position. A count sketch (Charikar, Chen and
+Farach-Colton 2002) shows how large a difference is. It is linear in the values, so the sketch of a
+difference is the difference of the sketches, and its norm estimates the norm of the difference.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 
 WORD = 1 << 64
 BINS = 64
-"""Length of a sketch. The error of an estimated norm is about 1 / sqrt(BINS / 2), 18 %."""
+"""Length of a sketch. The relative error of an estimated norm is about 1 / sqrt(BINS / 2), 18 %."""
 
 _CHUNK = 1 << 20
 _SMALL = 1 << 14
 _EXACT = 1 << 52
-"""Whole numbers below this are exact in fp64."""
+"""Integers below this limit are exact in fp64."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -33,7 +33,7 @@ _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The fingerprint of some elements of a tensor."""
+    """Fingerprint of some of a tensor's elements."""
 
     numel: int
     bits: int
@@ -46,29 +46,30 @@ class Fingerprint:
     """Largest magnitude; NaN if any element is NaN."""
 
     def __add__(self, other: Fingerprint) -> Fingerprint:
-        """Return the fingerprint of the elements of both."""
+        """Return the fingerprint of both sets of elements together."""
         return Fingerprint(
             self.numel + other.numel,
             (self.bits + other.bits) % WORD,
             (self.placed + other.placed) % WORD,
             self.sketch + other.sketch,
-            # A NaN wins on either side; `max` would depend on the order.
+            # NaN must win on either side. The result of `max` would depend on the order.
             self.largest
             if self.largest != self.largest or self.largest > other.largest
             else other.largest,
         )
 
     def same_bits(self, other: Fingerprint) -> bool:
-        """Return whether all bits are equal (wrong with a probability of 2^-64)."""
+        """Return whether all bits are identical (wrong with a probability of 2^-64)."""
         return (self.numel, self.bits, self.placed) == (other.numel, other.bits, other.placed)
 
     def distance(self, other: Fingerprint) -> float:
-        """Estimate the 2-norm of the difference; 0 if all bits are equal."""
+        """Estimate the 2-norm of the difference. Returns 0 if all bits are identical."""
         if self.same_bits(other):
             return 0.0
         if self.numel != other.numel:
             return float("inf")
         distance = float((self.sketch - other.sketch).norm())
+        # A NaN in either sketch: the tensors differ by an unknown amount.
         return distance if distance == distance else float("inf")
 
     @property
@@ -78,9 +79,9 @@ class Fingerprint:
 
 
 def can_be_taken(values: Tensor) -> bool:
-    """Return whether `values` has elements in memory, so that a fingerprint can be computed.
+    """Return whether the elements of `values` are in memory, as a fingerprint requires.
 
-    Sparse, nested, quantized and meta tensors have none, nor do wrappers of other tensors.
+    Sparse, nested, quantized and meta tensors, and wrapper subclasses, do not qualify.
     """
     if type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
@@ -89,13 +90,14 @@ def can_be_taken(values: Tensor) -> bool:
 
 
 def nothing() -> Fingerprint:
-    """Return the fingerprint of no elements, the start of a sum."""
+    """Return the fingerprint of an empty tensor, the neutral element of the sum."""
     return Fingerprint(0, 0, 0, torch.zeros(BINS, dtype=torch.float64), 0.0)
 
 
 def of(values: Tensor, offset: int = 0) -> Fingerprint:
-    """Return the fingerprint of `values`, elements from `offset` on of a flattened tensor."""
-    # In chunks: hashes and positions have 64 bits, several times the memory of the elements.
+    """Return the fingerprint of `values`, part of a flattened tensor that starts at `offset`."""
+    # Work in chunks, because hashes and positions are 64-bit and need several times the memory of
+    # the elements.
     flat = _plain(values)
     total = nothing()
     for first in range(0, flat.numel(), _CHUNK):
@@ -104,13 +106,15 @@ def of(values: Tensor, offset: int = 0) -> Fingerprint:
 
 
 def sums_of(values: Tensor) -> tuple[int, int]:
-    """Return two sums over the bits of a whole tensor, which are cheaper than `of`.
+    """Return two checksums of the bits of a full tensor, which are cheaper than `of`.
 
-    They are computed on the tensor's device: the sum of its words, and their sum weighted by the
-    position in rows of 61. Sums of parts do not add up to sums of the whole.
+    The first is the sum of the tensor's words, the second their sum weighted by the position in
+    rows of 61 words. Both are computed on the tensor's device. Unlike fingerprints, they cannot be
+    computed for each part separately and added.
     """
     words = values.detach().contiguous().reshape(-1).view(_WORDS[values.itemsize])
     whole = words[: words.numel() // 61 * 61].view(-1, 61)
+    # The words after the last full row count as one more position.
     by_place = torch.cat([whole.sum(0), words[whole.numel() :].sum().reshape(1).long()])
     weights = torch.arange(1, 63, device=words.device)
     return int(by_place.sum()), int((by_place * weights).sum())
@@ -119,12 +123,12 @@ def sums_of(values: Tensor) -> tuple[int, int]:
 def checksum(tensors: Sequence[Tensor]) -> float | Tensor:
     """Return a number below 2^52 that depends on the bits, shapes, dtypes and order of `tensors`.
 
-    If any tensor is on an accelerator, the result stays there, as a 0-dim fp64 tensor.
+    If any tensor is on an accelerator, the result is a 0-dim fp64 tensor on that device.
     """
     forms = repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors])
     on_host, on_device = zlib.crc32(forms.encode()), None
     for number, words in enumerate(_runs(tensors)):
-        # A different odd factor for each run, so that exchanged tensors change the sum.
+        # Use a different odd factor for each run, so that swapping two tensors changes the sum.
         value = _weighted_sum(words) * (2 * number + 1)
         if words.device.type == "cpu":
             on_host = (on_host + int(value)) % WORD
@@ -132,13 +136,14 @@ def checksum(tensors: Sequence[Tensor]) -> float | Tensor:
             on_device = value if on_device is None else on_device + value.to(on_device.device)
     if on_device is None:
         return float(on_host % _EXACT)
+    # Keep the low 52 bits, which fp64 represents exactly.
     return ((on_device + _signed(on_host)) & (_EXACT - 1)).double()
 
 
 def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the elements of `tensors` as integers, with small tensors of one dtype joined.
+    """Yield the elements of `tensors` as integers. Small tensors of the same dtype are joined.
 
-    A small tensor alone would need several kernels.
+    Processing a small tensor separately would take several additional kernels.
     """
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -146,7 +151,7 @@ def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         if words.numel() < _SMALL:
             small.setdefault((words.device, words.dtype), []).append(words)
         else:
-            # As 64-bit integers if possible: torch adds them 20 times as fast as narrower ones,
+            # Use 64-bit integers if possible: torch adds them 20 times as fast as narrower ones,
             # which it converts first.
             fits = words.numel() * words.itemsize % 8 == 0 and words.data_ptr() % 8 == 0
             yield words.view(torch.int64) if fits else words
@@ -155,7 +160,7 @@ def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _weighted_sum(words: Tensor) -> Tensor:
-    """Sum integers, weighted by their position in rows of 61, mod 2^64."""
+    """Return the sum of integers, weighted by their position in rows of 61, mod 2^64."""
     rows = words[: words.numel() // 61 * 61].view(-1, 61).sum(0)
     rest = words[words.numel() // 61 * 61 :].long()
     odd = torch.arange(1, 2 * 61, 2, device=words.device)
@@ -165,7 +170,7 @@ def _weighted_sum(words: Tensor) -> Tensor:
 def unordered(values: Tensor) -> int:
     """Return the sum (mod 2^64) of hashes of the elements of `values`, independent of their order.
 
-    The sums of the ranks that have the rows of a batch add up to the sum of the batch.
+    If ranks hold different rows of a batch, their sums add up to the sum of the full batch.
     """
     patterns = _patterns(_plain(values).cpu())
     return int(_mixed(patterns ^ _signed(_GOLDEN)).sum()) % WORD
@@ -176,7 +181,7 @@ def _of_chunk(flat: Tensor, offset: int) -> Fingerprint:
     positions = torch.arange(offset, offset + flat.numel())
     hashes = _mixed(positions)
     numbers = flat.to(torch.float64)
-    # Hash again: bins and signs must be independent of the factors in `placed`.
+    # Hash again, because bins and signs must be independent of the factors in `placed`.
     other = _mixed(hashes)
     signs = 1.0 - 2.0 * ((other >> 8) & 1).to(torch.float64)
     return Fingerprint(
@@ -190,7 +195,7 @@ def _of_chunk(flat: Tensor, offset: int) -> Fingerprint:
 
 
 def _plain(values: Tensor) -> Tensor:
-    """Return `values` as one dim in the order of elements; a complex number becomes two."""
+    """Return `values` flattened to 1-D. A complex number becomes two real ones."""
     values = values.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -198,14 +203,14 @@ def _plain(values: Tensor) -> Tensor:
 
 
 def _patterns(flat: Tensor) -> Tensor:
-    """Return the bits of each element as an integer."""
+    """Return each element's bits as an integer."""
     if flat.dtype == torch.bool:
         flat = flat.to(torch.uint8)
     return flat.view(_INTEGERS[flat.dtype.itemsize]).to(torch.int64)
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """Hash each word with splitmix64 (Steele, Lea and Flood 2014); torch's int64 wraps around."""
+    """Hash each word with splitmix64 (Steele, Lea and Flood 2014). Relies on int64 wrap-around."""
     words = words + _signed(_GOLDEN)
     words = (words ^ _shifted(words, 30)) * _signed(_MIX_A)
     words = (words ^ _shifted(words, 27)) * _signed(_MIX_B)
@@ -213,7 +218,7 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """Shift right and fill with zeros; torch's shift of signed integers repeats the sign."""
+    """Shift right, filling with zeros. torch's own shift repeats the sign bit."""
     return (words >> by) & ((1 << (64 - by)) - 1)
 
 

@@ -1,9 +1,9 @@
-"""Packs flags into a few fp64 numbers, for messages that are rows of numbers. Pure arithmetic."""
+"""Packs flags into a few fp64 numbers, for messages of fp64 numbers. Pure arithmetic."""
 
 from __future__ import annotations
 
 BITS = 48
-"""Flags per fp64 number, which represents whole numbers up to 2**53 exactly."""
+"""Flags per fp64 number. fp64 represents integers up to 2**53 exactly."""
 
 
 def pack(flags: list[bool]) -> list[float]:
@@ -15,12 +15,12 @@ def pack(flags: list[bool]) -> list[float]:
 
 
 def words(count: int) -> int:
-    """Return how many numbers `count` flags need."""
+    """Return the number of fp64 numbers that `count` flags need."""
     return -(-count // BITS)
 
 
 def any_of(rows: list[list[float]], count: int) -> list[bool]:
-    """Return for each of `count` flags whether it is set in any of `rows`, made by `pack`."""
+    """For each of `count` flags, return whether any of `rows` sets it. `pack` creates the rows."""
     union = [0] * words(count)
     for row in rows:
         for index, number in enumerate(row):

@@ -1,7 +1,7 @@
-"""The placement table: which states are replicated or sharded, and the tier of each state.
+"""The placement table: whether each state is replicated or sharded, and the tier that stores it.
 
-Training has three states. Each is replicated over the data-parallel group or sharded over it.
-Data parallelism and the ZeRO stages (Rajbhandari et al., 2020) differ only in these cells:
+Training has three states. Each is either replicated or sharded across the data-parallel group. Data
+parallelism and the ZeRO stages (Rajbhandari et al., 2020) differ only in these cells:
 
     row      parameters   gradients    optimizer state
     ZERO_0   replicated   replicated   replicated
@@ -10,14 +10,13 @@ Data parallelism and the ZeRO stages (Rajbhandari et al., 2020) differ only in t
     ZERO_3   sharded      sharded      sharded
 
 If a state is sharded, the states to its right must be sharded, too. For example, a rank that stores
-an interval of the parameters can use only that interval of their gradient.
+an interval of the parameters can use only the same interval of their gradient.
 
-Each cell also has a tier, which stores the state between uses: the device, the host's memory
-(ZeRO-Offload, Ren et al., 2021) or a disk (ZeRO-Infinity, Rajbhandari et al., 2021). Parameters
-and gradients can be on another tier only if they are sharded, because replicated ones are in use
-all the time.
+Each cell also has a tier, which stores the state between uses: the device, host memory
+(ZeRO-Offload, Ren et al., 2021) or a disk (ZeRO-Infinity, Rajbhandari et al., 2021). Parameters and
+gradients can be offloaded only if they are sharded, because replicated ones are always in use.
 
-A fifth cell, how often groups of ranks exchange a state, is in `islands/`.
+How often groups of ranks exchange a state is not part of the table; see `islands/`.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from shardwise.errors import PlacementError
 
 
 class Spread(Enum):
-    """Whether each rank of the data-parallel group has a whole state, or a shard of it."""
+    """Whether each rank of the data-parallel group holds the full state or a shard of it."""
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
@@ -61,19 +60,22 @@ STATES = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One row of the table, with a cell for each state. Raises PlacementError if it is illegal."""
+    """A row of the table, with a cell for each state.
+
+    Raises PlacementError if the row is not allowed.
+    """
 
     parameters: Spread = Spread.REPLICATED
     gradients: Spread = Spread.REPLICATED
     optimizer: Spread = Spread.REPLICATED
     tiers: tuple[Tier, Tier, Tier] = (DEVICE, DEVICE, DEVICE)
-    """The tiers of the states, in the order of STATES."""
+    """Tier of each state, in the order of STATES."""
 
     def __post_init__(self) -> None:
-        # Of neighbours in the table, a sharded state needs a sharded one to its right.
+        # A sharded state requires that the next state in the table is sharded, too.
         for holder, needed in pairwise(STATES):
             if self.is_sharded(holder) and not self.is_sharded(needed):
-                # The row that differs in the fewest cells; of several, the one with more sharding.
+                # Suggest the row that differs in the fewest cells. In a tie, prefer more sharding.
                 nearest = min(
                     (Placement.zero(level) for level in reversed(range(len(STATES) + 1))),
                     key=lambda row: sum(row.is_sharded(s) != self.is_sharded(s) for s in STATES),
@@ -102,12 +104,12 @@ class Placement:
 
     @property
     def level(self) -> int:
-        """The ZeRO stage number of this row, which is its number of sharded cells."""
+        """ZeRO stage of this row, which equals its number of sharded cells."""
         return sum(self.is_sharded(state) for state in STATES)
 
     @property
     def name(self) -> str:
-        """The name of the row, such as ZERO_2."""
+        """Name of the row, such as ZERO_2."""
         return f"ZERO_{self.level}"
 
     def cells(self) -> str:
@@ -125,10 +127,10 @@ class Placement:
         gradients: Tier | None = None,
         optimizer: Tier = DEVICE,
     ) -> "Placement":
-        """Return the same row with the states on these tiers.
+        """Return the same row with the given tiers.
 
-        Without a tier for gradients, they are on the optimizer state's tier if they are sharded,
-        else on the device. Raises PlacementError if a tier needs a sharded state.
+        If `gradients` is None, sharded gradients use the optimizer state's tier and replicated ones
+        the device. Raises PlacementError if a tier requires a sharded state.
         """
         follows = optimizer if self.is_sharded("gradients") else DEVICE
         tiers = (parameters, follows if gradients is None else gradients, optimizer)
@@ -136,7 +138,7 @@ class Placement:
 
     @classmethod
     def zero(cls, level: int) -> "Placement":
-        """Return the row of a ZeRO stage, 0 to 3."""
+        """Return the row of ZeRO stage `level`, 0 to 3. Raises PlacementError for other numbers."""
         if level not in range(len(STATES) + 1):
             raise PlacementError(
                 f"There is no row ZERO_{level}: --zero takes 0, 1, 2 or 3 "
@@ -146,6 +148,6 @@ class Placement:
 
     @classmethod
     def sharding(cls, states: tuple[str, ...]) -> "Placement":
-        """Return the row in which exactly `states` are sharded."""
+        """Return the row that shards `states` and replicates the others."""
         sharded = dict.fromkeys(states, Spread.SHARDED)
         return cls(**sharded)  # type: ignore[arg-type]

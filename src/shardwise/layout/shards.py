@@ -1,9 +1,10 @@
-"""The part of a split tensor that each rank of a replica has. Pure arithmetic.
+"""Describes the part of a split tensor that each rank of a replica holds. Pure arithmetic.
 
-A tensor is split along one dim. A rank has one range of that dim, or several. For a matrix that
-computes queries, keys and values together, it has the rows of its heads in each of the three:
+A tensor is split along one dim, and each rank holds one or several ranges of that dim. For example,
+a fused projection matrix computes queries, keys and values together. Each rank holds the rows of
+its own heads in each of the three:
 
-    whole, dim 0   | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
+    full, dim 0    | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
     rank 1 of 2    |       q2 q3         k2 k3         v2 v3 |    three ranges
 """
 
@@ -20,20 +21,21 @@ from torch import Tensor
 from shardwise.layout.bucket_layout import Span
 
 Ranges = tuple[Span, ...]
-"""Ranges of a dim."""
+"""Index ranges of a dim."""
 
 
 def even_ranges(length: int, parts: int, *, grain: int = 1, blocks: int = 1) -> list[Ranges]:
-    """Return by part its ranges of a dim of `length`: not empty, and of nearly equal length.
+    """Split a dim of `length` into non-empty, nearly equal parts. Return the ranges of each part.
 
-    The dim consists of `blocks` blocks of equal length. Each is cut at the same places, which are
-    multiples of `grain`. Raises ValueError if there is less than one grain for each part.
+    The dim consists of `blocks` blocks of equal length. Every block is split at the same offsets,
+    which are multiples of `grain`. Raises ValueError if `length` is not a multiple of `blocks` *
+    `grain`, or if a block has fewer grains than there are parts.
     """
     block = length // blocks
     grains = block // grain
     if block * blocks != length or grains * grain != block or grains < parts:
         raise ValueError(f"{grains} cannot be spread over {parts}")
-    # The first parts have one grain more, as torch.tensor_split cuts.
+    # The first parts get one extra grain each, as in torch.tensor_split.
     each, more = divmod(grains, parts)
     edges = [grain * (each * part + min(part, more)) for part in range(parts + 1)]
     return [
@@ -44,19 +46,19 @@ def even_ranges(length: int, parts: int, *, grain: int = 1, blocks: int = 1) -> 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a tensor that rank `rank` has."""
+    """The part of a tensor that rank `rank` holds."""
 
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     dim: int
-    """The dim along which it is split."""
+    """The dim along which the tensor is split."""
     ranges: tuple[Ranges, ...]
-    """By rank, its ranges of that dim."""
+    """Each rank's ranges of that dim."""
     rank: int
 
     @property
     def own(self) -> Ranges:
-        """The ranges of this rank."""
+        """This rank's ranges of `dim`."""
         return self.ranges[self.rank]
 
     @property
@@ -66,19 +68,20 @@ class Shard:
         return rest * max(sum(end - first for first, end in each) for each in self.ranges)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return a copy of this rank's part of `whole`."""
+        """Return a copy of this rank's part of the full tensor `whole`."""
         pieces = [whole.narrow(self.dim, first, end - first) for first, end in self.own]
-        # `cat` copies even a single piece; a view would keep the whole tensor alive.
+        # `cat` copies even a single piece. A view would keep the full tensor alive.
         return torch.cat(pieces, self.dim).contiguous()
 
     def part_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of the part that `rank` has."""
+        """Return the shape of the part that `rank` holds."""
         length = sum(end - first for first, end in self.ranges[rank])
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join the parts of all ranks to the whole tensor."""
-        # Each part has its ranges one after the other; put them back at their places.
+        """Join the parts of all ranks into the full tensor."""
+        # A part stores its ranges one after the other. Copy each range back to its position in the
+        # full tensor.
         whole = parts[0].new_empty(self.shape)
         for part, ranges in zip(parts, self.ranges, strict=True):
             start = 0
@@ -91,12 +94,11 @@ class Shard:
     def runs(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield elements [first, end) of this rank's flattened part as runs (start, end, offset).
 
-        The elements [start, end) of the part are the elements from `offset` on of the flattened
-        whole tensor.
+        Each run is contiguous in the flattened full tensor, too, and starts there at `offset`.
         """
         inner = prod(self.shape[self.dim + 1 :])
-        # A row is this rank's elements for one index of the dims before `dim`. `edges` are the
-        # borders of its ranges, in elements; each range is contiguous in the whole tensor, too.
+        # A row holds this rank's elements for one index of the dims before `dim`. `edges` are the
+        # boundaries of its ranges, in elements. Each range is contiguous in the full tensor, too.
         edges = [0]
         for a, b in self.own:
             edges.append(edges[-1] + (b - a) * inner)

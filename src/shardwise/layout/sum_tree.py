@@ -1,7 +1,7 @@
-"""The tree in which the exact mode adds micro-shards. Pure arithmetic.
+"""Defines the tree in which the exact mode adds micro-shards. Pure arithmetic.
 
-The total batch is cut into micro-shards, which are the leaves of the tree. Neighbours are joined
-from the left, first by the smallest prime factor of their number:
+The global batch is split into micro-shards, which are the leaves of the tree. Neighbours are added
+from left to right, in groups of the smallest prime factor of their number:
 
     12 micro-shards    0 + 1   2 + 3   4 + 5   6 + 7   8 + 9   10 + 11
     nodes of 2           └── + ──┘       └── + ──┘       └── + ──┘
@@ -11,9 +11,9 @@ from the left, first by the smallest prime factor of their number:
 N workers run N neighbouring micro-shards at a time: in turn t, rank r runs micro-shard t N + r.
 
 If N is the size of a node, the results of one turn add up to that node, and the turns add up to the
-nodes above it. So the sum has the same tree for every such N. A power of two has nodes for all of
-its divisors. No tree over 6 leaves has nodes of both 2 and 3 leaves: one of the pairs would cross
-the border between two triples.
+nodes above it. The sum therefore has the same tree for every such N. If the number of leaves is a
+power of two, all its divisors are node sizes. No tree over 6 leaves has nodes of both 2 and 3
+leaves, because one of the pairs would straddle the boundary between two triples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def fan_ins(leaves: int) -> list[int]:
-    """Return how many nodes each level joins, from the leaves up: the prime factors, sorted."""
+    """Return the fan-in of each level, from the leaves up: the sorted prime factors of `leaves`."""
     factors, factor = [], 2
     while leaves > 1:
         while leaves % factor == 0:
@@ -40,7 +40,7 @@ def fan_ins(leaves: int) -> list[int]:
 
 
 def node_sizes(leaves: int) -> list[int]:
-    """Return the sizes of the tree's nodes in leaves, from 1 to the whole tree."""
+    """Return the sizes of the tree's nodes, in leaves, from a single leaf to the root."""
     sizes = [1]
     for fan_in in fan_ins(leaves):
         sizes.append(sizes[-1] * fan_in)
@@ -51,16 +51,18 @@ def fold(leaves: Sequence[T], add: Callable[[T, T], T]) -> T:
     """Combine one or more leaves with `add`, in the order of the tree."""
     nodes = list(leaves)
     for fan_in in fan_ins(len(nodes)):
-        # From the left, as `sum_in_rank_order` adds over ranks: the order changes the rounding.
+        # Add from the left, as `sum_in_rank_order` does across ranks: the order changes the
+        # rounding.
         nodes = [reduce(add, nodes[i : i + fan_in]) for i in range(0, len(nodes), fan_in)]
     return nodes[0]
 
 
 @dataclass(frozen=True)
 class MicroShards:
-    """The `count` micro-shards of every total batch, divided among `workers`; this one is `rank`.
+    """This worker's view of the `count` micro-shards of every global batch.
 
-    Raises ConfigError if this number of workers cannot give the same bits as others.
+    `workers` workers share the micro-shards, and this one is `rank`. Raises ConfigError if this
+    number of workers cannot give bit-identical results.
     """
 
     count: int
@@ -81,14 +83,14 @@ class MicroShards:
 
     @property
     def turns(self) -> int:
-        """Number of micro-shards that each worker runs in a step, one after the other."""
+        """Number of micro-shards that each worker runs per step, one after the other."""
         return self.count // self.workers
 
     @property
     def fan_ins(self) -> list[int]:
-        """By level, how many sums of turns are joined."""
+        """Fan-in of each tree level above a turn: how many nodes are added into one."""
         return fan_ins(self.count)[node_sizes(self.count).index(self.workers) :]
 
     def number(self, turn: int) -> int:
-        """Return the micro-shard that this worker runs in turn `turn`."""
+        """Return the index of the micro-shard that this worker runs in turn `turn`."""
         return turn * self.workers + self.rank

@@ -1,12 +1,11 @@
-"""Offload of the tensors that autograd saves, concurrent with forward, and their prefetch in
-backward.
+"""Offloads tensors that autograd saves, and prefetches them for the backward pass.
 
 `pack` and `unpack` are hooks for torch.autograd.graph.saved_tensors_hooks. They move memory, not
-tensors: views of one storage (query, key and value) are moved once. Backward needs saved tensors in
-reverse order, so when it asks for one piece, the pieces saved before it are prefetched.
+tensors: views of the same storage (query, key and value) are moved once. The backward pass needs
+saved tensors in reverse order. When it requests a piece, the pieces saved before it are prefetched.
 
-A piece is the value of a tensor when it was saved. If the tensor is changed in place before that
-value has been copied, `unpack` raises an error, as torch does.
+A piece holds a tensor's value at the time it was saved. If the tensor is changed in place before
+that value has been copied, `unpack` raises an error, as torch does.
 """
 
 from __future__ import annotations
@@ -27,26 +26,27 @@ from shardwise.tiers import host_memory
 _StorageWeakRef: Any = StorageWeakRef  # torch gives it no types
 
 LEAST = 64 * 1024
-"""Bytes. Smaller tensors stay in place."""
+"""Minimum size in bytes. Smaller tensors stay in place."""
 
 LEAVING = 64 * 2**20
-"""Maximum bytes of pending copies; beyond it, forward waits for the oldest."""
+"""Maximum size of pending copies in bytes. Beyond it, the forward pass waits for the oldest
+copy."""
 
 AHEAD = 64 * 2**20
-"""Maximum bytes that are prefetched or kept for reuse, except that one piece may be larger."""
+"""Maximum size in bytes of prefetched or reusable pieces. A single piece may be larger."""
 
 _WASTE = 8
-"""A view's whole storage is moved if it is at most this many times larger than the view."""
+"""A view's full storage is moved if it is at most this many times larger than the view."""
 
 _SEARCH = 64
-"""How many pieces back to search for the next one to prefetch."""
+"""Number of pieces to search backwards for the next one to prefetch."""
 
 _Key = tuple[int, int, int, int]
-"""Storage, version, first byte and number of bytes."""
+"""Storage, version, first byte and size in bytes."""
 
 
 class Kept:
-    """A tensor that stays in place, with the version that it must still have in backward."""
+    """A tensor that stays in place. Its version must not change before the backward pass."""
 
     __slots__ = ("tensor", "version")
 
@@ -61,24 +61,26 @@ class Kept:
 
 
 class _Piece:
-    """A range of a storage that is being copied out, is away, or is back. It is freed once no saved
-    tensor needs it."""
+    """A range of a storage that is being copied out, is offloaded, or has been copied back.
+
+    It is freed once no saved tensor needs it.
+    """
 
     def __init__(self, number: int, key: _Key, source: Tensor, offload: Offload) -> None:
         self.number = number
-        # Keeps the address from being reused by a new storage: keys of pieces are addresses.
+        # Keep the address from being reused by a new storage, because pieces are keyed by address.
         self.storage = _StorageWeakRef(source.untyped_storage())
         self.version, self.first, self.nbytes = key[1:]
         self.source: Tensor | None = source
-        """Keeps the memory alive until the copy has settled."""
+        """Keeps the memory alive until the copy has completed."""
         self.offload = offload
         self.is_back = self.was_used = self.was_changed = False
 
     def settle(self) -> None:
         """Release the source after its value has been copied.
 
-        Call it only from the thread of forward or backward: in another thread, a concurrent change
-        in place would go unnoticed.
+        Call this only from the thread that runs the forward or backward pass. In a different
+        thread, a concurrent in-place change would go unnoticed.
         """
         if self.source is None:
             return
@@ -88,7 +90,7 @@ class _Piece:
 
 
 class _MovedTensor:
-    """A saved tensor that is a view into a piece."""
+    """A saved tensor that is a view of a piece."""
 
     __slots__ = ("dtype", "offset", "piece", "shape", "stride")
 
@@ -100,17 +102,17 @@ class _MovedTensor:
         self.offset = tensor.storage_offset() - piece.first // tensor.element_size()
 
     def view(self, data: Tensor) -> Tensor:
-        """Return the tensor as a view of the piece's memory, `data`."""
+        """Return the tensor as a view of `data`, the piece's memory."""
         start = data.storage_offset() // self.dtype.itemsize + self.offset
         empty = torch.empty(0, dtype=self.dtype, device=data.device)
         return empty.set_(data.untyped_storage(), start, self.shape, self.stride)
 
 
 class SavedTensors:
-    """Offloads tensors saved for backward to `target`, with the hooks `pack` and `unpack`.
+    """Offloads tensors saved for the backward pass to `target`. `pack` and `unpack` are the hooks.
 
-    It moves only memory on devices of `device_type`, for tensors of at least LEAST bytes outside
-    the memory of the models.
+    Only memory on devices of `device_type` is moved. Tensors smaller than LEAST bytes, parameters
+    and buffers stay in place.
     """
 
     def __init__(self, target: OffloadTarget, device_type: str) -> None:
@@ -126,9 +128,9 @@ class SavedTensors:
         self._back: OrderedDict[int, ref[_Piece]] = OrderedDict()
 
     def begin(self, models: Iterable[nn.Module]) -> None:
-        """Start a forward: the memory of these models' parameters and buffers stays in place."""
+        """Begin a forward pass. The parameters and buffers of `models` stay in place."""
         held = (t for model in models for t in (*model.parameters(), *model.buffers()))
-        # Collected for each forward, because the layout of parameters may change between
+        # Collect these for each forward pass, because the layout of parameters may change between
         # steps.
         self._staying = {t.untyped_storage().data_ptr() for t in held if type(t) in _PLAIN}
 
@@ -139,8 +141,8 @@ class SavedTensors:
         if (key := self._key(tensor)) is None:
             return Kept(tensor)
         self._let_go(LEAVING)
-        # If a storage has expired, a new one may have the same address.
-        # The version is part of the key: after a write in place the same memory is another piece.
+        # A new storage may have the same address as an expired one. The version is part of the key,
+        # because after an in-place write the same memory is a different piece.
         piece = self._by_key.get(key)
         if piece is None or piece.storage.expired():
             piece = self._send(key, tensor.detach())
@@ -148,7 +150,8 @@ class SavedTensors:
 
     def _key(self, tensor: Tensor) -> _Key | None:
         """Return the memory range to move for `tensor`, or None if it stays in place."""
-        # A subclass may keep its data elsewhere. Offload frees only memory of `device_type`.
+        # A subclass may store its data elsewhere, and only memory of `device_type` can be
+        # offloaded.
         if type(tensor) not in _PLAIN or tensor.device.type != self._device_type:
             return None
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -159,7 +162,7 @@ class SavedTensors:
         if nbytes < LEAST or storage.data_ptr() in self._staying:
             return None
         span, first = int(storage.nbytes()), 0
-        # Move the whole storage, so that its other views share the piece. If this view is only a
+        # Move the full storage, so that its other views share the piece. If this view is only a
         # small part of it, move just the range that the view covers.
         if span > _WASTE * nbytes:
             steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -181,7 +184,7 @@ class SavedTensors:
         return piece
 
     def _let_go(self, limit: int) -> None:
-        """Free the memory of finished copies; wait while more than `limit` bytes are pending."""
+        """Free the memory of finished copies. Wait while more than `limit` bytes are pending."""
         while self._leaving:
             piece = self._leaving[0][0]()
             too_many = self._leaving_bytes > limit
@@ -201,7 +204,7 @@ class SavedTensors:
             host_memory.trim()
 
     def end(self) -> None:
-        """End a forward: free the memory of copies that have finished."""
+        """End a forward pass: free the memory of copies that have completed."""
         self._let_go(self._leaving_bytes)
 
     # -- backward -------------------------------------------------------------------------
@@ -210,7 +213,8 @@ class SavedTensors:
         """Return the tensor of `held`. Raises UsageError if it was changed in place."""
         if isinstance(held, Kept):
             return held.value()
-        # Backward may start while the last pieces are still being copied: bound their memory too.
+        # The backward pass may start while the last pieces are still being copied, so limit their
+        # memory, too.
         self._let_go(LEAVING)
         piece = held.piece
         if piece.source is not None:
@@ -229,15 +233,16 @@ class SavedTensors:
         return held.view(data)
 
     def _fetch(self, piece: _Piece) -> None:
-        self._give_back(piece.nbytes)  # memory that backward has released
+        self._give_back(piece.nbytes)  # the backward pass has released this much memory
         piece.offload.fetch()
         piece.is_back = True
         self._back[piece.number] = ref(piece)
 
     def _read_ahead(self, current: _Piece) -> None:
-        """Prefetch pieces saved before `current`, within the limit; drop pieces already used."""
-        # By number, because backward unpacks in roughly the reverse order of saving. At least one
-        # piece is fetched, however large, so that the device never waits for a whole fetch.
+        """Prefetch pieces saved before `current`, up to the limit, and drop used pieces."""
+        # Search by index, because the backward pass unpacks in roughly the reverse order of saving.
+        # Fetch at least one piece, however large, so that the device never waits for a complete
+        # fetch.
         total = self._make_room(current)
         waiting = any(not p.was_used for p in self._pieces_back())
         for number in range(current.number - 1, max(current.number - _SEARCH, 0) - 1, -1):
@@ -251,12 +256,12 @@ class SavedTensors:
             waiting = True
 
     def _make_room(self, current: _Piece) -> int:
-        """Drop the oldest used pieces until half of AHEAD is free; return the remaining bytes."""
+        """Drop the oldest used pieces until half of AHEAD is free. Return the remaining bytes."""
         total = sum(piece.nbytes for piece in self._pieces_back())
         for piece in self._pieces_back():
             if total <= AHEAD // 2:
                 break
-            # A dropped piece can be fetched again if another node of the graph needs it.
+            # A dropped piece can be fetched again if another node in the graph needs it.
             if piece.was_used and piece is not current:
                 piece.offload.drop()
                 piece.is_back = piece.was_used = False
@@ -265,7 +270,7 @@ class SavedTensors:
         return total
 
     def _pieces_back(self) -> list[_Piece]:
-        """Return the pieces that are back or being fetched, oldest first; forget freed ones."""
+        """Return the pieces that are back or being fetched, oldest first. Remove freed ones."""
         alive = [(number, reference()) for number, reference in self._back.items()]
         for number, piece in alive:
             if piece is None:

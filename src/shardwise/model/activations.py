@@ -1,8 +1,8 @@
-"""Activations, the fourth state: keeps, recomputes or offloads what forward saves for backward.
+"""Keeps, recomputes or offloads activations, the tensors saved for the backward pass.
 
-Recomputation works per unit (units.py); a model without units is one unit. Offload takes the
-tensors that autograd saves in the forward of a model. With recomputation, these are the inputs of
-the units.
+Recomputation works per unit (units.py). A model without units is treated as a single unit. Offload
+moves the tensors that autograd saves in a model's forward pass. With recomputation, these are the
+inputs of the units.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ from shardwise.tiers.spool import Spool
 class Activations:
     """Keeps, recomputes or offloads the activations of `models` according to `settings`.
 
-    Lasts until `close`. Raises TierError if the folder of `offload_activations` cannot be used.
+    Active until `close`. Raises TierError if the folder of `offload_activations` cannot be used.
 
     Args:
-        rank: This rank's number, for error messages of a tier.
+        models: The models to hook.
+        settings: Settings that select recomputation and the tier.
+        device: The device of the activations.
+        rank: This rank's index, for a tier's error messages.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Activations:
             found = [units.find_units(model) or [("", model)] for model in models]
             self._forwards = [
                 RecomputedForward(unit, compiled=settings.compile)
-                # A unit that several models share must be wrapped only once.
+                # Wrap a unit only once, even if several models share it.
                 for unit in dict.fromkeys(
                     unit for units_of_model in found for _, unit in units_of_model
                 )
@@ -63,7 +66,7 @@ class Activations:
             self._handles = [handle for model in models for handle in scope.attach(model)]
 
     def describe(self) -> str:
-        """Return a description of the active features; may be empty."""
+        """Return a description of the active features, or an empty string."""
         parts = []
         if count := len(self._forwards):
             parts.append(f"recomputed in {count} unit{'' if count == 1 else 's'}")
@@ -75,7 +78,7 @@ class Activations:
         return ", ".join(parts)
 
     def close(self) -> None:
-        """Restore the models' own forwards."""
+        """Restore the models' original `forward` methods."""
         for forward in self._forwards:
             forward.undo()
         for handle in self._handles:
@@ -83,7 +86,7 @@ class Activations:
 
 
 class OffloadScope:
-    """Hooks on models that offload what autograd saves in their forward. Copies do nothing."""
+    """Model hooks that offload what autograd saves in the forward pass. Their copies do nothing."""
 
     def __init__(self, models: Sequence[nn.Module] = (), saved: SavedTensors | None = None) -> None:
         self._models = models
@@ -91,15 +94,15 @@ class OffloadScope:
         self._open: list[saved_tensors_hooks | None] = []
 
     def attach(self, model: nn.Module) -> list[Hooked]:
-        """Offload in every forward of `model` that autograd records, while the handles exist."""
-        # Prepended, so that it is entered first: the hooks of a unit nest inside it.
+        """Offload in every recorded forward pass of `model`, until the handles are removed."""
+        # Prepend, so that this hook is entered first and the hooks of units nest inside it.
         return [
             attach(model.register_forward_pre_hook, self.enter, prepend=True),
             attach(model.register_forward_hook, self.leave, always_call=True),
         ]
 
     def enter(self, model: nn.Module, args: Any) -> None:
-        """Start offloading, before a forward."""
+        """Start offloading, before a forward pass."""
         del model, args
         hooks = None
         if self._saved is not None and torch.is_grad_enabled():
@@ -109,11 +112,12 @@ class OffloadScope:
         self._open.append(hooks)
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Stop offloading, after a forward, even if it raised."""
+        """Stop offloading after a forward pass, even if it raised."""
         del model, args
         if (hooks := self._open.pop()) is not None and self._saved is not None:
             hooks.__exit__()
-            if output is not None:  # otherwise forward raised, and that error must stay visible
+            # If there is no output, the forward pass raised, and its error must stay visible.
+            if output is not None:
                 self._saved.end()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,7 +125,7 @@ class OffloadScope:
 
 
 def _target(tier: Tier, device: torch.device, rank: int) -> OffloadTarget | None:
-    """Return the target of offloaded activations; None if they stay in place."""
+    """Return the target for offloaded activations, or None if they stay in place."""
     on_cpu = device.type == "cpu"
     if tier.kind == "nvme":
         spool = Spool(Path(tier.folder), "activations", rank=rank)

@@ -1,17 +1,17 @@
-"""Exchange of a BatchNorm's statistics between ranks, in its turn of the gather order.
+"""Exchanges BatchNorm statistics between ranks, each in its turn of the gather order.
 
-When ranks gather units together, a rank that waits for statistics could wait for ranks that wait
-for it in a gather. So an exchange takes a turn in the gather order, as a unit does. A rank that
-skips the BatchNorm takes part with zeros. Two mistakes would otherwise give wrong statistics
-silently, so all ranks refuse them: a rank that reaches a BatchNorm after the others have passed it,
-and a rank in the backward of another forward.
+When ranks gather units together, a rank waiting for statistics could wait for ranks that wait for
+it in a gather. An exchange therefore takes a turn in the gather order, as a unit does. A rank that
+skips the BatchNorm takes part with zeros. Two mistakes would then give wrong statistics silently,
+so all ranks reject them: a rank reaches a BatchNorm after the others have passed it, or a rank runs
+the backward pass of a different forward pass.
 
     row of a rank    | its values, or zeros | present | number of the call | uses in this pass |
 
-On the CPU all ranks check and refuse at once. On an accelerator the host would have to wait in
-every exchange, so the check happens in the step, when the host waits anyway. That is before
-parameters are updated, although running statistics have already changed. Only a rank that
-skips an exchange must look at once, to find out whether it belonged to a forward.
+On the CPU, all ranks check at once. On an accelerator the host would have to wait in every
+exchange, so the check runs during the step, when the host waits anyway. This is before parameters
+are updated, although running statistics have already changed. Only a rank that skips an exchange
+must check at once, to find out whether it belonged to a forward pass.
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ from shardwise.errors import ModelError, OrderError
 from shardwise.tiers.copy_stream import start_to_host, to_device
 
 FORWARD = 0
-"""Call number of every forward. The calls of a forward's backward have other numbers."""
+"""Call number of every forward pass. The calls in its backward pass have different numbers."""
 
 
 class StatisticsRows(Protocol):
     """Gathers the statistics of a BatchNorm from all ranks."""
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
-        """Return the rows of all ranks, (ranks, k), and the number of this forward.
+        """Return the rows of all ranks, shape (ranks, k), and the number of this forward pass.
 
         Args:
             row: This rank's row, (k,).
         """
 
     def of_backward(self, row: Tensor, call: int) -> Tensor:
-        """Return the rows of all ranks for a `call` in a backward; all ranks pass the same."""
+        """Return all ranks' rows, shape (ranks, k), for `call` during a backward pass.
+
+        Every rank must pass the same `call`.
+        """
 
 
 class Skippable(Protocol):
-    """A BatchNorm whose forward some ranks may skip."""
+    """A BatchNorm whose forward pass some ranks may skip."""
 
     num_features: int
     training: bool
 
     def update_from_others(self, rows: Tensor) -> None:
-        """Update the running statistics from the `rows` of a forward that this rank skips."""
+        """Update the running statistics from the `rows` of a forward pass that this rank skips."""
 
 
 class _ExpectedUse(NamedTuple):
@@ -60,8 +63,8 @@ class _ExpectedUse(NamedTuple):
 
     Args:
         call: Its call number.
-        before: For a forward, the number of earlier forwards in this pass.
-        again: True if a call that may happen once has happened before.
+        before: For a forward pass, the number of earlier uses in this pass.
+        is_repeated: True if a call that may happen only once has happened before.
     """
 
     call: int
@@ -78,8 +81,14 @@ class _ExpectedUse(NamedTuple):
 
 
 class _UncheckedExchange(NamedTuple):
-    """Flags of an exchange, copied to the host by `event`, and the expected use of BatchNorm
-    `name`."""
+    """An exchange that still has to be checked.
+
+    Args:
+        name: Name of the BatchNorm.
+        use: The expected use.
+        rows: Flags of all ranks, (ranks, 3), on the host once `event` completes.
+        event: Marks completion of the copy.
+    """
 
     name: str
     use: _ExpectedUse
@@ -88,12 +97,12 @@ class _UncheckedExchange(NamedTuple):
 
     @property
     def was_expected(self) -> bool:
-        """True if the exchange was as expected. Only valid once the event has happened."""
+        """True if the exchange was as expected. Valid only once the event has completed."""
         return self.use.matches(self.rows.tolist())
 
 
 class StatisticsExchange:
-    """Exchanges of one BatchNorm, in turn `number` of `turns`."""
+    """Exchanges the statistics of a BatchNorm layer, which is entry `number` of `turns`."""
 
     def __init__(
         self, turns: StatisticsExchanges, number: int, name: str, module: Skippable
@@ -102,7 +111,7 @@ class StatisticsExchange:
         self._number = number
         self.name = name
         self._module = module
-        # Width of a forward's row. The row of a backward is shorter, and padded.
+        # Width of a forward pass's row. The row of a backward pass is shorter, and is padded.
         self._width = 2 * module.num_features + 1
         self._forwards = 0
         self._pass = -1
@@ -110,27 +119,27 @@ class StatisticsExchange:
         self._done: set[int] = set()
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
-        """Return the rows of all ranks that run this forward, and its number."""
+        """Return the rows of all ranks in this forward pass, and the number of the forward pass."""
         rows = self.turns.exchange(self._number, row, FORWARD)
         self._forwards += not self.turns.are_used
         return rows, self._forwards
 
     def of_backward(self, row: Tensor, call: int) -> Tensor:
-        """Return the rows of all ranks for a `call` in the backward of a forward."""
+        """Return all ranks' rows for `call` in the backward pass of a forward pass."""
         return self.turns.exchange(self._number, row, call)
 
     def meet(self, row: Tensor | None, call: int) -> Tensor:
-        """Exchange rows in this module's turn; `row` is None on a rank that skips it."""
+        """Exchange rows in this module's turn. `row` is None on a rank that skips the module."""
         # All ranks are here in the same turn, but each knows only its own call until the rows
         # arrive.
         order = self.turns.order
-        # Counts start again with each pass (one forward and its backward) of the gather order.
+        # Counts restart with each pass (a forward pass and its backward pass) of the gather order.
         if self._pass != order.passes:
             self._pass, self._uses, self._own_uses, self._done = order.passes, 0, 0, set()
         rows = order.group.gather_rows(self._padded_row(row, call))
         flag_rows, use = rows[:, -3:], None if row is None else self._count_use(call)
         if flag_rows.device.type == "cpu":
-            # The rows are on the host anyway, so check now: all ranks raise the same error.
+            # The rows are on the host anyway, so check now. All ranks raise the same error.
             flags = flag_rows.tolist()
             common_call = next((int(call) for present, call, _ in flags if present), None)
             if common_call is not None and not (use or self._count_use(common_call)).matches(flags):
@@ -142,21 +151,22 @@ class StatisticsExchange:
             )
             common_call = call
         else:
-            # A skipping rank learns the call only from the others' rows, so the host waits. Raising
-            # here would affect this rank only, so the step raises on all ranks.
+            # A skipping rank learns the call only from the other ranks' rows, so the host must
+            # wait. An error here would affect only this rank, so let the step raise on all ranks.
             flags = flag_rows.tolist()
             common_call = next((int(call) for present, call, _ in flags if present), None)
             if common_call is not None and not self._count_use(common_call).matches(flags):
                 self.turns.refuse_later(self.name)
                 common_call = None
-        # Sent with every exchange, so that the others notice a rank that runs a forward late.
+        # Sent with every exchange, so that the other ranks notice a rank that runs a forward pass
+        # late.
         self._own_uses += row is not None and call == FORWARD
         if row is None and common_call == FORWARD:
             self._module.update_from_others(rows[:, : self._width])
         return rows[:, : self._width if row is None else row.numel()]
 
     def _padded_row(self, row: Tensor | None, call: int) -> Tensor:
-        """Return this rank's row, padded to the full width, with flags: present, call, uses."""
+        """Return this rank's row, padded to full width, with the flags present, call and uses."""
         if row is None:
             device = self.turns.order.group.small_device
             sent = torch.zeros(self._width + 3, dtype=torch.float64, device=device)
@@ -174,7 +184,7 @@ class StatisticsExchange:
         return torch.cat([row, rest, to_device(here, row.device)])
 
     def _count_use(self, call: int) -> _ExpectedUse:
-        """Count an exchange of `call`; return the expected one."""
+        """Count an exchange of `call`. Return the expected exchange."""
         use = _ExpectedUse(call, self._uses, call in self._done)
         if call == FORWARD:
             self._forwards += 1
@@ -213,14 +223,14 @@ class StatisticsExchanges:
 
     @property
     def are_used(self) -> bool:
-        """True if turns are used now. Otherwise all ranks reach the exchanges in the same order."""
+        """True if turns are in use. Otherwise all ranks reach the exchanges in the same order."""
         return self.order.is_open
 
     def exchange(self, number: int, row: Tensor, call: int) -> Tensor:
-        """Return the rows of all ranks; rows of ranks that skip this exchange are zero."""
+        """Return the rows of all ranks. The rows of ranks that skip this exchange are zero."""
         if not self.are_used:
             return self._without_turns(number, row)
-        # `reach` calls `run_entry`, which takes the row from here and leaves the result in `_rows`.
+        # `reach` calls `run_entry`, which reads `_pending` and stores the result in `_rows`.
         self._pending = row, call
         self.order.reach(self._first + number)
         rows, self._rows = self._rows, None
@@ -230,12 +240,12 @@ class StatisticsExchanges:
     def _without_turns(self, number: int, row: Tensor) -> Tensor:
         """Return the rows of all ranks, which reach the exchange without turns.
 
-        On the CPU, raises OrderError on all ranks if one of them has reached another BatchNorm. On
-        an accelerator the host would have to wait for that check.
+        On the CPU, raises OrderError on all ranks if one of them has reached a different BatchNorm.
+        On an accelerator the host would have to wait for that check.
         """
         if row.device.type != "cpu":
             return self.order.group.gather_rows(row)
-        # The number of the BatchNorm travels with the row: without turns nothing else shows a
+        # Send the BatchNorm's number with the row, because without turns nothing else reveals a
         # mix-up.
         rows = self.order.group.gather_rows(torch.cat([row, row.new_tensor([float(number)])]))
         if bool((rows[:, -1] != number).any()):
@@ -243,9 +253,9 @@ class StatisticsExchanges:
         return rows[:, :-1]
 
     def check_later(self, unchecked: _UncheckedExchange) -> None:
-        """Queue an exchange for `check`, and check those whose flags have arrived.
+        """Queue an exchange for `check`, and check exchanges whose flags have arrived.
 
-        Otherwise forwards without a step would accumulate flags.
+        Without these early checks, forward passes without a step would accumulate flags.
         """
         self._unchecked.append(unchecked)
         while self._unchecked[0].event.query():
@@ -269,7 +279,7 @@ class StatisticsExchanges:
     # -- as a member of the order ---------------------------------------------------------
 
     def run_entry(self, number: int, *, wanted: bool) -> None:
-        """Exchange rows; if this rank has `wanted` them, keep them for `exchange`."""
+        """Exchange rows. If this rank `wanted` them, store them for `exchange`."""
         if not wanted:
             self.each[number].meet(None, FORWARD)
             return
@@ -278,7 +288,7 @@ class StatisticsExchanges:
         self._rows = self.each[number].meet(row, call)
 
     def start_ahead(self, number: int) -> None:
-        """No-op: the row does not exist before the forward reaches this module."""
+        """No-op: the row does not exist before the forward pass reaches this module."""
 
     def is_past(self, number: int) -> None:
         """No-op: an exchange holds no memory between entries."""
@@ -289,7 +299,7 @@ class StatisticsExchanges:
     def check(self) -> None:
         """Check all exchanges since the last call.
 
-        Raises OrderError, on all ranks, if ranks made different calls in one of them.
+        Raises OrderError on all ranks if ranks made different calls in an exchange.
         """
         while self._unchecked:
             if not self._unchecked[0].event.query():
@@ -300,14 +310,14 @@ class StatisticsExchanges:
             raise _order_error(name)
 
     def mode(self) -> tuple[bool, ...]:
-        """Return for each module whether it exchanges statistics, which it does in training."""
+        """For each module, return whether it exchanges statistics. It does so in training mode."""
         return tuple(module.training for module in self._modules)
 
     def set_aside(self) -> Callable[[], None]:
-        """Return a no-op: exchanges record nothing."""
+        """Return a no-op, because exchanges record nothing."""
         return lambda: None
 
 
 def is_backward(call: int) -> bool:
-    """Return whether `call` is the first-order backward of a forward, which happens once a pass."""
+    """Return whether `call` is a first-order backward pass, which may run only once."""
     return call > 0 and call % 4 == 0

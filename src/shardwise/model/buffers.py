@@ -1,19 +1,21 @@
-"""Keeps buffers, and values in frozen parameters, equal on all ranks.
+"""Keeps buffers, and values in frozen parameters, identical on all ranks.
 
-Buffers are not trained, but a forward may change them (running statistics). At the start all ranks
-take rank 0's buffers. After that, buffers that a forward changes are averaged over the ranks at
-each step, so after `step()` all ranks hold the same model. The mean is weighted by the rows that
-each rank's forwards saw, not by loss weights, which a forward does not know.
+Buffers are not trained, but a forward pass may change them (running statistics). At the start all
+ranks adopt rank 0's buffers. After that, buffers that a forward pass changes are averaged across
+the ranks in each step, so that after `step()` all ranks hold the same model. The mean is weighted
+by the number of rows in each rank's forward passes. Loss weights cannot be used, because they are
+unknown during a forward pass.
 
-There are two ways to learn which buffers change:
+Changing buffers are detected in two ways:
 
     version counters   in every step. torch counts writes, except through `.data` and `.numpy()`.
     a checksum         in the first steps, and then in one of EVERY. It covers everything that is
                        not averaged yet, and frozen parameters. If it differs, all ranks search for
                        the tensor.
 
-From then on, the changing values are part of the step's one small collective. Tensors with another
-shape or dtype on each rank (caches) are left unchanged. A message names the persistent ones.
+From then on, the changing values are part of the step's single small collective. Tensors whose
+shape or dtype differs between ranks (caches) are left unchanged. A message lists the persistent
+ones.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ from shardwise.tiers.copy_stream import to_device
 from shardwise.world.current_batch import Batch
 
 FIRST = 4
-"""Number of first steps that all compare checksums. Most forwards change the same buffers from
-their first call on."""
+"""Number of first steps that all compare checksums. Most forward passes change the same buffers
+from the first call on."""
 
 EVERY = 32
-"""Later, one step in this many compares checksums. On a CPU core the checksum of 200 small buffers
-takes 2 to 4 ms and of 64 MB of frozen weights 20 to 90 ms; 1/32 of that is within the noise."""
+"""Later, one step in this many compares checksums. On a CPU core the checksum takes 2 to 4 ms for
+200 small buffers, and 20 to 90 ms for 64 MB of frozen weights. 1/32 of that is within the noise."""
 
 
 def write(into: Tensor, value: Tensor) -> None:
-    """Write `value`, of the same shape, into a tensor that torch's copy_ may refuse.
+    """Write `value`, of the same shape, into a tensor that torch's copy_ may reject.
 
-    It refuses tensors with repeated memory (an expanded buffer) or created in inference mode.
+    copy_ rejects tensors with repeated memory (an expanded buffer) or created in inference mode.
     """
     for dim, (size, stride) in enumerate(zip(into.shape, into.stride(), strict=True)):
         # All elements of this dim share memory, so writing one of them writes all.
@@ -55,18 +57,18 @@ def write(into: Tensor, value: Tensor) -> None:
 
 
 def writable(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return a context manager that allows writes into `tensor`.
+    """Return a context manager that allows writes to `tensor`.
 
     torch allows writes to a tensor created in inference mode only in that mode.
     """
-    # Not inference_mode(False), because that would turn gradients on.
+    # inference_mode(False) is not an option, because it would enable gradients.
     return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the number of writes into `tensor` that torch has counted.
+    """Return the number of writes to `tensor` that torch has counted.
 
-    It is 0 for a tensor created in inference mode, whose writes torch does not count.
+    Returns 0 for a tensor created in inference mode, because torch does not count its writes.
     """
     return 0 if tensor.is_inference() else tensor._version
 
@@ -80,7 +82,7 @@ _Form = tuple[tuple[int, ...], str] | None
 
 @dataclass(frozen=True)
 class _AveragedTensor:
-    """A tensor that is averaged, with the shape and dtype it had when that started."""
+    """A tensor that is averaged, with its shape and dtype when averaging started."""
 
     index: int
     shape: torch.Size
@@ -92,18 +94,19 @@ class _AveragedTensor:
         return self.shape.numel() * (2 if self.dtype.is_complex else 1)
 
     def fits(self, tensor: Tensor | None) -> bool:
-        """Return whether `tensor` still has that shape and dtype."""
+        """Return whether `tensor` still has the recorded shape and dtype."""
         return tensor is not None and tensor.shape == self.shape and tensor.dtype == self.dtype
 
 
 @dataclass
 class _Window:
-    """Rows behind the changes since the last step, grouped into runs of backwards with equal
-    shares.
+    """Tracks the batch rows that contributed to changes since the last step.
+
+    The rows are grouped into runs of backward passes with equal shares.
 
     Args:
-        open: This rank's rows and all ranks' rows (0 if unknown) of each backward of the current
-            run.
+        open: For each backward pass of the current run, this rank's rows and all ranks' rows (0 if
+            unknown).
         ended: Earlier runs, each with the values at its end.
     """
 
@@ -111,7 +114,7 @@ class _Window:
     ended: list[tuple[list[tuple[int, int]], dict[int, Tensor]]] = field(default_factory=list)
 
     def shares(self) -> list[float]:
-        """Return this rank's share of the rows of each run, in rows of the first batch."""
+        """Return this rank's share of the rows in each run, in units of the first batch's rows."""
         stretches = [*(rows for rows, _ in self.ended), self.open]
         unit = next((all_rows for rows in stretches for _, all_rows in rows), 0) or 1
         return [
@@ -123,14 +126,17 @@ class _Window:
 
 
 class Buffers:
-    """Keeps the buffers of models equal; a buffer is identified by its module and key.
+    """Keeps the models' buffers identical across ranks.
+
+    A buffer is identified by its module and key.
 
     Args:
-        models: Models whose buffers are kept equal.
+        models: Models whose buffers are kept identical.
         group: Ranks that hold the same buffers.
-        left_out: Modules that keep their buffers equal themselves.
-        alone: True if there is nothing to average with (default: if `group` has one rank).
-        compares: Returns whether ranks hold a frozen parameter whole, so that it is compared.
+        left_out: Modules that synchronise their buffers themselves.
+        alone: True if there is nothing to average with (default: True if `group` has one rank).
+        compares: Returns whether every rank holds the full value of a frozen parameter, so that it
+            is compared.
         say: Prints a message for the user, once.
     """
 
@@ -152,22 +158,23 @@ class Buffers:
         self._places: list[tuple[nn.Module, str]] = []
         self._averaged: list[_AveragedTensor] = []
         self._unequal: set[int] = set()
-        """Tensors with another form on each rank, which are ignored from then on."""
+        """Tensors whose shape or dtype differs between ranks. They are ignored from then on."""
         self._boundary_values: list[tuple[int, Tensor]] = []
         self._seen: dict[int, tuple[int, int]] = {}
         """Mark of each buffer at the end of the last step. Frozen parameters are excluded: scripts
-        move target networks equally on all ranks, and the checksum detects it if they do not."""
+        update target networks identically on all ranks, and the checksum detects it if they do not.
+        """
         self._window = _Window()
         self._steps = 0
         self.rows = 0.0
-        """Rows of all ranks in the last mean, in rows of a step's first batch."""
+        """Number of rows of all ranks in the last mean, in units of the first batch's rows."""
         self.meet(left_out)
 
     def meet(self, left_out: set[nn.Module]) -> None:
-        """Update the list of tensors after changes of the models.
+        """Update the list of tensors after the models have changed.
 
-        Adds buffers and frozen parameters of new modules, except those in `left_out`. Removes
-        tensors of removed modules, and parameters that are trained by now.
+        Adds the buffers and frozen parameters of new modules, except those in `left_out`. Drops
+        tensors of removed modules, and parameters that are now trained.
         """
         modules = dict.fromkeys(module for model in self._models for module in model.modules())
         kept = [
@@ -175,19 +182,19 @@ class Buffers:
             for i, (module, key) in enumerate(self._places)
             if module in modules and (key in module._buffers or self._is_frozen(module, key))
         ]
-        # Indices are exchanged between ranks, so they must stay dense and equal on all ranks.
+        # Indices are exchanged between ranks, so they must stay dense and identical on all ranks.
         if len(kept) < len(self._places):
             self._renumber({old: new for new, old in enumerate(kept)})
         places = set(self._places)
         tensors = (self._tensor(index) for index in range(len(self._places)))
-        # A tied buffer appears in several modules, but must be averaged once.
+        # A tied buffer appears in several modules, but must be averaged only once.
         known = {id(tensor) for tensor in tensors if tensor is not None}
         for module in modules:
             frozen = [key for key in module._parameters if self._is_frozen(module, key)]
             held = [] if module in left_out else list(module._buffers)
             for key in [*held, *frozen]:
                 tensor = _tensor_at(module, key)
-                # A buffer that is None is listed too: a forward may set it, even on one rank only.
+                # List a buffer that is None, too: a forward pass may set it, even on a single rank.
                 if (module, key) not in places and (tensor is None or id(tensor) not in known):
                     if tensor is not None:
                         known.add(id(tensor))
@@ -196,12 +203,12 @@ class Buffers:
                     self._steps = 0  # compare checksums again in the next steps
 
     def _is_frozen(self, module: nn.Module, key: str) -> bool:
-        """Return whether a place has a frozen parameter that ranks compare."""
+        """Return whether a module attribute is a frozen parameter that ranks compare."""
         parameter = module._parameters.get(key)
         return parameter is not None and not parameter.requires_grad and self._compares(parameter)
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
-        """Keep only the buffers that have a new number, under that number."""
+        """Keep only the buffers that have a new index, under that index."""
         self._places = [self._places[old] for old in numbers]
         self._seen = {numbers[i]: mark for i, mark in self._seen.items() if i in numbers}
         followed = [averaged for averaged in self._averaged if averaged.index in numbers]
@@ -213,13 +220,13 @@ class Buffers:
         self._window = _Window()
 
     def _watch(self, index: int) -> None:
-        """Start to watch a new buffer from its present value."""
+        """Start watching a new buffer from its current value."""
         module, key = self._places[index]
         if key in module._buffers:
             self._seen[index] = self._mark(index)
 
     def remember(self) -> None:
-        """Make the present values the reference for the detection of changes."""
+        """Make the current values the reference for detecting changes."""
         self._seen = {index: self._mark(index) for index in self._seen}
 
     # -- which tensors change ---------------------------------------------------------------
@@ -227,14 +234,14 @@ class Buffers:
     def news(self) -> list[int]:
         """Return the indices of buffers that the ranks must still agree on.
 
-        These are buffers that are not averaged yet in a module with a change, buffers that were
-        None, and averaged ones whose shape or dtype has changed.
+        These are buffers that are not averaged yet and whose module has changed, buffers that used
+        to be None, and averaged buffers whose shape or dtype has changed.
 
-        A change counts for its whole module, because torch's batch_norm increments the version of
+        A change counts for the whole module, because torch's batch_norm increments the version of
         its counter but not the versions of its running statistics.
         """
         changed = {index for index, mark in self._seen.items() if self._mark(index) != mark}
-        # A forward may replace a buffer by one of another shape (a growing cache).
+        # A forward pass may replace a buffer by one with a different shape (a growing cache).
         reshaped = [f.index for f in self._averaged if not f.fits(self._tensor(f.index))]
         if not changed:
             return reshaped
@@ -249,9 +256,10 @@ class Buffers:
         ]
 
     def checksum(self) -> float | Tensor:
-        """Return a checksum of all tensors that are not averaged; equal if the ranks agree.
+        """Return a checksum of all tensors that are not averaged, to compare between ranks.
 
-        It is 0.0 in steps that do not compare. On an accelerator it stays on the device.
+        Returns 0.0 in steps that do not compare. On an accelerator the checksum stays on the
+        device.
         """
         if self.alone or not self._compares_now:
             return 0.0
@@ -259,7 +267,7 @@ class Buffers:
 
     @property
     def _compares_now(self) -> bool:
-        """True if this step compares checksums; the same on all ranks."""
+        """True if this step compares checksums. The same on all ranks."""
         return self._steps < FIRST or self._steps % EVERY == 0
 
     def _not_averaged(self) -> list[tuple[int, Tensor]]:
@@ -269,22 +277,23 @@ class Buffers:
         return [(i, t) for i, t in held if t is not None and fingerprints.can_be_taken(t)]
 
     def agree(self, *, differ: bool) -> None:
-        """Start to average the tensors that any rank has in its `news`. Collective.
+        """Start averaging the tensors that any rank lists in its `news`. Collective.
 
-        If checksums `differ`, this includes all tensors whose values differ between ranks. A buffer
-        that was None is averaged only if its values differ: most are caches that all ranks compute
-        equally.
+        If `differ` is true (checksums differ), this includes all tensors whose values differ
+        between ranks. A buffer that used to be None is averaged only if its values differ, because
+        most such buffers are caches that all ranks compute identically.
         """
-        # One exchange of news, then one of the tensors' forms. Only steps with news pay for them,
+        # Exchange the news, then the tensors' shapes and dtypes. Only steps with news pay for this,
         # and after the first steps there are usually none.
         news = self.news()
         appeared = [index for index in news if self._seen.get(index) == _ABSENT]
         compared = appeared + [index for index, _ in self._not_averaged() if differ]
         news_by_rank = self._group.gather_objects((news, appeared, compared))
         changed = {i for indices, new, _ in news_by_rank for i in indices if i not in new}
-        # Everything that any rank compares: a forward may have set a buffer to None on one rank.
+        # Everything that any rank compares: a forward pass may have set a buffer to None on a
+        # single rank.
         wanted = changed.union(*(indices for _, _, indices in news_by_rank))
-        # Sorted, so that all ranks list the same tensors in the same order.
+        # Sort, so that all ranks list the same tensors in the same order.
         own_forms: dict[int, tuple[_Form, tuple[int, int] | None]] = {}
         for index in sorted(wanted):
             if (tensor := self._tensor(index)) is None:
@@ -293,7 +302,7 @@ class Buffers:
                 form = tuple(tensor.shape), str(tensor.dtype)
                 own_forms[index] = form, None if index in changed else fingerprints.sums_of(tensor)
         forms_by_rank = self._group.gather_objects(own_forms)
-        # Those with news are added again below, with their new form.
+        # Tensors with news are added again below, with their new shape and dtype.
         self._averaged = [item for item in self._averaged if item.index not in wanted]
         for index in own_forms:
             forms = [item[index][0] for item in forms_by_rank]
@@ -308,7 +317,7 @@ class Buffers:
         self._averaged.sort(key=lambda followed: followed.index)
 
     def _average_from_now(self, index: int, *, noticed: bool) -> None:
-        """Average a tensor from now on; `noticed` means that torch has counted the write."""
+        """Average a tensor from now on. `noticed` is True if torch has counted the write."""
         tensor = self._tensor(index)
         assert tensor is not None
         self._averaged.append(_AveragedTensor(index, tensor.shape, tensor.dtype))
@@ -322,7 +331,7 @@ class Buffers:
             )
 
     def _report_unequal(self, index: int, forms: Sequence[_Form]) -> None:
-        """Tell the user of a tensor that cannot be averaged, if checkpoints contain it."""
+        """Tell the user about a tensor that cannot be averaged, if checkpoints contain it."""
         module, key = self._places[index]
         if key in module._non_persistent_buffers_set:
             return
@@ -335,7 +344,7 @@ class Buffers:
         )
 
     def _name(self, index: int) -> str:
-        """Return the name of a tensor for messages."""
+        """Return a tensor's name for messages."""
         module, key = self._places[index]
         for model in self._models:
             for path, candidate in model.named_modules():
@@ -347,14 +356,16 @@ class Buffers:
     # -- the mean ---------------------------------------------------------------------------
 
     def values(self) -> Tensor:
-        """Return the averaged tensors as one fp64 vector."""
-        # fp64 holds counters of int64 up to 2**53, and a mean of fp32 rounds once.
+        """Return the averaged tensors as a single fp64 vector."""
+        # fp64 represents int64 counters exactly up to 2**53, and a mean of fp32 is rounded only
+        # once.
         return self._flat({})
 
     def _flat(self, before: Mapping[int, Tensor]) -> Tensor:
-        """Return the same vector, with values from `before` where available.
+        """Return the same vector as `values`, with values from `before` where available.
 
-        A tensor whose form has changed gives zeros: ranks agree on it before they use the vector.
+        A tensor whose shape or dtype has changed contributes zeros. The ranks agree on it before
+        they use the vector.
         """
         where: Any = {"dtype": torch.float64, "device": self._group.small_device}
         parts = []
@@ -379,29 +390,29 @@ class Buffers:
         ]
 
     def shares(self, *, counts: bool = True) -> list[float]:
-        """Return the number of this rank's rows, the factor in `weighted`.
+        """Return this rank's number of rows, the factor in `weighted`.
 
-        The sum over the ranks is the divisor. Only one rank of a replica `counts`, because all its
-        ranks have the same rows.
+        The sum over all ranks is the divisor. `counts` is True on only one rank per replica,
+        because all ranks of a replica have the same rows.
         """
         return self._window.shares()[:1] if counts and self._window.shares() else [0.0]
 
     def weighted(self, *, counts: bool = True) -> Tensor:
-        """Return this rank's part of the mean, multiplied by its rows.
+        """Return this rank's contribution to the mean, multiplied by its number of rows.
 
-        The change in a run of backwards is weighted by this rank's rows in the run:
+        The change in a run of backward passes is weighted by this rank's rows in the run:
 
             sum over runs j of  share_j x (values at the end of j - values at the start of j)
 
-        The values at the start of the window are equal on all ranks, so they are omitted, and the
-        shares of the first run divide the sum. A stand-in has a share of 0, so its data have no
-        effect. Its forward still advances counters and the power iteration of spectral_norm.
+        The initial values are identical on all ranks, so they are omitted, and the sum is divided
+        by the shares of the first run. A stand-in has a share of 0, so its data have no effect. Its
+        forward pass still advances counters and the power iteration of spectral_norm.
         """
         if not self._averaged:
             return self.values()
         shares, total = self._window.shares() if counts else [], self.values()
         shares = shares or [0.0]
-        # Not 0 x values, which would be NaN for infinite values.
+        # Use zeros, because 0 x infinite values would be NaN.
         total = total * shares[-1] if shares[-1] else torch.zeros_like(total)
         ends = [values for _, values in self._window.ended]
         for share, after, values in zip(shares, shares[1:], ends, strict=False):
@@ -409,23 +420,24 @@ class Buffers:
         return total
 
     def average(self, rows: Tensor, shares: Tensor) -> None:
-        """Set the averaged tensors to the weighted mean over the ranks.
+        """Set the averaged tensors to the weighted mean across ranks.
 
         Args:
-            rows: `weighted` of each rank, (ranks, k), on the CPU.
-            shares: `shares` of each rank, (ranks, 1), on the CPU.
+            rows: `weighted` from every rank, shape (ranks, k), on the CPU.
+            shares: `shares` from every rank, shape (ranks, 1), on the CPU.
         """
         self.rows = float(shares.sum())
         if self.rows and self._averaged:
             self.take(rows.sum(0) / self.rows)
 
     def take(self, means: Tensor) -> None:
-        """Write `means`, a vector in the form of `values`, with one copy per dtype to a device."""
+        """Write `means`, a vector laid out as `values`, to the averaged tensors."""
         held = [self._tensor(averaged.index) for averaged in self._averaged]
         tensors = [tensor.detach() for tensor in held if tensor is not None]
         assert len(tensors) == len(self._averaged)
         parts = means.split_with_sizes([averaged.numel for averaged in self._averaged])
-        # The means arrive as one fp64 vector on the CPU; one copy per dtype moves them to a device.
+        # The means are a single fp64 vector on the CPU. Use one copy per dtype to move them to a
+        # device.
         for (device, dtype, _), places in _group_by_kind(tensors).items():
             found = torch.cat([parts[place] for place in places])
             if dtype.is_complex:
@@ -437,15 +449,16 @@ class Buffers:
             targets = [tensors[place] for place in places]
             values = moved.split_with_sizes([target.numel() for target in targets])
             shaped = [value.view(t.shape) for value, t in zip(values, targets, strict=True)]
-            # One kernel for all: a model has hundreds of running statistics.
+            # Use a single kernel, because a model has hundreds of running statistics.
             with writable(targets[0]):
                 torch._foreach_copy_(targets, shaped)
 
     def _report_rounding(self, means: Tensor, places: Sequence[int]) -> None:
-        """Tell the user of the first integer buffer whose mean is not an integer.
+        """Tell the user about the first integer buffer whose mean is not an integer.
 
         Args:
             means: Means of the averaged tensors at `places`.
+            places: Indices into the list of averaged tensors.
         """
         odd = ((means - means.round()).abs() > 1e-6).nonzero()
         if not odd.numel():
@@ -461,14 +474,15 @@ class Buffers:
 
     def stepped(self) -> None:
         """Start the next step."""
-        # After the mean was written, so that `remember` marks the averaged values.
+        # Call this after the mean was written, so that `remember` marks the averaged values.
         self._window = _Window()
         self._steps += 1
         self.remember()
 
     def abandon(self) -> None:
-        """Drop the rows of an abandoned step."""
-        # The values stay: all ranks abandon a step together, and the next mean makes them equal.
+        """Discard the rows of an abandoned step."""
+        # Keep the values: all ranks abandon a step together, and the next mean makes them identical
+        # again.
         self._window = _Window()
 
     # -- batches ----------------------------------------------------------------------------
@@ -476,15 +490,15 @@ class Buffers:
     def before_batch(self, batch: Batch) -> None:
         """Start a new run if this rank's share of the rows changes with the next batch.
 
-        The values so far are copied, because they belong to the previous share.
+        The current values are copied, because they belong to the previous share.
         """
         window = self._window
         if self.alone or not window.open or not batch.whole:
             return
         own_rows, all_rows = window.open[-1]
         if all_rows and own_rows * batch.whole != batch.samples * all_rows:
-            # Copy averaged tensors, and buffers that have changed since the last step: the ranks
-            # may agree to average those.
+            # Copy averaged tensors, and buffers that have changed since the last step, because the
+            # ranks may still agree to average those.
             wanted = {averaged.index for averaged in self._averaged} | set(self.news())
             held = ((index, self._tensor(index)) for index in sorted(wanted))
             copies = {i: tensor.detach().clone() for i, tensor in held if tensor is not None}
@@ -492,9 +506,9 @@ class Buffers:
             window.open = []
 
     def after_backward(self, batch: Batch | None, own_rows: int | None = None) -> None:
-        """Count the rows of a finished backward, from its `batch` or else `own_rows`.
+        """Count the rows of a finished backward pass, from its `batch` or else from `own_rows`.
 
-        If both are unknown, all backwards count equally.
+        If both are None, all backward passes count equally.
         """
         known = (1 if own_rows is None else own_rows, 0)
         self._window.open.append(known if batch is None else (batch.samples, batch.whole))
@@ -502,8 +516,9 @@ class Buffers:
     # -- values at a boundary -----------------------------------------------------------------
 
     def keep(self) -> None:
-        """Copy the present values for `restore`."""
-        # Of frozen parameters copy only those that change: they may be most of the model.
+        """Copy the current values for `restore`."""
+        # Copy only frozen parameters that change, because frozen parameters may be most of the
+        # model.
         kept = sorted(self._seen.keys() | {averaged.index for averaged in self._averaged})
         held = ((index, self._tensor(index)) for index in kept)
         self._boundary_values = [
@@ -514,7 +529,7 @@ class Buffers:
         """Restore the values that `keep` copied."""
         for index, value in self._boundary_values:
             buffer = self._tensor(index)
-            # In place: the user's code or a compiled graph may hold the tensor.
+            # In place, because the user's code or a compiled graph may hold the tensor.
             if buffer is not None and buffer.shape == value.shape:
                 write(buffer, value)
         self._boundary_values = []
@@ -539,7 +554,10 @@ def _in_words(form: _Form) -> str:
 def _group_by_kind(
     tensors: Sequence[Tensor],
 ) -> dict[tuple[torch.device, torch.dtype, bool], list[int]]:
-    """Group tensors that one kernel can handle: places by device, dtype and inference mode."""
+    """Group the indices of tensors that a single kernel can handle.
+
+    The keys are device, dtype and inference mode.
+    """
     places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
     for place, tensor in enumerate(tensors):
         key = tensor.device, tensor.dtype, tensor.is_inference()
@@ -548,8 +566,8 @@ def _group_by_kind(
 
 
 def _concatenate(parts: Sequence[Tensor], **where: Any) -> Tensor:
-    """Concatenate flat `parts`, cast and moved to `where`."""
-    # Grouped by dtype and device: one kernel per group instead of two per part.
+    """Concatenate the flat `parts`, converted to the dtype and device in `where`."""
+    # Group by dtype and device, which needs one kernel per group instead of two per part.
     placed = list(parts)
     for places in _group_by_kind(parts).values():
         whole = torch.cat([parts[place] for place in places]).to(**where)

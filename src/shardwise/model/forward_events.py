@@ -1,4 +1,4 @@
-"""Forwards in the timeline: of models, and of the repeated blocks inside them."""
+"""Records forward passes of models, and of their repeated blocks, in the timeline."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ class ForwardEvents:
         self._models = models
         self._patterns = patterns
         self._handles: list[Hooked] = []
-        # An engine may be dropped without close(), or fail in its constructor; the models remain.
+        # An engine may be dropped without close(), or fail in its constructor, but the models
+        # remain.
         weakref.finalize(self, _remove, self._handles)
         # The recorder calls `attach` when a recording starts, and `detach` when it ends.
         recorder.watch(self)
 
     def attach(self) -> None:
-        """Start recording forwards."""
+        """Start recording forward passes."""
         self.detach()
         for model in self._models:
             # Hooks would break the graph of a compiled module.
@@ -54,7 +55,7 @@ class ForwardEvents:
         self.detach()
 
     def detach(self) -> None:
-        """Stop recording forwards."""
+        """Stop recording forward passes."""
         _remove(self._handles)
 
 
@@ -64,22 +65,23 @@ def _remove(handles: list[Hooked]) -> None:
 
 
 class _ForwardHooks:
-    """Hooks on one module. Those of a copy record too, until recording ends."""
+    """Hooks on a module. A copy of the module records, too, until the recording ends."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._open: list[int] = []  # start times of the forwards in progress
+        self._open: list[int] = []  # start times of the running forward passes
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Note the start time, before a forward."""
+        """Record the start time before a forward pass."""
         del module, args
         self._open.append(time.monotonic_ns())
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Record the event, after a forward, even if it failed."""
+        """Record the event after a forward pass, even if it failed."""
         del module, args, output
         recording = recorder.active
-        began = self._open.pop() if self._open else None  # None: attached inside this forward
+        # None if attached inside this forward pass
+        began = self._open.pop() if self._open else None
         if recording is not None and began is not None:
             note = TimelineEvent(Row.COMPUTE, self._name, began, time.monotonic_ns())
             recording.notes.append(note)

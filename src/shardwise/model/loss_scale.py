@@ -1,6 +1,6 @@
-"""The loss scale of fp16: halved when a gradient overflows, doubled after a number of good steps.
+"""The fp16 loss scale: halved if a gradient overflows, doubled after a number of good steps.
 
-All ranks learn of an overflow from the step's exchange (engine/exchange.py). engine/step.py then
+All ranks learn about an overflow from the step's exchange (engine/exchange.py). engine/step.py then
 skips the step on all ranks.
 """
 
@@ -14,8 +14,8 @@ import torch
 class LossScale:
     """A dynamic loss scale (Micikevicius et al., "Mixed precision training", 2018).
 
-    It is halved when a gradient overflows and doubled after `interval` steps without overflow. A
-    GradScaler, if passed, provides scale and constants, and is kept up to date.
+    It is halved if a gradient overflows, and doubled after `interval` steps without overflow. If a
+    GradScaler is passed, it provides the scale and the constants, and is kept up to date.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, *, active: bool) -> None:
@@ -34,11 +34,11 @@ class LossScale:
         """Adjust the scale after a step.
 
         Args:
-            overflow: Whether a gradient overflowed; the same on all ranks.
+            overflow: Whether a gradient overflowed. Must be the same on all ranks.
             scale: Scale of the step's gradients, if they are older than this step.
         """
-        # Gradients that are used some steps late may overflow several times at a scale that has
-        # been halved since. One cause must halve it once.
+        # Gradients that are applied some steps late may overflow several times at a scale that has
+        # been halved since. A single cause must halve the scale only once.
         if not self.active or (overflow and scale is not None and scale > self.value):
             return
         if overflow:

@@ -1,7 +1,8 @@
-"""Buffers in exact mode: each micro-shard starts from the same values, and the mean continues.
+"""Keeps buffers independent of the number of ranks in the exact mode.
 
-Without this, running statistics would pass through the micro-shards of a rank one after another and
-then be averaged over ranks, so that results depended on the number of ranks.
+Every micro-shard starts from the same buffer values, and the weighted mean of the results becomes
+the start of the next step. Otherwise each micro-shard would update the running statistics left by
+the one before it on the same rank, and results would depend on the number of ranks.
 
     start ─┬─▶ forward of micro-shard 0 ─▶ b0 ─┐
            ├─▶ forward of micro-shard 1 ─▶ b1 ─┼─▶ mean by weight ─▶ start of the next step
@@ -24,7 +25,10 @@ from shardwise.world.current_batch import Batch
 
 
 class MicroShardBuffers(Buffers):
-    """Buffers of the models over the turns of a step, with one forward per backward."""
+    """Averages the models' buffers over the micro-shards of a step.
+
+    Requires exactly one forward pass per backward pass.
+    """
 
     def __init__(
         self,
@@ -35,11 +39,11 @@ class MicroShardBuffers(Buffers):
         compares: Callable[[nn.Parameter], bool] = lambda parameter: False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        # Before super().__init__, which calls `_watch`.
+        # Set these first, because super().__init__ calls `_watch`.
         self._shards = shards
         self._turns: list[dict[int, Tensor]] = []
         self._start: dict[int, Tensor] = {}
-        # `alone` is False even on one rank: its micro-shards are averaged with each other.
+        # `alone` is False even on one rank, because its micro-shards are averaged with each other.
         super().__init__(models, group, set(), alone=False, compares=compares, say=say)
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
@@ -57,7 +61,7 @@ class MicroShardBuffers(Buffers):
             self._start[index] = buffer.detach().clone()
 
     def remember(self) -> None:
-        """Make the present values the start of the next step's micro-shards."""
+        """Make the current values the start of the next step's micro-shards."""
         for index in self._seen:
             buffer = self._tensor(index)
             if buffer is not None and (index not in self._start or self._has_changed(index)):
@@ -69,7 +73,7 @@ class MicroShardBuffers(Buffers):
         """Return whether a buffer has changed since `remember`.
 
         Comparing bits finds writes that torch does not count. On an accelerator the host would wait
-        for that, so it happens only in some steps.
+        for the result, so this happens only in some steps.
         """
         if self._mark(index) != self._seen[index] or any(f.index == index for f in self._averaged):
             return True
@@ -80,17 +84,18 @@ class MicroShardBuffers(Buffers):
         return looks and not torch.equal(buffer, start)
 
     def before_batch(self, batch: Batch) -> None:
-        """Before the first batch of a step, take over what user code has written since the last
-        step as the start of all micro-shards."""
+        """Before a step's first batch, adopt values that user code has written since the last step.
+
+        They become the start of all micro-shards.
+        """
         del batch
         if not self._turns:
             self.remember()
 
     def after_backward(self, batch: Batch | None, own_rows: int | None = None) -> None:
-        """Store the buffers that this micro-shard's forward has changed, and restore their start
-        values."""
+        """Store the buffers that this micro-shard's forward pass has changed, and reset them."""
         super().after_backward(batch, own_rows)
-        # By module, because torch's batch_norm counts writes to only one of its buffers.
+        # Decide per module, because torch's batch_norm counts writes to only one of its buffers.
         changed = {self._places[index][0] for index in self._seen if self._has_changed(index)}
         results: dict[int, Tensor] = {}
         for index in self._seen:
@@ -106,18 +111,17 @@ class MicroShardBuffers(Buffers):
         super().remember()
 
     def abandon(self) -> None:
-        """Drop the results of this step's micro-shards."""
+        """Discard the results of this step's micro-shards."""
         super().abandon()
         self._turns = []
 
     def news(self) -> list[int]:
-        """Return the indices of buffers that a micro-shard has changed and that are not averaged
-        yet."""
+        """Return the indices of changed buffers that are not averaged yet."""
         known = {followed.index for followed in self._averaged} | self._unequal
         return sorted({index for results in self._turns for index in results} - known)
 
     def _average_from_now(self, index: int, *, noticed: bool) -> None:
-        if not noticed:  # a frozen parameter: each micro-shard saw the changes of the one before
+        if not noticed:  # a frozen parameter: each micro-shard saw the previous one's changes
             raise UsageError(
                 f"--exact {self._shards.count}: forward changes the {self._name(index)}, so a "
                 "micro-shard depends on the micro-shards before it on the same worker, and results "
@@ -126,13 +130,13 @@ class MicroShardBuffers(Buffers):
         super()._average_from_now(index, noticed=noticed)
 
     def shares(self, *, counts: bool = True) -> list[float]:
-        """Return the rows of each micro-shard of this rank."""
+        """Return the number of rows in each of this rank's micro-shards."""
         return [float(own_rows) if counts else 0.0 for own_rows, _ in self._window.open]
 
     def weighted(self, *, counts: bool = True) -> Tensor:
-        """Return the averaged tensors of all turns, concatenated, each times its rows."""
+        """Return the averaged tensors of all turns, concatenated, each times its number of rows."""
         shares = self.shares(counts=counts)
-        # Zeros for a stand-in, not 0 x its values, which may be infinite.
+        # Use zeros for a stand-in, because 0 x its values would be NaN if they are infinite.
         present = [
             self._flat(self._start | results) * share if share else torch.zeros_like(self.values())
             for results, share in zip(self._turns, shares, strict=True)
@@ -146,6 +150,6 @@ class MicroShardBuffers(Buffers):
     def _by_micro_shard(self, rows: Tensor) -> Tensor:
         """Reorder `rows` from (ranks, turns x k) to (micro-shards, k)."""
         shards = self._shards
-        # In turn t rank r ran micro-shard t * workers + r, so turns are the outer dim.
+        # In turn t, rank r ran micro-shard t * workers + r, so turns are the outer dim.
         by_turn = rows.view(shards.workers, shards.turns, rows.shape[1] // shards.turns)
         return by_turn.transpose(0, 1).reshape(shards.count, -1)

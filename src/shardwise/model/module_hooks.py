@@ -1,8 +1,8 @@
-"""Our hooks and replaced forwards on a user's modules, hidden from copies and pickles.
+"""Hides our hooks and replaced `forward` methods on a user's modules from copies and pickles.
 
-Copies and pickles of a module are plain, without any object of ours, so a file of torch.save loads
-without Shardwise. The exception is a precision: deepcopy keeps it, so that a copy in this process
-computes the same.
+Copies and pickles of a module are plain and contain no object of ours, so a file written by
+torch.save loads without Shardwise. The one exception is precision: deepcopy keeps its hooks, so
+that a copy in this process computes in the same precision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class _PlainState:
-    """The `__getstate__` of a module that has our hooks or attributes; pickle and deepcopy call it.
+    """The `__getstate__` of a module that has our hooks or attributes. pickle and deepcopy call it.
 
     Attributes:
         hooks: Ids of our hooks.
@@ -43,7 +43,7 @@ class _PlainState:
                 plain[name] = type(value)(
                     (k, hook) for k, hook in value.items() if k not in hidden_hooks
                 )
-        # Remove this object too: a file of torch.save must load without Shardwise.
+        # Remove this object, too: a file written by torch.save must load without Shardwise.
         if isinstance(plain.get(_NAME), _PlainState):
             del plain[_NAME]
             plain.pop(_DEEPCOPY, None)
@@ -57,14 +57,16 @@ class _PlainState:
         """Return a copy of the module that has the `kept` hooks."""
         self._copies = True
         try:
-            # As copy.deepcopy does by default. Calling it here would end up in this method again.
+            # Do what copy.deepcopy does by default. Calling copy.deepcopy would recurse into this
+            # method.
             reduced: Any = self._module.__reduce_ex__(4)
         finally:
             self._copies = False
         return copy._reconstruct(self._module, memo, *reduced)  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Only for a class that copies its own `__dict__`: any method that every object has will do.
+        # Reached only for a class that copies its own `__dict__`. Any method that every object has
+        # will do.
         return getattr, (self._module, "__dir__")
 
 
@@ -74,14 +76,14 @@ _HOOK_DICTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 class Hooked:
-    """One of our hooks on a module, until `remove`."""
+    """Handle of a hook that we registered on a module. `remove` unregisters it."""
 
     def __init__(self, module: nn.Module, handle: RemovableHandle, *, kept: bool) -> None:
         self._module = module
         self._handle = handle
         state = _state_of(module)
         state.hooks.add(handle.id)
-        # A class that defines __deepcopy__ is left alone.
+        # Skip a class that defines __deepcopy__ itself.
         if kept and not hasattr(type(module), _DEEPCOPY):
             state.kept.add(handle.id)
             vars(module)[_DEEPCOPY] = state.deepcopy
@@ -102,13 +104,13 @@ def attach(
     kept: bool = False,
     **how: Any,
 ) -> Hooked:
-    """Attach one of our hooks.
+    """Register one of our hooks on a module.
 
     Args:
         register: A bound method of the module, such as `module.register_forward_hook`.
         hook: The hook.
         kept: Whether deepcopies of the module keep the hook.
-        how: Further arguments of `register`.
+        how: Additional arguments for `register`.
     """
     module: nn.Module = register.__self__  # type: ignore[attr-defined]
     return Hooked(module, register(hook, **how), kept=kept)
@@ -122,12 +124,12 @@ def replace(module: nn.Module, name: str, value: Any) -> None:
 
 
 def give_back(module: nn.Module, name: str, value: Any) -> None:
-    """Undo `replace` by `value`."""
+    """Undo `replace` with `value`."""
     state = _state_of(module)
     replacement = state.ours.get(name, (None, []))
     if replacement[0] is value:
         del state.ours[name]
-        # The user may have replaced our value since; then theirs stays.
+        # If the user has replaced our value since, keep the user's.
         if vars(module).get(name) is value:
             delattr(module, name)
             for previous in replacement[1]:
@@ -138,7 +140,7 @@ def give_back(module: nn.Module, name: str, value: Any) -> None:
 def _state_of(module: nn.Module) -> _PlainState:
     found = vars(module).get(_NAME)
     if not isinstance(found, _PlainState):
-        # On the instance, where copy and pickle find it before the method of the class.
+        # Set it on the instance, where copy and pickle find it before the class's method.
         found = vars(module)[_NAME] = _PlainState(module)
     return found
 

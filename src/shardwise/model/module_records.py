@@ -1,5 +1,4 @@
-"""Records of the user's modules for `shardwise verify`: their inputs, their order, and their
-tensors that are not parameters."""
+"""Records modules' inputs, order and non-parameter tensors for `shardwise verify`."""
 
 from __future__ import annotations
 
@@ -29,6 +28,7 @@ class ForwardInputs:
     """Records training inputs and sample indices of `models`, and the order of their modules.
 
     Args:
+        models: The models, with their name prefixes.
         current: Returns the batch that was handed out last.
     """
 
@@ -40,7 +40,7 @@ class ForwardInputs:
         self._names: dict[nn.Module, str] = {}
         self._hooks: list[Hooked] = []
         self.order: list[str] = []
-        """Names of the modules, in the order of their first run."""
+        """Names of the modules, ordered by when they first ran."""
         for prefix, model in models:
             for path, module in model.named_modules():
                 self._names[module] = joined(prefix, path)
@@ -55,15 +55,16 @@ class ForwardInputs:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if (name := self._names.get(module)) is not None and name not in self.order:
             self.order.append(name)
-        # Only the outermost forward counts: inputs of inner modules are results, not data.
+        # Count only the outermost forward pass, because inputs of inner modules are results, not
+        # data.
         self._depth += 1
-        # A recomputation runs inside backward, on inputs that were already counted.
+        # A recomputation runs inside the backward pass, on inputs that were already counted.
         again = torch._C._current_graph_task_id() != -1
         if self._depth > 1 or again or not torch.is_grad_enabled():
             return
         batch = self._current()
         if batch is not None and batch.samples == 0:
-            return  # a stand-in counts nothing
+            return  # a stand-in does not count
         self._fed.add((args, kwargs))
         if batch is not None and batch is not self._batch:
             self._batch = batch
@@ -87,12 +88,14 @@ class ForwardInputs:
 def other_tensors(
     models: Named, copy: int, runs: Callable[[nn.Module], bool] = lambda module: True
 ) -> Iterator[Part]:
-    """Yield the buffers of `models` and the tensors in plain attributes of their modules, whole.
+    """Yield the full buffers of `models`, and the tensors in plain attributes of their modules.
 
-    Non-persistent buffers are included; sparse tensors and the like are not.
+    Non-persistent buffers are included. Tensors without a fingerprint, such as sparse ones, are
+    not.
 
     Args:
-        copy: Number of this rank among the ranks that hold the tensors.
+        models: The models, with their name prefixes.
+        copy: Index of this rank among the ranks that hold the tensors.
         runs: Returns whether this rank runs a module.
     """
     seen: set[int] = set()

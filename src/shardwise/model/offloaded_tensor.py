@@ -1,4 +1,4 @@
-"""Offload of one saved tensor to host memory or to a file, and its return.
+"""Offloads a saved tensor to host memory or to a file, and copies it back.
 
 accelerator, cpu      device -> pinned memory, and back, on a separate stream
 accelerator, nvme     device -> pinned blocks -> file, and back, in separate threads
@@ -19,32 +19,32 @@ from shardwise.tiers.spool import Spool
 
 
 class Offload(Protocol):
-    """The offload of one tensor: being copied out, away, or being copied back.
+    """An offloaded tensor: being copied out, stored, or being copied back.
 
-    The memory that it uses is freed with it.
+    Its memory is freed together with this object.
     """
 
     def settle(self) -> None:
-        """Wait until the source may be freed. Raises TierError if it cannot be."""
+        """Wait until the source may be freed. Raises TierError if the copy failed."""
 
     def settled(self) -> bool:
         """Return whether `settle` would return at once."""
 
     def fetch(self) -> None:
-        """Start to copy the bytes back; call it only after they have settled."""
+        """Start copying the bytes back. Call only after `settle`."""
 
     def arrived(self) -> Tensor:
-        """Wait for `fetch`; return the bytes (1-D, uint8) on their original device."""
+        """Wait for `fetch`. Return the bytes (1-D, uint8) on their original device."""
 
     def drop(self) -> None:
-        """Drop the memory of `fetch`; it can be called again."""
+        """Free the memory of `fetch`, which may then be called again."""
 
 
 class OffloadTarget(Protocol):
     """Destination of offloaded tensors."""
 
     def send(self, data: Tensor) -> Offload:
-        """Start to offload `data` (1-D, uint8), which must not change until it has settled."""
+        """Start offloading `data` (1-D, uint8), which must not change before `settle` returns."""
 
 
 class DiskTarget:
@@ -82,7 +82,7 @@ class _DiskOffload:
 
 
 class HostTarget:
-    """Offloads tensors of an accelerator to pinned memory, on a separate stream."""
+    """Offloads accelerator tensors to pinned memory, on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.copy_stream = CopyStream(device)
@@ -91,7 +91,7 @@ class HostTarget:
         return _HostOffload(self, data)
 
     def down(self, data: Tensor) -> tuple[Tensor, Any]:
-        """Start to copy `data` to the host; return the copy, and the event of its completion."""
+        """Start copying `data` to the host. Return the copy, and an event that marks completion."""
         memory = self.copy_stream.memory(data.numel(), data.dtype)
         return memory, self.copy_stream.down(data, memory)
 
@@ -115,7 +115,7 @@ class _HostOffload:
         assert self._back is not None
         data, event = self._back
         self._host.copy_stream.await_(event)
-        self._host.copy_stream.used_here(data)  # another stream may have fetched it
+        self._host.copy_stream.used_here(data)  # a different stream may have fetched it
         return data
 
     def drop(self) -> None:
@@ -123,7 +123,7 @@ class _HostOffload:
 
 
 class StagedDiskTarget:
-    """Offloads tensors of an accelerator to a spool on disk, through pinned blocks."""
+    """Offloads accelerator tensors to a spool on disk, through pinned blocks."""
 
     def __init__(self, spool: DeviceSpool) -> None:
         self._spool = spool

@@ -1,10 +1,10 @@
-"""Access to the whole state of an engine's optimizer, for user code and the optimizer's methods.
+"""Gives user code and the optimizer's own methods access to the full optimizer state.
 
-While the engine holds the state, `optimizer.state` is a StateOfEngine. Any use of it, and any use
-of `group["params"]` in a method of the optimizer, first calls `reach`, which makes the state whole
-or raises an error:
+While the engine owns the state, `optimizer.state` is a StateOfEngine. Any use of it, and any use of
+`group["params"]` in a method of the optimizer, first calls `reach`, which gathers the full state or
+raises an error:
 
-    optimizer.eval() uses group["params"] or self.state  ─▶  reach()  ─▶  whole state
+    optimizer.eval() uses group["params"] or self.state  ─▶  reach()  ─▶  full state
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Reach = Callable[[], None]
 
 
 def held(optimizer: optim.Optimizer) -> MutableMapping[Any, Any]:
-    """Return the state that is in `optimizer` itself, such as the state of frozen parameters."""
+    """Return the state in `optimizer` itself, such as the state of frozen parameters."""
     state: Any = optimizer.state
     return state.resting if isinstance(state, StateOfEngine) else state
 
 
 class StateOfEngine(defaultdict[Any, Any]):
-    """Represents the state of an optimizer while the engine holds it.
+    """Replaces an optimizer's `state` while the engine owns the state.
 
     Each use calls `reach`, if it is set. Otherwise this is a plain mapping. `resting` is the state
-    that the engine does not hold.
+    that the engine does not own.
     """
 
     def __init__(self, resting: MutableMapping[Any, Any]) -> None:
@@ -37,7 +37,7 @@ class StateOfEngine(defaultdict[Any, Any]):
         self.reach: Reach | None = None
 
     def show(self, content: MutableMapping[Any, Any]) -> None:
-        """Have the entries of `content` from now on."""
+        """Expose the entries of `content` from now on."""
         self.reach = None
         super().clear()
         super().update(content)
@@ -71,13 +71,13 @@ _READS = ("__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne_
 _VIEWS = ("get", "keys", "values", "items", "copy", "__copy__", "__or__", "__ror__", "__reversed__")
 _WRITES = ("__setitem__", "__delitem__", "setdefault", "pop", "popitem", "clear", "update")
 
-# On the class: Python does not look up special methods on instances.
+# Set on the class, because Python does not look up special methods on instances.
 for _name in (*_READS, *_VIEWS, *_WRITES, "__ior__"):
     setattr(StateOfEngine, _name, _watch(defaultdict, _name, lambda self, _: self._use()))
 
 
 class WatchedGroup(dict[str, Any]):
-    """A parameter group during a call of a method. Its "params" call `reach` on use."""
+    """A parameter group during a method call. Any use of its "params" calls `reach`."""
 
     def __init__(self, group: dict[str, Any], reach: Reach) -> None:
         super().__init__(group)

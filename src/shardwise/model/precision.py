@@ -1,4 +1,4 @@
-"""Precision presets of forwards. `loss_scale.py` has the loss scale of fp16.
+"""Precision presets for forward passes. For the fp16 loss scale, see `loss_scale.py`.
 
     preset       parameters   forward          masters   loss scale
     fp32         as built     as built         -         -
@@ -9,8 +9,9 @@
 
 The 16-bit presets return the model's outputs in fp32, so that losses are computed in fp32. With
 fp64, outputs, gradients and optimizer state are fp64, and every module casts its floating-point
-inputs to fp64. So if a forward creates fp32 tensors or casts to fp32, the next module continues in
-fp64 with the precision that is left. Tensors that a forward creates without a dtype are fp64 too.
+inputs to fp64. If a forward pass creates fp32 tensors or casts to fp32, the next module therefore
+continues in fp64, with the remaining precision. Tensors that a forward pass creates without a dtype
+are fp64, too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NARROW = ordered_sums.NARROW
 
 @dataclass(frozen=True)
 class Preset:
-    """A precision preset, a value of `--precision`."""
+    """A precision preset, one of the values of `--precision`."""
 
     autocast: torch.dtype | None = None
     cast: torch.dtype | None = None
@@ -42,7 +43,7 @@ class Preset:
 
     @property
     def widens(self) -> bool:
-        """True if the whole model, in every module, is cast to more than fp32."""
+        """True if every module of the model is cast to more than fp32."""
         return self.cast is torch.float64
 
 
@@ -56,7 +57,7 @@ PRESETS = {
 
 
 class ForwardPrecision:
-    """Hooks on a model that run its forward in a preset.
+    """Model hooks that run the forward pass with a preset.
 
     A copy of the model keeps the hooks, so it computes in the same precision.
     """
@@ -67,9 +68,10 @@ class ForwardPrecision:
         self._open: list[ExitStack] = []
 
     def attach(self, model: nn.Module) -> list[Hooked]:
-        """Run every call of `model` in the preset, until the handles are removed."""
+        """Run every call of `model` with the preset, until the handles are removed."""
         before, after = model.register_forward_pre_hook, model.register_forward_hook
-        # Only fp64 hooks inner modules: a forward may create fp32 tensors between them.
+        # Only fp64 hooks inner modules, because a forward pass may create fp32 tensors between
+        # them.
         inner = [module for module in model.modules() if module is not model]
         return [
             attach(before, self.enter, kept=True, with_kwargs=True, prepend=True),
@@ -81,12 +83,13 @@ class ForwardPrecision:
         ]
 
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Turn on autocast or cast floating-point inputs, before a forward."""
+        """Enable autocast or cast floating-point inputs, before a forward pass."""
         stack = ExitStack()
         if self._preset.autocast is not None:
             stack.enter_context(torch.autocast(self._device_type, self._preset.autocast))
         if self._preset.widens:
-            # Read before the next line sets it: the callback restores it after the forward.
+            # Register the callback before setting the dtype: it restores the current one after the
+            # forward pass.
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
         self._open.append(stack)
@@ -98,13 +101,13 @@ class ForwardPrecision:
         """Return the inputs, with floating-point tensors cast to the preset's dtype."""
 
         def cast(value: Tensor) -> Tensor:
-            # Not integers and booleans, which are indices and masks.
+            # Skip integers and booleans, which are indices and masks.
             return value.to(self._preset.cast) if value.is_floating_point() else value
 
         return pytree.tree_map_only(Tensor, cast, (args, kwargs))
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Turn off autocast and return outputs in fp32, after a forward, even if it raised."""
+        """Disable autocast and return outputs in fp32, after a forward pass, even if it raised."""
         del model, args
         self._open.pop().close()
         return pytree.tree_map_only(
@@ -123,12 +126,12 @@ _STAYS = nn.modules.batchnorm._NormBase
 
 
 def is_cast(places: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> bool:
-    """Return whether a preset that casts to `dtype` casts the parameter at `places`."""
+    """Return whether a preset that casts to `dtype` casts the parameter registered at `places`."""
     return dtype not in NARROW or not any(isinstance(module, _STAYS) for module, _ in places)
 
 
 def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-    """Cast floating-point parameters and buffers to `dtype`; 16 bits exclude BatchNorm modules.
+    """Cast floating-point parameters and buffers to `dtype`. 16-bit dtypes exclude BatchNorm.
 
     Returns:
         The parameters' values before the cast, for the masters.
@@ -142,21 +145,21 @@ def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Para
                 continue  # a meta parameter is cast when it gets memory
             if parameter.is_floating_point() and parameter not in before:
                 before[parameter] = parameter.detach()
-                # Through .data, so that the parameter stays the same object for optimizers and
+                # Cast through .data, so that the parameter stays the same object for optimizers and
                 # ties.
                 parameter.data = parameter.detach().to(dtype)
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                # Replaced, not filled: no optimizer refers to a buffer.
+                # Replace the buffer, because no optimizer refers to it.
                 module._buffers[key] = buffer.to(dtype)
     return before
 
 
 def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:
-    """Widen optimizer state of parameters of `dtype` to `dtype`.
+    """Widen the optimizer state of `dtype` parameters to `dtype`.
 
     Some optimizers, such as Adagrad, create their state before the cast. Only state with one value
-    per element is cast; counts keep torch's dtype.
+    per element is cast. Counts keep torch's dtype.
     """
     entries = (entry for optimizer in optimizers for entry in held(optimizer).items())
     for parameter, state in entries:

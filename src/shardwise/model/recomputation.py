@@ -1,11 +1,11 @@
-"""Recomputation of a unit's forward in backward, instead of keeping activations.
+"""Runs a unit's forward pass again during the backward pass, instead of keeping its activations.
 
 The method is from Chen et al., "Training deep nets with sublinear memory cost" (2016).
 torch.utils.checkpoint reproduces dropout and autocast. This module adds the rest:
 
-- Buffers that a forward changes (BatchNorm's running statistics) are changed only once, and so are
-  attributes (unit_attributes.py).
-- A recomputation reads the same buffers and attributes as the forward.
+- Buffers that a forward pass changes (BatchNorm's running statistics) are changed only once, and so
+  are attributes (unit_attributes.py).
+- A recomputation reads the same buffers and attributes as the original forward pass.
 - Results of communication with other ranks are reused.
 """
 
@@ -30,17 +30,17 @@ from shardwise.model.buffers import version_of
 
 
 class RecomputedForward:
-    """Replacement of `unit.forward`. The hooks of the unit stay outside it, so they fire once.
+    """Replacement for `unit.forward`. The unit's hooks stay outside it, so they fire once.
 
-    Copies and pickles of the unit have their plain forward.
+    Copies and pickles of the unit have their original `forward`.
     """
 
     def __init__(self, unit: nn.Module, *, compiled: bool) -> None:
-        """Replace the forward. With `compiled`, the plain forward runs through torch.compile."""
+        """Replace `forward`. If `compiled` is true, compile the original one."""
         self.unit = unit
         self._before: Callable[..., Any] | None = vars(unit).get("forward")
         plain: Callable[..., Any] = unit.forward
-        # Libraries inspect the signature of forward to decide which arguments to pass.
+        # Libraries inspect the signature of `forward` to decide which arguments to pass.
         functools.update_wrapper(self, plain)
         self.plain = torch.compile(plain) if compiled else plain
         self.buffers = UnitBuffers(unit)
@@ -48,13 +48,15 @@ class RecomputedForward:
         module_hooks.replace(unit, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Without gradients autograd saves nothing, so there is nothing to recompute.
+        # Without gradients, autograd saves nothing, so there is nothing to recompute.
         if not self._is_active or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
-        # The user compiles the whole model: torch can trace its own checkpoint, but not our state.
+        # The user compiles the full model. torch can trace its own checkpoint function, but not our
+        # state.
         if torch.compiler.is_compiling():
             return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
-        # One object per call: a unit may run several times before its backward (weight sharing).
+        # One object per call: a unit may run several times before its backward pass (weight
+        # sharing).
         call = _RecomputedCall(self, args, kwargs)
         tensors = call.tensors()
         before = [version_of(tensor) for tensor in tensors]
@@ -68,36 +70,43 @@ class RecomputedForward:
         return output
 
     def undo(self) -> None:
-        """Restore the unit's own forward."""
-        self._is_active = False  # in case user code has wrapped this forward in another
+        """Restore the unit's own `forward`."""
+        self._is_active = False  # in case user code has wrapped this object
         module_hooks.give_back(self.unit, "forward", self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Only if a user's wrapper refers to this object. Return the copied unit's bound method: the
-        # copy has no other forward yet when this is looked up.
+        # Needed only if a user's wrapper refers to this object. Return the copied unit's bound
+        # method: at lookup time, the copy has no other `forward` yet.
         if self._before is None:
             return getattr, (self.unit, "forward")
         return getattr, (SimpleNamespace(forward=self._before), "forward")
 
 
 class StandsForPart(Tensor):
-    """A tensor that represents a whole; `local` is this rank's part, with its autograd graph."""
+    """A tensor that represents a full tensor. This rank holds only the part `local`.
+
+    `local` carries this rank's autograd graph.
+    """
 
     @property
     def local(self) -> Tensor:
-        """Part that this rank holds."""
+        """The part that this rank holds."""
         raise NotImplementedError
 
     def constructor(self) -> Callable[[Tensor], Tensor]:
-        """Return a function that builds such a tensor from another part; it must hold no part."""
+        """Return a function that builds such a tensor from a different part.
+
+        The function must not refer to this tensor's own part.
+        """
         raise NotImplementedError
 
 
 class _RecomputedCall:
-    """One forward of a unit, which can be run again.
+    """A forward pass of a unit that can run again.
 
-    Tensors among the arguments, also those in containers, are passed to torch's checkpoint, which
-    saves them for backward as an operation would. All other arguments are held here.
+    Tensors among the arguments, including tensors inside containers, are passed to torch's
+    checkpoint function, which saves them for the backward pass as an operation would. All other
+    arguments are stored here.
     """
 
     def __init__(self, forward: RecomputedForward, args: Any, kwargs: Any) -> None:
@@ -111,8 +120,8 @@ class _RecomputedCall:
     def tensors(self) -> list[Tensor]:
         """Return the distinct tensors among the arguments, and drop the references to them.
 
-        A tensor that is passed twice is one object in the recomputation too. Some forwards check
-        identity (attention: is the key also the value?) and branch on it.
+        A tensor that is passed twice is a single object in the recomputation, too. Some forward
+        passes check identity and branch on it (attention: is the key also the value?).
         """
         found = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
         places = {tensor_id: place for place, tensor_id in enumerate(found)}
@@ -130,14 +139,14 @@ class _RecomputedCall:
     def __call__(self, *tensors: Tensor) -> Any:
         if self._arguments is None:
             return self._recompute(tensors)
-        # The caller's own containers, because forward may change them.
+        # Pass the caller's own containers, because the forward pass may change them.
         (args, kwargs), self._arguments = self._arguments, None
         buffers = self._forward.buffers
         self._before = buffers.copies()
         attributes = unit_attributes.look(self._forward.unit)
         with self._tape.recording():
             output = self._forward.plain(*args, **kwargs)
-        # Keep only copies of what forward has changed: most buffers never change.
+        # Keep only copies of what the forward pass has changed, because most buffers never change.
         self._before = buffers.changed(self._before)
         self._attributes = unit_attributes.changed(attributes)
         return output
@@ -152,8 +161,8 @@ class _RecomputedCall:
             for leaf in self._leaves
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        # The recomputation reads the original buffers, and writes into stand-ins. Otherwise batch
-        # norm's running statistics would count the batch twice.
+        # The recomputation reads the original buffers, and writes into stand-ins. Otherwise
+        # BatchNorm's running statistics would count the batch twice.
         as_before = unit_attributes.stand_ins(self._attributes)
         with self._tape.replaying(), stand_ins(self._before), as_before:
             return self._forward.plain(*args, **kwargs)
@@ -161,17 +170,17 @@ class _RecomputedCall:
 
 @dataclass(frozen=True)
 class _SavedForm:
-    """Placeholder for a tensor; `make` rebuilds it from the tensor saved at `place`."""
+    """Placeholder for a tensor. `make` rebuilds it from the tensor saved at `place`."""
 
     place: int
     make: Callable[[Tensor], Tensor]
 
 
 class UnitBuffers:
-    """Learns which buffers of a unit its forward changes.
+    """Learns which buffers of a unit its forward pass changes.
 
-    It does so by module and mode, because torch's batch_norm increments the version of its counter
-    but not the versions of its running statistics.
+    It learns this per module and mode, because torch's batch_norm increments the version of its
+    counter but not the versions of its running statistics.
     """
 
     def __init__(self, unit: nn.Module) -> None:
@@ -180,7 +189,7 @@ class UnitBuffers:
         self._marks: list[tuple[nn.Module, str, tuple[int, int]]] = []
 
     def copies(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Return copies of the buffers that the next forward may change."""
+        """Return copies of the buffers that the next forward pass may change."""
         held = [
             (module, key, buffer)
             for module in self._unit.modules()
@@ -197,15 +206,16 @@ class UnitBuffers:
     def changed(
         self, copies: list[tuple[nn.Module, str, Tensor]]
     ) -> list[tuple[nn.Module, str, Tensor]]:
-        """Return the entries of `copies` that the forward has changed.
+        """Return the entries of `copies` that the forward pass has changed.
 
-        If a module has changed for the first time there is no copy; its present buffers are
-        returned instead.
+        If a module has changed for the first time, there is no copy, and its current buffers are
+        returned.
         """
-        # By module: the version of one buffer stands for all of them (see the class).
+        # Decide per module: the version of one buffer stands for all of them (see the class
+        # docstring).
         moved = {m for m, key, mark in self._marks if _mark(m._buffers.get(key)) != mark}
         copied = {module for module, _, _ in copies}
-        # Modules that did not change need no copies next time, in the same mode.
+        # Modules that did not change need no copies next time in the same mode.
         self._still |= {(module, module.training) for module in copied - moved}
         self._still -= {(module, module.training) for module in moved}
         late = [
@@ -223,10 +233,10 @@ def _mark(buffer: Tensor | None) -> tuple[int, int]:
 
 @contextmanager
 def stand_ins(values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Context manager that replaces buffers by copies of `values`, and restores them."""
+    """Context manager that replaces buffers by copies of `values`, and restores them on exit."""
     held = [(module, key, module._buffers.get(key)) for module, key, _ in values]
     try:
-        # Clones, because a graph may be recomputed several times (retain_graph).
+        # Clone, because a graph may be recomputed several times (retain_graph).
         for module, key, value in values:
             module._buffers[key] = value.clone()
         yield
@@ -239,10 +249,10 @@ T = TypeVar("T")
 
 
 class Tape:
-    """Records results of a forward that its recomputation must reuse, in order.
+    """Records results of a forward pass that its recomputation must reuse, in order.
 
-    Statistics from other ranks are such results: the others do not take part in a recomputation.
-    A recomputation runs in the thread of backward.
+    Statistics from other ranks are such results, because the other ranks do not take part in a
+    recomputation. A recomputation runs in the thread of the backward pass.
     """
 
     def __init__(self) -> None:
@@ -278,6 +288,6 @@ def _use_rule(rule: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
 
 
 def once(make: Callable[[], T]) -> T:
-    """Return `make()`; in a recomputation, return the result of the original call."""
+    """Return `make()`. In a recomputation, return the result of the original call."""
     rule = _once.get()
     return make() if rule is None else rule(make)

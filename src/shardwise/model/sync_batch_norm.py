@@ -1,8 +1,8 @@
-"""Synchronised BatchNorm over all ranks, with weighted counts, on CPU and accelerators.
+"""BatchNorm synchronised across all ranks, with weighted counts, on CPU and accelerators.
 
 Each rank sends the count, the mean and the sum of squared deviations of its rows. They are combined
 in fp64 with the pairwise formula of Chan, Golub and LeVeque (1983). A rank with a stand-in batch
-counts nothing.
+has a count of 0.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from shardwise.world.current_batch import CurrentBatch
 
 @dataclass(frozen=True)
 class _Statistics:
-    """Statistics of a batch over all ranks.
+    """Statistics of a batch across all ranks.
 
     Args:
         mean: fp64 mean per channel, (C,).
         variance: fp64 biased variance per channel, (C,).
         total: Number of rows.
-        counts: Whether this rank's rows count.
-        forward: Number of the forward.
+        counts: False if this rank has a stand-in batch, whose rows do not count.
+        forward: Number of the forward pass.
     """
 
     mean: Tensor
@@ -49,12 +49,12 @@ class _Statistics:
 
     @property
     def backward(self) -> int:
-        """Number of the backward's exchange; the following numbers are for second derivatives."""
+        """Number of the backward pass's exchange. The next numbers are for second derivatives."""
         return 4 * self.forward
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalisation with the statistics of all ranks."""
+    """Normalises with the statistics of all ranks."""
 
     @staticmethod
     def forward(
@@ -87,7 +87,7 @@ class _Normalise(torch.autograd.Function):
         shape = [1, -1] + [1] * (x.ndim - 2)
         dy = grad.to(mean.dtype)
         centred = x.to(mean.dtype) - mean.view(shape)
-        # fp64 between ranks, so that the sum over ranks rounds like one sum over all rows.
+        # Exchange fp64, so that the sum across ranks rounds like a single sum over all rows.
         sum_dy = dy.sum(dims).double()
         sum_dy_centred = (dy * centred).sum(dims).double()
         # (2 C,)
@@ -101,14 +101,14 @@ class _Normalise(torch.autograd.Function):
             # dL/dx = weight * invstd * (dy - mean(dy) - (x - mean) * invstd^2 * mean(dy * (x -
             # mean)))
             dx = dx * weight.to(mean.dtype).view(shape)
-        # From this rank's rows only: the engine sums parameter gradients over the ranks.
+        # Use only this rank's rows, because the engine sums parameter gradients across ranks.
         dweight = None if weight is None else (sum_dy_centred * invstd64).to(weight.dtype)
         dbias = None if weight is None else sum_dy.to(weight.dtype)
         return dx.to(x.dtype), dweight, dbias, None, None, None
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum of `row` (one number per channel) over the ranks; its gradient is summed the same way."""
+    """Sums `row` (one number per channel) across ranks. Its gradient is summed the same way."""
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, ranks: StatisticsRows, call: int) -> Tensor:
@@ -117,14 +117,15 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # The negated number keeps the exchange of the gradient apart from the exchange of the sum.
+        # The negated number distinguishes the exchange of the gradient from the exchange of the
+        # sum.
         return _SumOverRanks.apply(grad, ctx.ranks, -ctx.call), None, None  # type: ignore[no-untyped-call]
 
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> Any:
-    """Compute the result of backward with operations that autograd can differentiate again.
+    """Compute the result of `backward` with operations that autograd can differentiate again.
 
-    For that the normalisation is repeated, with statistics that autograd can trace back to `x`.
+    The normalisation is repeated, with statistics that autograd can trace back to `x`.
     """
     x, weight, _, _, total = ctx.saved_tensors
     share, total = float(ctx.counts), total.clamp(min=1.0)
@@ -149,10 +150,10 @@ def _differentiable_backward(ctx: Any, grad: Tensor) -> Any:
 
 @torch.no_grad()
 def _gather_statistics(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Statistics:
-    """Return the statistics over all ranks. Collective."""
+    """Return the statistics across all ranks. Collective."""
     x, dims = _wide(x), _dims(x)
-    # Mean and squared deviations, not sums of x and x*x: their difference would cancel if the mean
-    # is large compared with the deviation.
+    # Use mean and squared deviations. With sums of x and x*x, the difference would suffer from
+    # cancellation if the mean is large compared with the deviation.
     variance, mean = torch.var_mean(x, dims, correction=0)
     count = float(x.numel() // x.shape[1]) if counts else 0.0
     # (2 C + 1,): means, sums of squared deviations, count.
@@ -162,7 +163,7 @@ def _gather_statistics(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Stati
 
 
 def _combine_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, biased variance and row count over all ranks, from their `rows`."""
+    """Return mean, biased variance and row count across all ranks, given their `rows`."""
     # rows: (ranks, 2 C + 1); means and squares: (ranks, C); numbers: (ranks, 1).
     channels = rows.shape[1] // 2
     means, squares, numbers = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
@@ -188,7 +189,7 @@ def _like(value: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Base class that a BatchNorm module gets; its parameters and buffers do not change.
+    """Base class of converted BatchNorm modules, whose parameters and buffers do not change.
 
     Copies and pickles of the module have the plain class.
     """
@@ -198,17 +199,18 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     _feed: CurrentBatch
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x`, (N, C, ...), in training over all ranks, in eval mode as usual."""
-        # A FakeTensor has no values: only the output shape is needed.
+        """Normalise `x`, shape (N, C, ...): in training across all ranks, in eval mode as usual."""
+        # A FakeTensor has no values, and only the output shape is needed.
         if not self.training or isinstance(x, FakeTensor):
             return super().forward(x)
         self._feed.check_even("A forward of synchronised BatchNorm in training mode")
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         batch = self._feed.batch_of_forward(training=torch.is_grad_enabled())
         counts = batch is None or batch.samples > 0
-        # A recomputation must not communicate, nor ask for the current batch, which is a later one.
+        # A recomputation must not communicate, nor read the current batch, which has advanced
+        # since.
         statistics = once(lambda: _gather_statistics(x, self._ranks, counts))
-        # Before the normalisation, as in plain BatchNorm: torch.utils.checkpoint stops a
+        # Update before the normalisation, as plain BatchNorm does: torch.utils.checkpoint stops a
         # recomputation after the last tensor that autograd saves.
         if self.track_running_stats and self.running_mean is not None:
             self._update_running_statistics(statistics.mean, statistics.variance, statistics.total)
@@ -217,7 +219,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         )
 
     def update_from_others(self, rows: Tensor) -> None:
-        """Update the running statistics from the `rows` of a forward that this rank skips."""
+        """Update the running statistics from the `rows` of a forward pass that this rank skips."""
         if self.track_running_stats and self.running_mean is not None:
             self._update_running_statistics(*_combine_rows(rows.to(self.running_mean.device)))
 
@@ -226,11 +228,12 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         with torch.no_grad():
-            # 0 if all ranks have stand-ins. A tensor, because `if` would wait for the device.
+            # False if all ranks have stand-ins. Use a tensor, because `if` would wait for the
+            # device.
             counted = total > 0
             self.num_batches_tracked.add_(counted)
             # Running variance is unbiased, as in torch, although the normalisation uses the biased
-            # one.
+            # variance.
             unbiased = variance * total / (total - 1).clamp(min=1.0)
             for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
                 rate: Any = self.momentum
@@ -240,7 +243,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
                 running.copy_(torch.where(counted, blended, running))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # By default, pickle refuses an object whose __class__ is not the class in its state.
+        # By default, pickle rejects an object whose __class__ is not the class in its state.
         state: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
         kept = {key: value for key, value in state.items() if key not in ("_ranks", "_feed")}
         return copyreg._reconstructor, (self._plain, object, None), kept  # type: ignore[attr-defined]
@@ -248,17 +251,19 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 @cache
 def _synchronised_class(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
-    """Return the synchronised class of `plain`; None if its own forward would bypass ours.
+    """Return the synchronised counterpart of the BatchNorm class `plain`, or None.
 
-    A subclass keeps its methods, and their `super()` calls reach ours. torch's SyncBatchNorm, whose
-    forward is for CUDA only, is replaced.
+    Returns None if `plain` overrides `forward` and would bypass the synchronised one. A subclass
+    keeps its methods, and their `super()` calls reach ours. torch's SyncBatchNorm, whose `forward`
+    supports only CUDA, is replaced.
     """
     if plain is nn.SyncBatchNorm:
         bases: tuple[type, ...] = (_SyncBatchNorm, plain)
     elif issubclass(plain, nn.modules.batchnorm._LazyNormBase):
         return None
     else:
-        # Every forward before torch's own must delegate the normalisation to `super().forward`.
+        # Every `forward` that precedes torch's own must delegate the normalisation to
+        # `super().forward`.
         own = plain.__mro__[: plain.__mro__.index(nn.modules.batchnorm._BatchNorm)]
         for forward in (vars(base)["forward"] for base in own if "forward" in vars(base)):
             names = getattr(getattr(forward, "__code__", None), "co_names", ())
@@ -269,7 +274,7 @@ def _synchronised_class(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
 
 
 def _class_of(module: nn.Module) -> Any:
-    """Return its class, typed as Any because mypy does not consider it hashable."""
+    """Return the module's class, typed as Any because mypy does not consider it hashable."""
     return type(module)
 
 
@@ -277,9 +282,9 @@ _eager: Any = None
 
 
 def _run_eagerly() -> None:
-    """Exclude our forward from torch.compile.
+    """Exclude our `forward` from torch.compile.
 
-    This is not a decorator because it imports torch's compiler, which takes seconds.
+    Not a decorator, because it imports torch's compiler, which takes seconds.
     """
     global _eager
     if _eager is None:
@@ -288,19 +293,17 @@ def _run_eagerly() -> None:
 
 
 def convert(models: Sequence[nn.Module], order: GatherOrder, feed: CurrentBatch) -> int:
-    """Make every BatchNorm of `models` use the statistics of all ranks of `order`; return their
-    number.
+    """Make every BatchNorm of `models` use the statistics of all ranks, and return their number.
 
-    Subclasses are included, except those that normalise in their own forward (see
-    `is_out_of_reach`).
+    `order` is the ranks' gather order, and `feed` provides the current batch. Subclasses are
+    included, except those that normalise in their own `forward` (see `is_out_of_reach`).
     """
     found = _find_batch_norms(models)
     if not found:
         return 0
     _run_eagerly()
     for module in found.values():
-        # The object stays the same, so references to it in the user's code and in the optimizer
-        # stay valid.
+        # Keep the object, so that references to it in user code and in the optimizer stay valid.
         module.__class__ = _synchronised_class(_class_of(module))  # type: ignore[assignment]
     exchanges = StatisticsExchanges(order, cast(dict[str, _SyncBatchNorm], found))
     for module, exchange in zip(found.values(), exchanges.each, strict=True):

@@ -1,8 +1,9 @@
-"""Attributes that a forward changes (a counter, a cache, a list), restored for its recomputation.
+"""Restores attributes that a forward pass changed, so that it can be recomputed.
 
-A forward may change attributes as well as buffers. A recomputation must read the same values as the
-forward, and its own writes must not count a second time. So the changed attributes get their
-previous values while the forward runs again, and their present values afterwards.
+A forward pass may change attributes (a counter, a cache, a list) as well as buffers. A
+recomputation must read the same values as the original forward pass, and its own writes must not
+count a second time. The changed attributes therefore get their previous values while the forward
+pass runs again, and their current values afterwards.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from shardwise.errors import ModelError
 _OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, hooks."""
 _PLAIN = "torch.nn.modules."
-"""Modules of classes in this package do not change their attributes."""
+"""Modules whose class is in this package do not change their attributes."""
 _CONTAINERS = (list, dict, set, deque)
 _LONG = 1000
-"""Containers with at least this many entries are taken for data: only replacing them is noticed."""
+"""Containers with at least this many entries are treated as data: only replacing them is
+detected."""
 _MISSING: Any = object()
 
 Values = list[tuple[nn.Module, str, Any]]
-"""Module, name and value of attributes; `_MISSING` if the attribute did not exist."""
+"""Module, name and value of attributes. `_MISSING` if the attribute did not exist."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Before:
-    """A module's attributes before a forward, with the contents of its containers and the versions
-    of its tensors."""
+    """A module's attributes before a forward pass.
+
+    Includes shallow copies of its containers and the versions of its tensors.
+    """
 
     module: nn.Module
     attributes: dict[str, Any]
@@ -43,7 +47,7 @@ class _Before:
 
 
 def look(unit: nn.Module) -> list[_Before]:
-    """Return the present attributes of all modules of a unit."""
+    """Return the current attributes of all modules in a unit."""
     return [
         _look_at(module)
         for module in unit.modules()
@@ -56,10 +60,10 @@ def _look_at(module: nn.Module) -> _Before:
     contents, versions = [], []
     for name, value in attributes.items():
         if isinstance(value, Tensor):
-            if not value.is_inference():  # torch counts no writes for those
+            if not value.is_inference():  # torch does not count writes to those
                 versions.append((name, value, value._version))
-        # A shallow copy: a change inside an element is not noticed, but copying deeply would cost
-        # too much.
+        # Use a shallow copy. It misses changes inside an element, but a deep copy would cost too
+        # much.
         elif type(value) in _CONTAINERS and name not in _OWN and len(value) < _LONG:
             contents.append((name, value, value.copy()))
     return _Before(module, attributes, contents, versions)
@@ -68,7 +72,7 @@ def _look_at(module: nn.Module) -> _Before:
 def changed(before: list[_Before]) -> Values:
     """Return the previous values of the attributes that have changed since `before`.
 
-    Raises ModelError for a tensor that was changed in place.
+    Raises ModelError if a tensor was changed in place.
     """
     return [value for module_before in before for value in _changes(module_before)]
 
@@ -79,7 +83,7 @@ def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
         if tensor._version != version:
             raise _in_place_error(module, name)
     copies = {name: copy for name, _, copy in before.contents}
-    # Cheap check first: most forwards change no attribute.
+    # Do the cheap check first, because most forward passes change no attribute.
     if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
         for name in (then.keys() | now.keys()) - _OWN:
             if then.get(name, _MISSING) is not now.get(name, _MISSING):
@@ -87,7 +91,7 @@ def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
     for name, value, copy in before.contents:
         if name not in copies:
             continue
-        # Identity, not equality: comparing tensors in a container would compute or raise.
+        # Compare by identity: comparing tensors in a container by value would compute or raise.
         is_dict = isinstance(value, dict)
         pairs = (value.values(), copy.values()) if is_dict else (value, copy)
         keys_are_same = not is_dict or value.keys() == copy.keys()
@@ -97,7 +101,7 @@ def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
 
 @contextmanager
 def stand_ins(values: Values) -> Iterator[None]:
-    """Context manager that sets attributes to `values`, and restores them."""
+    """Context manager that sets attributes to `values`, and restores them on exit."""
     held = [(module, name, vars(module).get(name, _MISSING)) for module, name, _ in values]
     try:
         for module, name, value in values:

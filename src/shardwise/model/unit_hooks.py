@@ -1,8 +1,8 @@
-"""Unit hooks: report when forward and backward need the parameters of a unit.
+"""Hooks that report when forward and backward passes need a unit's parameters.
 
-A hooked module needs its unit from the start to the end of its forward. For backward, a hook on the
-outputs reports when it reaches the unit. Parameters of a unit that autograd would save are replaced
-by a reference to the unit's memory.
+A hooked module needs its unit while its forward pass runs. For the backward pass, a hook on the
+outputs reports when it reaches the unit. Where autograd would save a unit's parameters, it saves a
+reference to the unit's memory instead.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shardwise.model.module_hooks import Hooked, attach
 
 
 def _untraced(function: Any) -> Any:
-    """Exclude `function` and the functions it calls from torch.compile."""
-    # As torch.compiler.disable does, but without importing the compiler, which takes seconds.
+    """Exclude `function` and the functions that it calls from torch.compile."""
+    # Equivalent to torch.compiler.disable, but without importing the compiler, which takes seconds.
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
@@ -39,36 +39,36 @@ class SavedReference:
 
 
 class UnitManager(Protocol):
-    """Receiver of the reports of unit hooks; see states/parameters/residency.py."""
+    """Receives the reports of unit hooks. See states/parameters/residency.py."""
 
     @property
     def is_idle(self) -> bool:
-        """True if neither a forward nor a backward is in progress."""
+        """True if neither a forward nor a backward pass is in progress."""
 
     def enter(self, number: int, hook: int, module: nn.Module) -> None:
-        """Note that `module` needs unit `number` from now on."""
+        """Record that `module` needs unit `number` from now on."""
 
     def leave(self, number: int, *, failed: bool) -> None:
-        """Note that unit `number` is no longer needed."""
+        """Record that unit `number` is no longer needed."""
 
     def touch(self, number: int) -> None:
-        """Note that a backward needs unit `number`."""
+        """Record that a backward pass needs unit `number`."""
 
     def keep(self, number: int | None = None) -> None:
-        """Keep unit `number`, or all gathered units, until the next backward has ended."""
+        """Keep unit `number`, or all gathered units, until the next backward pass has completed."""
 
     @property
     def reference_of(self) -> Callable[[Tensor], SavedReference | None]:
-        """Function that returns the reference for a tensor in a unit's memory; None for others."""
+        """Function that returns the reference for a tensor in a unit's memory, else None."""
 
     def fetch(self, reference: Any) -> Tensor:
-        """Return the tensor of a reference, after its unit is available."""
+        """Return the tensor of a reference, once its unit is available."""
 
 
 class UnitHooks:
-    """Hooks of several models. They stay when units get a new layout; `manager` is replaced.
+    """Hooks of several models. They remain when units get a new layout; `manager` is replaced.
 
-    `before` is called before each forward that may be used for training.
+    `before` is called before each forward pass that may be used for training.
     """
 
     def __init__(self) -> None:
@@ -78,10 +78,11 @@ class UnitHooks:
         self._hook_count = 0
 
     def attach(self, wanted: Sequence[tuple[nn.Module, int]]) -> None:
-        """Hook the `wanted` modules, each with the number of the unit that it needs."""
-        # torch.func looks this function up at each call, so this allows torch.func in forwards.
+        """Hook the `wanted` modules, each with the index of the unit that it needs."""
+        # torch.func looks this function up at each call, so replacing it allows torch.func in
+        # forward passes.
         torch.autograd.graph.disable_saved_tensors_hooks = _without_references
-        # Hooks that are still wanted stay attached: re-attaching would change their order.
+        # Keep hooks that are still wanted, because re-attaching them would change their order.
         for place in [place for place in self._handles if place not in wanted]:
             for handle in self._handles.pop(place):
                 handle.remove()
@@ -99,7 +100,7 @@ class UnitHooks:
 
 @dataclass(frozen=True)
 class _OpenForward:
-    """A forward in progress.
+    """A forward pass in progress.
 
     Args:
         recording: Whether autograd records it.
@@ -113,7 +114,7 @@ class _OpenForward:
 
 
 class ModuleHook:
-    """Hooks on one module for one unit. In a copy of the model they do nothing."""
+    """Hooks on a module for one unit. In a copy of the model they do nothing."""
 
     def __init__(self, hooks: UnitHooks | None, number: int, index: int) -> None:
         self._hooks = hooks
@@ -126,7 +127,7 @@ class ModuleHook:
         return None if self._hooks is None else self._hooks.manager
 
     def attach(self, module: nn.Module) -> list[Hooked]:
-        """Report every forward of `module`, until the handles are removed."""
+        """Report every forward pass of `module`, until the handles are removed."""
         return [
             attach(module.register_forward_pre_hook, self.enter, prepend=True),
             attach(module.register_forward_hook, self.leave, always_call=True),
@@ -134,11 +135,11 @@ class ModuleHook:
 
     @_untraced
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Report the start of a forward."""
+        """Report the start of a forward pass."""
         del args
         if self._hooks is None or self._manager is None:
             return
-        # May turn gradients on or off, so `recording` is read after it.
+        # `before` may enable or disable gradients, so read `recording` after it.
         if torch.is_grad_enabled() and self._hooks.before is not None and self._manager.is_idle:
             self._hooks.before()
         recording = torch.is_grad_enabled()
@@ -148,8 +149,8 @@ class ModuleHook:
         self._open.append(_OpenForward(recording, saving, sys.exc_info()[1]))
         if saving is not None:
             saving.__enter__()
-        # Invisible to modes that track the user's operations, and below all levels of torch.func,
-        # because tensors that are created here outlive those levels.
+        # Hide this from modes that track the user's operations, and run it below all levels of
+        # torch.func, because tensors that are created here outlive those levels.
         with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
             self._manager.enter(self._number, self._index, module)
             if recording and not refers:
@@ -157,13 +158,13 @@ class ModuleHook:
 
     @_untraced
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Report the end of a forward, even if it failed."""
+        """Report the end of a forward pass, even if it failed."""
         del module, args
         if self._manager is None or not self._open:
             return
         opened = self._open.pop()
-        # A forward inside an `except` block sees the exception that is being handled; only a
-        # different exception is its own.
+        # A forward pass inside an `except` block sees the exception that is being handled there.
+        # Only a different exception is its own.
         error = sys.exc_info()[1]
         failed = error is not None and error is not opened.before
         if opened.saving is not None:
@@ -171,16 +172,16 @@ class ModuleHook:
         if opened.recording:
             functorch = torch._C._functorch
             for tensor in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
-                # Unwrap torch.func's wrappers: it differentiates inside its levels, while the unit
-                # is kept.
+                # Unwrap torch.func's wrappers: torch.func differentiates inside its levels, while
+                # the unit stays gathered.
                 plain = tensor
                 while isinstance(plain, Tensor) and functorch.is_functorch_wrapped_tensor(plain):
                     plain = functorch.get_unwrapped(plain)
                 if isinstance(plain, Tensor) and plain.grad_fn is not None:
-                    # A tensor hook fires when backward reaches the output, before any node of the
-                    # unit runs.
+                    # A tensor hook fires when the backward pass reaches the output, before any node
+                    # of the unit runs.
                     plain.register_hook(self._touch)  # type: ignore[no-untyped-call]
-        # After a failure, suppress an error of a gather, so that the first error is shown.
+        # After a failure, suppress errors of gathers, so that the first error is shown.
         ignored = suppress(CollectiveError) if failed else nullcontext()
         with ignored, torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
             self._manager.leave(self._number, failed=failed)
@@ -200,7 +201,7 @@ class ModuleHook:
 
 
 class _ReferenceHooks:
-    """Saves references in place of a unit's tensors; other tensors go to the enclosing hooks."""
+    """Saves references in place of a unit's tensors. Other tensors go to the enclosing hooks."""
 
     def __init__(self, manager: UnitManager, outer: Any) -> None:
         self.manager = manager
@@ -216,14 +217,14 @@ class _ReferenceHooks:
             if reference is not None:
                 if not (tensor.is_conj() or tensor.is_neg()):
                     return reference
-                # A reference stands for plain memory; a lazy conjugate or negative is a view with a
-                # flag.
+                # A reference can only represent plain memory. A lazy conjugate or negative is a
+                # view with a flag.
                 tensor = tensor.clone()
         return tensor if self.outer is None else self.outer[0](tensor)
 
     @_untraced
     def unpack(self, saved: Any) -> Any:
-        """Return the tensor that `saved` stands for."""
+        """Return the tensor that `saved` represents."""
         if isinstance(saved, SavedReference):
             with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
                 return self.manager.fetch(saved)
@@ -233,7 +234,7 @@ class _ReferenceHooks:
 def find_outer_unpack(unpack: Any) -> Any:
     """Return the enclosing hook that unpacks tensors other than parameters.
 
-    Returns None if `unpack` is one of our hooks and no other encloses it.
+    Returns None if `unpack` is one of our hooks and no other hook encloses it.
     """
     while isinstance(hooks := getattr(unpack, "__self__", None), _ReferenceHooks):
         unpack = None if hooks.outer is None else hooks.outer[1]
@@ -244,11 +245,11 @@ def find_outer_unpack(unpack: Any) -> Any:
 def _without_references(error_message: str) -> Iterator[None]:
     """Replacement for torch.autograd.graph.disable_saved_tensors_hooks.
 
-    torch.func.grad and vjp refuse active hooks, and ours are active inside a forward. So ours are
-    removed inside the block, and units stay gathered instead.
+    torch.func.grad and vjp reject active hooks, and ours are active inside a forward pass. Our
+    hooks are therefore removed inside the block, and units stay gathered instead.
     """
     taken: list[tuple[Any, Any]] = []
-    # Only our own hooks on top of the stack can be taken off; the user's hooks below stay.
+    # Only our own hooks on top of the stack can be removed. The user's hooks below them stay.
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks = getattr(top[0], "__self__", None)
         if not isinstance(hooks, _ReferenceHooks):
@@ -261,7 +262,7 @@ def _without_references(error_message: str) -> Iterator[None]:
         with _disable_saved_tensors_hooks(error_message):
             yield
     finally:
-        # In reverse, so that the stack has its old order.
+        # Push in reverse, to restore the stack's order.
         for pack, unpack in reversed(taken):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
@@ -271,10 +272,10 @@ _disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 def _saving(manager: UnitManager) -> saved_tensors_hooks | None:
-    """Return hooks that save references; None if hooks of the same `manager` are active."""
+    """Return hooks that save references, or None if hooks of the same `manager` are active."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     around = getattr(outer[0], "__self__", None) if outer is not None else None
-    # A module inside a hooked module: the enclosing hooks save its references already.
+    # This module is inside a hooked module, whose hooks already save its references.
     if isinstance(around, _ReferenceHooks) and around.manager is manager:
         return None
     hooks = _ReferenceHooks(manager, outer)
@@ -284,11 +285,11 @@ def _saving(manager: UnitManager) -> saved_tensors_hooks | None:
 def hooked_modules(
     model: nn.Module, unit_of: Mapping[nn.Parameter, int], units: Mapping[nn.Module, int]
 ) -> list[tuple[nn.Module, int]]:
-    """Return the modules of `model` whose forwards need a unit, with the unit's number.
+    """Return the modules of `model` whose forward passes need a unit, with the unit's index.
 
     These are the modules in `units` (including the model itself), and every module with a parameter
-    of another unit than its parent's, or of the model's remainder. So each of them can be called
-    separately.
+    that belongs to the model's remainder or to a different unit than its parent's. Each of these
+    modules can therefore be called separately.
     """
     found: list[tuple[nn.Module, int]] = []
     seen: set[nn.Module] = set()
@@ -300,7 +301,8 @@ def hooked_modules(
         number = units.get(module, around)
         needed = {unit_of[p] for p in module._parameters.values() if p is not None and p in unit_of}
         # Parameters of the module's own unit are gathered by the hook of that unit's module. The
-        # model's remainder has no such module below the model, so each holder needs a hook.
+        # model's remainder has no such module below the model, so each module that holds its
+        # parameters needs a hook.
         if number != units.get(model):
             needed.discard(number)
         if module in units:

@@ -1,4 +1,4 @@
-"""Repeated blocks of a model, which are compiled, sharded and recomputed one by one."""
+"""Finds the repeated blocks of a model, which are compiled, sharded and recomputed separately."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ def find_units(
 ) -> list[tuple[str, nn.Module]]:
     """Return names and modules of the model's repeated blocks, in registration order.
 
-    Without `patterns`:
+    If `patterns` is None:
 
     - A child of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` is a block if it has
-      parameters and a sibling of the same class. Blocks are not searched for further blocks.
+      parameters and a sibling of the same class. Blocks are not searched for nested blocks.
     - A child of any other module with such a sibling (an encoder next to a decoder) is a block only
       if it contains no blocks.
     - A model without repetition has no blocks.
 
-    A container without a forward (`ModuleList`, `ModuleDict`) is never a block, because nothing
-    calls it. Inside another container, or if a pattern names it, its children take its place.
+    A container without a `forward` (`ModuleList`, `ModuleDict`) is never a block, because nothing
+    calls it. Inside another container, or if a pattern names it, its children replace it.
 
     Args:
-        patterns: Names of the modules to return instead. A * matches one part of a name, or some of
-            it, as in "encoder.layer.*".
+        model: The model to search.
+        patterns: Names of the modules to return instead. A * matches one component of a name or a
+            part of it, as in "encoder.layer.*".
     """
     if patterns is not None:
         return _match_names(model, patterns)
@@ -52,7 +53,7 @@ def _match_names(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, n
     for name, module in named:
         parts = name.split(".")
         for pattern in (pattern_text.split(".") for pattern_text in patterns):
-            # Part by part, because a star must not match across a dot.
+            # Match component by component, because a star must not match across a dot.
             if len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern)):
                 found += _callable_modules(name, module)
                 break
@@ -80,7 +81,7 @@ def _find_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _callable_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `module`, or if it has no forward, the modules in it that are called instead."""
+    """Yield `module`, or the modules inside it that are called instead if it has no `forward`."""
     if _has_forward(module):
         yield name, module
         return
@@ -90,7 +91,7 @@ def _callable_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Mo
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Return whether `module` can be called; torch's containers cannot."""
+    """Return whether `module` can be called. torch's containers cannot."""
     kind = type(module)
     overrides = kind.forward is not nn.Module.forward or kind.__call__ is not nn.Module.__call__
     return overrides or "forward" in vars(module)

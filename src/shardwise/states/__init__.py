@@ -1,8 +1,8 @@
-"""The three states of training: parameters, gradients and optimizer state of one rank.
+"""The three states of training on one rank: parameters, gradients and optimizer state.
 
 parameters/, gradients/, optimizer/   one package for each state
 storage/             stores the bytes of a state on its tier
-whole_gradients.py   shows the whole gradients of a step to user code
+whole_gradients.py   lets user code read and change the full gradients of a step
 step_totals.py       totals that all ranks agree on, and statistics for users
-step_hooks.py        hooks around a step, for groups of ranks that step apart
+step_hooks.py        hooks around a step, for groups of ranks that step independently
 """

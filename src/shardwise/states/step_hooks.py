@@ -1,4 +1,4 @@
-"""Defines the hooks that an engine calls around its steps if groups of ranks step apart.
+"""Defines the hooks that an engine calls around its steps if groups of ranks step independently.
 
 An engine whose ranks all step together has no hooks object, so its step has nothing to call.
 """
@@ -24,17 +24,17 @@ from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.world.world import World
 
 Kept = Mapping[str, Mapping[nn.Parameter, Tensor]]
-"""Whole tensors to restore in a new layout of the states, by key and then by parameter."""
+"""Full tensors to restore in a new layout of the states, by key and then by parameter."""
 
 
 class HookedWeighting(Protocol):
-    """The engine's weighting of gradients, as hooks use it."""
+    """The engine's weighting of gradients, as seen by hooks."""
 
     def divisor(self, denominator: float) -> float:
-        """Return the number that divides summed gradients to give their mean."""
+        """Return the divisor that turns summed gradients into their mean."""
 
     def follow_step(self, totals: StepTotals) -> None:
-        """Adopt the unit of the losses (means or sums) in the step of `totals`."""
+        """Adopt the unit of the losses (means or sums) that the step of `totals` used."""
 
 
 class HookedEngine(Protocol):
@@ -55,68 +55,69 @@ class HookedEngine(Protocol):
 
     @property
     def replicas(self) -> int:
-        """Number of replicas of the model that make a step together."""
+        """Number of model replicas that make a step together."""
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether the engine can be saved now."""
+        """True if the engine can be saved now."""
 
     def squared_norm(self) -> float:
-        """Return the squared norm of the gradient sums as they are now. Collective."""
+        """Return the squared norm of the current gradient sums. Collective."""
 
 
 class HookedCheckpoints(Protocol):
     """The part of an engine's checkpoints that `Returns` uses."""
 
     def leave_folder(self) -> None:
-        """Give up the claim to the folder, because another rank leads from now on."""
+        """Release the checkpoint folder, because another rank becomes the main rank."""
 
     def save_for_return(self) -> dict[str, Any] | None:
         """Save a checkpoint in the user's folder for ranks that return.
 
-        Collective. Returns the data that those ranks need, or None if the save failed.
+        Collective. Returns the data that the returning ranks need, or None if the save failed.
         """
 
     def come_back(self, about: Mapping[str, Any]) -> None:
-        """Continue from the checkpoint of `save_for_return`. Collective over returning ranks."""
+        """Resume from the checkpoint of `save_for_return`. Collective across returning ranks."""
 
 
 class Returns(Protocol):
-    """Lets a group of ranks that has ended return to an engine."""
+    """Lets a group of ranks whose processes have exited return to an engine."""
 
     def are_expected(self) -> None:
-        """Tell the launcher that this group can return after it has ended."""
+        """Tell the launcher that this group can return after its processes have exited."""
 
     @property
     def is_due(self) -> bool:
-        """Whether this group should return now."""
+        """True if this group should return now."""
 
     def come_back(self) -> None:
-        """Wait until the other groups admit this one, and load the checkpoint made for it."""
+        """Wait until the other groups admit this one, and load the checkpoint that they saved."""
 
 
 class StepHooks:
-    """The hooks that an engine calls; each does nothing unless a subclass overrides it.
+    """The hooks that an engine calls. Each does nothing unless a subclass overrides it.
 
-    A *group* here is the ranks that make one step together, the step group.
+    Here, a *group* is a step group: the ranks that make a step together.
 
-    One object serves an engine through all layouts of its states. It must not refer to the engine:
-    an engine that the user drops has to end at once, without waiting for the garbage collector.
+    A single object serves an engine through all layouts of its states. It must not refer to the
+    engine: when the user drops an engine, it must be freed at once, without waiting for the garbage
+    collector.
 
     Args:
-        settings: The settings of the engine.
+        settings: The engine's settings.
         world_group: All ranks of all groups.
         step_group: The ranks of this group.
         peers: The ranks with the same position in their groups, one from each group.
-        shard_group: The ranks that shard the states.
+        shard_group: The ranks across which states are sharded.
     """
 
     replaces_sums = False
-    """Whether `after_exchange` replaces the gradient sums of a step by an earlier step's."""
+    """True if `after_exchange` replaces a step's gradient sums with those of an earlier step."""
     bytes_name = ""
-    """Name of the memory that the hooks keep in addition to the three states."""
+    """Name of the memory that the hooks hold in addition to the three states."""
     copies = 0
-    """Number of copies of the parameters that the hooks keep."""
+    """Number of copies of the parameters that the hooks hold."""
 
     def __init__(
         self,
@@ -143,30 +144,30 @@ class StepHooks:
         factory: StorageFactory,
         kept: Kept | None,
     ) -> None:
-        """Prepare for a new layout of the states; `kept` is the result of `take_apart`."""
+        """Prepare for a new layout of the states. `kept` is the result of `take_apart`."""
 
     def take_apart(self, parameters: Parameters, gathering: IntervalGather) -> Kept | None:
-        """Return the tensors that the next layout needs, and drop messages in transit.
+        """Return the tensors that the next layout needs, and discard messages in transit.
 
         Collective.
         """
 
     def write_common_values(self, kept: Kept | None, optimized: Set[nn.Parameter]) -> None:
-        """Write the last common value into parameters that have left all optimizers.
+        """Write the last common value into parameters that are no longer in any optimizer.
 
-        Each group has changed them since that value, and nothing averages them from now on.
+        Each group has changed these parameters since then, and from now on nothing averages them.
         """
 
     def finish(self) -> None:
-        """Finish the run: wait for messages in transit. Collective over all ranks.
+        """Finish the run: wait for messages in transit. Collective across all ranks.
 
         Raises UsageError if groups have made different numbers of steps.
         """
 
     def restore_common_weights(self) -> None:
-        """Set the weights to their last common value, and drop messages in transit.
+        """Reset the weights to their last common value, and discard messages in transit.
 
-        Collective over each group.
+        Collective within each group.
         """
 
     # -- around a step ----------------------------------------------------------------------
@@ -177,7 +178,7 @@ class StepHooks:
     def after_exchange(self, engine: HookedEngine, totals: StepTotals) -> StepTotals:
         """Run once the ranks of this group have agreed on the totals of their gradient sums.
 
-        Returns the totals of the sums that the update uses.
+        Returns the totals of the sums that the update applies.
         """
         return totals
 
@@ -186,37 +187,37 @@ class StepHooks:
     ) -> tuple[StepTotals, StepStats]:
         """Run after the update.
 
-        Returns the step's totals and statistics, completed with numbers of the other groups.
+        Returns the step's totals and statistics, completed with the other groups' values.
         """
         return totals, stats
 
     def returns(self, engine: HookedEngine, checkpoints: HookedCheckpoints) -> Returns | None:
-        """Return the object that lets ended groups return to an engine, or None if they cannot."""
+        """Return the object that lets exited groups return to an engine, or None if they cannot."""
         return None
 
     # -- queries ------------------------------------------------------------------------------
 
     @property
     def have_own_weights(self) -> bool:
-        """Whether the weights of the groups differ now."""
+        """True if the weights currently differ between groups."""
         return False
 
     def common_weights(self) -> AbstractContextManager[None]:
         """Return a context manager inside which the parameters hold the last common weights.
 
-        Collective over each group.
+        Collective within each group.
         """
         return nullcontext()
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that this rank keeps in addition to the three states."""
+        """Memory in bytes that this rank holds in addition to the three states."""
         return 0
 
     def count_in_words(self) -> str:
-        """Return the number of groups."""
+        """Return the number of groups in words."""
         raise NotImplementedError
 
     def describe(self) -> str:
-        """Return a line about the exchange, for the start of a run."""
+        """Return a line that describes the exchange, for the startup summary."""
         raise NotImplementedError

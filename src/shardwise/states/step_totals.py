@@ -1,4 +1,4 @@
-"""Results of a step: the totals that all ranks agree on, and the statistics that users see."""
+"""Results of a step: the totals that all ranks agree on, and the statistics shown to users."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of one step over all workers: plain numbers, equal on every rank but `waited`.
+    """Statistics of a step across all workers. Identical on every rank, except for `waited`.
 
-    If groups of ranks step apart (islands), the numbers describe the group of this rank. After a
+    If groups of ranks step independently (islands), the values describe this rank's group. After a
     step that averages parameters (`--late 0`), `loss` and `weight` cover all groups.
 
-    With `--behind S` the numbers cover all groups. They describe the gradients that this step
+    With `--behind S` the values cover all groups. They describe the gradients that this step
     applied, which were computed S steps earlier. The first S steps have no gradients to apply:
-    the numbers are NaN, and `skipped` is True.
+    their values are NaN, and `skipped` is True.
 
     Attributes:
         loss: Mean loss over all items of all workers and micro-batches. If the losses are sums,
@@ -26,7 +26,7 @@ class StepStats:
             overflowed under a loss scale.
         staleness: Number of updates that changed the weights after the applied gradients were
             computed; at most S, and 0 without `--behind`.
-        waited: Seconds for which this rank waited for the gradients of other groups.
+        waited: Time in seconds that this rank waited for the gradients of other groups.
 
     Example:
         A line in a training loop:
@@ -45,29 +45,31 @@ class StepStats:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Totals of a step that its exchange makes known to all ranks, with equal values on each.
+    """Totals of a step that all ranks exchange. Their values are identical on every rank.
 
     Attributes:
         weight: Sum of the weights of all losses.
-        shown: The weight that users see.
+        shown: The weight shown to users.
         loss: Sum of loss x weight.
         squared_norm: Squared norm of the summed gradients.
-        backwards: Number of backwards that had a weight.
+        backwards: Number of backward passes with a nonzero weight.
         shares: Sum of the values that seeded autograd.
         options: Checksum of the optimizers' options; NaN if ranks differ.
-        calls: Checksum of the calls that all ranks must make in the same way; NaN if they differ.
-        rows_differ: Ranks took their shares from different batches.
-        is_mixed: The losses have different units, so no weight is right for all of them.
-        copies_differ: Buffers or frozen parameters that are not averaged differ between ranks.
-        used: By parameter, whether any rank had a gradient for it.
-        late: By bucket, whether a gradient arrived on any rank after the bucket had started.
-        news: A buffer was seen to change for the first time.
-        several: A rank made more than one backward.
-        unsaved: A save in the background has failed.
-        asked: The signal that asked any rank to end, or 0.
-        written: User code has written into parameters of any rank.
+        calls: Checksum of the calls that all ranks must make identically; NaN if they differ.
+        rows_differ: True if ranks took their shares from different batches.
+        is_mixed: True if the losses have different units, so that no weight is right for all of
+            them.
+        copies_differ: True if buffers or frozen parameters that are not averaged differ between
+            ranks.
+        used: For each parameter, whether any rank had a gradient for it.
+        late: For each bucket, whether a gradient arrived on any rank after the bucket was launched.
+        news: True if a rank has seen a buffer change for the first time.
+        several: True if a rank ran more than one backward pass.
+        unsaved: True if a background save has failed.
+        asked: Number of the signal that asked any rank to stop, or 0.
+        written: True if user code has written into parameters on any rank.
         divisor: Divisor of the summed losses; 0 if they are means, NaN if ranks differ.
-        scale: The loss scale of gradients that belong to an earlier step.
+        scale: Loss scale of the gradients, if they belong to an earlier step.
     """
 
     weight: float
@@ -93,10 +95,10 @@ class StepTotals:
 
     @property
     def denominator(self) -> float:
-        """The divisor of the summed losses and gradients."""
+        """Divisor of the summed losses and gradients."""
         return self.divisor or self.weight
 
     @property
     def alike(self) -> bool:
-        """Whether the optimizers have the same options on all ranks."""
+        """True if the optimizers have the same options on all ranks."""
         return not math.isnan(self.options)

@@ -1,7 +1,7 @@
-"""Whole gradients of a step on every rank (`engine.full_gradients`), and the way back.
+"""Lets user code read and change the full gradients of a step (`engine.full_gradients`).
 
-show   sums (own intervals) ─▶ times the factor ─▶ gathered over ranks ─▶ param.grad
-take   sums (own intervals) ◀─ divided by it    ◀─ rank 0's broadcast  ◀─ param.grad
+show   sums (own intervals) ─▶ times the factor ─▶ gathered from all ranks ─▶ param.grad
+take   sums (own intervals) ◀─ divided by it    ◀─ rank 0's broadcast      ◀─ param.grad
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.states.parameters.parameters_at_rest import unguarded
 
 @dataclass(frozen=True)
 class _Shown:
-    """The gradient that a parameter was shown with, and its version and bits at that moment."""
+    """A gradient that was shown to user code, with its version and bits at that time."""
 
     grad: Tensor
     version: int
@@ -35,19 +35,24 @@ class _Shown:
         return cls(grad, grad._version, fingerprint(grad))
 
     def is_changed(self, now: Tensor | None) -> bool:
-        """Return whether `now` is another tensor, or was written to."""
+        """Return whether `now` is a different tensor, or has been written to."""
         if now is not self.grad or now._version != self.version:
             return True
-        # A write through `.data` or `.numpy()` does not count up the version.
+        # A write through `.data` or `.numpy()` does not increment the version.
         return bool(fingerprint(now) != self.bits)
 
 
 class WholeGradients:
-    """Shows the whole gradients of one step to user code, and takes over its changes.
+    """Shows the full gradients of a step to user code, and applies its changes.
 
-    `used` says by parameter whether any rank had a gradient. The shown gradients are the sums
-    times `factor`. If `scattered`, the ranks of `group` hold the sums in parts; `run` contains all
-    ranks that have the same gradients.
+    Args:
+        parameters: The parameters of the engine.
+        gradients: Holds the gradient sums.
+        group: The ranks across which the sums are sharded, if `scattered` is true.
+        run: All ranks that have the same gradients.
+        used: For each parameter, whether any rank had a gradient.
+        factor: Factor between the sums and the gradients that user code sees.
+        scattered: Whether each rank holds only its own intervals of the sums.
     """
 
     def __init__(
@@ -68,14 +73,14 @@ class WholeGradients:
         self._used = used
         self._factor = factor
         self._shown: dict[int, _Shown] = {}
-        """By parameter, the gradient that rank 0 was shown; empty on other ranks. An unused
-        parameter has no entry: its `grad` is None."""
+        """Parameter index -> gradient shown to user code, on rank 0; empty on other ranks. An
+        unused parameter has no entry: its `grad` is None."""
 
     @torch.no_grad()
     def show(self) -> None:
-        """Set `param.grad` of every parameter, to None if no rank had a gradient. Collective."""
+        """Set `param.grad` of every parameter; clear it if no rank had a gradient. Collective."""
         for bucket_ in self._gradients.buckets:
-            # (numel of the interval,); the product is a copy, so the sums keep their bits.
+            # (numel of the interval,). The product is a copy, so the sums themselves do not change.
             mine = bucket_.reduced.loaded(bucket_.kind[1]) * self._factor
             flat = gather_bucket(bucket_.layout, bucket_.own, mine, self._group)
             for slot in bucket_.layout.slots:
@@ -86,7 +91,7 @@ class WholeGradients:
         grad = None
         if self._used[index]:
             grad = named.view(flat, start).to(named.dtype)
-        # A sharded parameter at rest has no values, but may have a gradient.
+        # A sharded parameter has no values while it is not gathered, but may have a gradient.
         with unguarded():
             named.parameter.grad = grad
         if grad is not None and self._run.rank == 0:
@@ -94,17 +99,17 @@ class WholeGradients:
 
     @torch.no_grad()
     def take(self) -> list[bool]:
-        """Replace the sums of gradients that user code changed, on all ranks by rank 0's values.
+        """Adopt the gradients that user code changed, using rank 0's values. Collective.
 
-        Collective. Returns by parameter whether it has a gradient now. Raises UsageError on all
-        ranks if a gradient is sparse on any.
+        Returns whether each parameter has a gradient now. Raises UsageError on all ranks if a
+        gradient is sparse on any rank.
         """
         with unguarded():
             grads = [named.parameter.grad for named in self._named]
         self._check(grads)
         changed = [self._is_changed(index, grad) for index, grad in enumerate(grads)]
         used = [grad is not None for grad in grads]
-        # Rank 0 decides for all ranks, so that all take part in the same broadcasts below.
+        # Rank 0 decides for all ranks, so that all of them join the same broadcasts below.
         changed, used = self._run.gather_plain([changed, used])[0]
         taken = [
             bucket_
@@ -119,7 +124,7 @@ class WholeGradients:
     def _check(self, grads: Sequence[Tensor | None]) -> None:
         """Raise UsageError on all ranks if any gradient is sparse.
 
-        The shape needs no check: torch refuses to assign a gradient of another shape.
+        The shape needs no check, because torch rejects a gradient whose shape differs.
         """
         sparse = [
             named.name
@@ -134,7 +139,7 @@ class WholeGradients:
             )
 
     def _is_changed(self, index: int, grad: Tensor | None) -> bool:
-        """Return whether `grad` differs from the shown gradient; meaningful on rank 0 only."""
+        """Return whether `grad` differs from the shown gradient. Meaningful on rank 0 only."""
         shown = self._shown.get(index)
         return grad is not None if shown is None else shown.is_changed(grad)
 
@@ -149,12 +154,12 @@ class WholeGradients:
             if changed[slot.parameter] and grad is not None:
                 view = self._named[slot.parameter].view(flat, slot.start)
                 view.copy_(grad.to(dtype) / self._factor)
-        # The whole bucket, so that one collective suffices; only rank 0's values are used.
+        # Broadcast the full bucket, so that one collective suffices. Only rank 0's values are used.
         if self._run.size > 1:
             self._run.broadcast(flat).wait()
         sums = bucket_.reduced.loaded()
-        # Only changed parameters: multiplying by the factor and dividing by it again would round
-        # the sums of the others.
+        # Update only changed parameters: multiplying by the factor and dividing by it again would
+        # round the sums of the others.
         for piece in bucket_.layout.pieces(*bucket_.own):
             if changed[piece.parameter]:
                 part = sums[piece.start - bucket_.own[0] : piece.end - bucket_.own[0]]

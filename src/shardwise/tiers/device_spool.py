@@ -1,11 +1,11 @@
-"""A spool on a disk for an accelerator's memory, which passes through pinned blocks.
+"""Spools accelerator memory to a disk through pinned blocks.
 
-    write    device ══▶ block ──▶ file          in threads of the spool, in parallel with training
+    write    device ══▶ block ──▶ file          in the spool's threads, in parallel with training
     read     file ──▶ block ══▶ device          copies (══▶) run on the copy streams
 
 Each thread has two blocks. All blocks together take 32 MB, for any amount of data. The training
-thread waits only for the disk, if it needs a record that is not read yet. The current stream waits
-for copies.
+thread waits only for the disk, and only if it needs a record that has not been read yet. The
+current stream waits for copies.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from shardwise.tiers.staging import StagingRing
 
 
 class Coming:
-    """A record that is being read back into `data`, (nbytes,) uint8 on the device."""
+    """A record that is being read back into `data`, uint8 of shape (nbytes,) on the device."""
 
     def __init__(self, copy_stream: CopyStream, data: Tensor) -> None:
         self.data = data
         self.events: list[Any] = []
-        """Events of the copies; set when the reading thread has started all of them."""
+        """Events of the copies. Set once the reading thread has started all of them."""
         self._copy_stream = copy_stream
 
     def arrived(self) -> Tensor:
         """Make the current stream wait for the copies, and return the bytes.
 
-        The record must have been waited for. The current stream may differ from the one at `read`.
+        Call `SpoolRecord.wait` first. The current stream may differ from the one at `read`.
         """
         for event in self.events:
             self._copy_stream.await_(event)
@@ -43,7 +43,7 @@ class Coming:
 
 
 class DeviceSpool:
-    """A spool for memory of an accelerator, with copies on `copy_stream`."""
+    """Spools accelerator memory. Copies run on `copy_stream`."""
 
     def __init__(self, spool: Spool, copy_stream: CopyStream) -> None:
         self._spool = spool
@@ -51,10 +51,10 @@ class DeviceSpool:
         self._own = threading.local()
 
     def write(self, data: Tensor) -> SpoolRecord:
-        """Start to write `data` (1-D, uint8, contiguous, on the device).
+        """Start writing `data` (1-D, uint8, contiguous, on the device).
 
-        It is written as the work on the current stream leaves it. It must not change until the
-        record has been waited for. Raises TierError in a forked process.
+        The write waits for the work on the current stream. `data` must not change until
+        `SpoolRecord.wait` has returned. Raises TierError in a forked process.
         """
         ready = self._copy_stream.here()
 
@@ -65,9 +65,9 @@ class DeviceSpool:
         return self._spool.put(data.numel(), write)
 
     def read(self, record: SpoolRecord) -> Coming:
-        """Start to read a record whose last request has ended.
+        """Start reading a record that has no pending request.
 
-        Wait for the record first, and then call `arrived` of the result to get the bytes. Raises
+        To get the bytes, wait for the record first, and then call `arrived` of the result. Raises
         TierError in a forked process.
         """
         data, ready = self._copy_stream.room(record.nbytes)
@@ -83,7 +83,7 @@ class DeviceSpool:
         return coming
 
     def _ring(self) -> StagingRing:
-        """Return the blocks of this thread."""
+        """Return this thread's blocks."""
         if not hasattr(self._own, "ring"):
             self._own.ring = self._copy_stream.ring(CHUNK)
         ring: StagingRing = self._own.ring

@@ -1,7 +1,7 @@
-"""Transfers to and from a file without a name, past the page cache, in separate threads.
+"""Transfers data to and from an unnamed file in separate threads, bypassing the page cache.
 
-The file contains the data that one rank stores of one state. It has no name once it is open, so the
-kernel frees it when the process ends for any reason: no stale files remain after a kill -9.
+A file holds the data of one state on one rank. It has no name once it is open, so the kernel frees
+it when the process exits for any reason: no stale files remain after a kill -9.
 
 Transfers bypass the page cache (O_DIRECT) if the file system supports that. If not, they go through
 the page cache, and the pages are dropped at once, because offloaded data must not stay in memory.
@@ -31,37 +31,38 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers for a full file system, an exceeded quota, or a limit on the file's size."""
 
 REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR})
-"""Error numbers for a request that the file system does not support."""
+"""Error numbers for an operation that the file system does not support."""
 
 
 class DirectFile:
-    """A file without a name in `folder`, whose transfers bypass the page cache if possible.
+    """An unnamed file in `folder` whose transfers bypass the page cache if possible.
 
-    `read` and `write` may be called from several threads at once, and release the GIL. `direct`
-    says whether transfers bypass the page cache.
+    `read` and `write` may be called from several threads at once, and release the GIL. `direct` is
+    True if transfers bypass the page cache.
 
     Args:
         folder: A folder on a disk.
-        label: The name of the data in messages.
-        rank: The rank in messages.
-        nbytes: Size of the file, a multiple of 4096. It is zeros at first, and reserved at once,
-            so that a full disk raises now and not in the middle of a run. None: the file grows
-            as it is written.
+        label: The data's name in messages.
+        rank: This rank's index, for messages.
+        nbytes: Size of the file, a multiple of 4096. The file is filled with zeros and reserved at
+            once, so that a full disk raises now and not in the middle of a run. If None, the file
+            grows as it is written.
 
     Raises:
-        TierError: The folder does not exist, is not a folder, is not writable, or is in memory; the
-            disk has too little space; or, from `read` and `write`, a transfer failed.
+        TierError: If the folder does not exist, is not a folder, is not writable, or is in memory;
+            if the disk has too little space; or, from `read` and `write`, if a transfer failed.
     """
 
     def __init__(self, folder: Path, label: str, rank: int, nbytes: int | None = None) -> None:
         self._label = label
-        """The name in messages that are the same on every rank."""
+        """Name in messages that are identical on every rank."""
         self._name = f"{label} of rank {rank}"
         self._folder = folder
         self._check_folder()
         self._fd = self._open(f".shardwise-{label}-{rank}-{uuid.uuid4().hex}")
         self.close = weakref.finalize(self, os.close, self._fd)
-        """Frees the disk space; no transfer may be running. Called automatically at exit, too."""
+        """Frees the disk space. Must not be called during a transfer. Also called automatically at
+        exit."""
         try:
             if nbytes is not None:
                 self._reserve(nbytes)
@@ -70,7 +71,7 @@ class DirectFile:
             self.close()
             raise
         if not self.direct:
-            # Disable the kernel's read-ahead: nothing would drop those pages again.
+            # Disable the kernel's read-ahead, because nothing would drop the pages that it reads.
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def _check_folder(self) -> None:
@@ -94,7 +95,7 @@ class DirectFile:
             )
 
     def _open(self, name: str) -> int:
-        """Open a file without a name, or remove its name at once if that is not supported."""
+        """Open an unnamed file; if unsupported, open a named one and remove its name at once."""
         try:
             try:
                 return os.open(self._folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
@@ -102,7 +103,7 @@ class DirectFile:
                 if error.errno not in REFUSED:
                     raise
             path = self._folder / name
-            # O_EXCL and 0o600: no other user may have planted a file, or may read the state.
+            # O_EXCL prevents other users from planting a file, 0o600 from reading the state.
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             path.unlink()
             return fd
@@ -113,9 +114,9 @@ class DirectFile:
             ) from error
 
     def _reserve(self, nbytes: int) -> None:
-        """Allocate all blocks of the file."""
-        # Look at the free space first: filling the disk before failing would harm every other
-        # program that uses it.
+        """Reserve disk space for the complete file."""
+        # Check the free space first: filling the disk before failing would harm every other program
+        # that uses the disk.
         if nbytes > self._free():
             raise self._too_small(nbytes)
         if nbytes == 0:
@@ -124,11 +125,12 @@ class DirectFile:
             os.posix_fallocate(self._fd, 0, nbytes)
         except OSError as error:
             if error.errno in FULL:
-                # Free the allocated part, so that the message reports the true free space.
+                # Release the allocated part, so that the message reports the true free space.
                 os.ftruncate(self._fd, 0)
                 raise self._too_small(nbytes) from error
             if error.errno not in REFUSED:
                 raise self._failed("reserve", nbytes, 0, error) from error
+            # Without fallocate, only the size can be set: a full disk then raises on a later write.
             os.ftruncate(self._fd, nbytes)
 
     def _free(self) -> int:
@@ -143,12 +145,12 @@ class DirectFile:
         )
 
     def _go_direct(self) -> bool:
-        """Turn O_DIRECT on if the file system supports it; return whether it does."""
+        """Enable O_DIRECT if the file system supports it. Return whether it does."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         page = Staging(PAGE).view
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            # Some file systems accept the flag, and refuse the first transfer.
+            # Some file systems accept the flag but reject the first transfer.
             os.preadv(self._fd, [page], 0)
             os.pwritev(self._fd, [page], 0)
         except OSError as error:
@@ -159,7 +161,7 @@ class DirectFile:
         return True
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fill `into` from the bytes at `offset`; both are multiples of 4096."""
+        """Fill `into` from the bytes at `offset`. Its length and `offset` are multiples of 4096."""
         with self._recorded("read", into):
             self._read(into, offset)
 
@@ -170,7 +172,7 @@ class DirectFile:
         return recorder.span(f"{verb} {self._name}", Row.TIERS, {"bytes": memory.nbytes})
 
     def _read(self, into: memoryview, offset: int) -> None:
-        # A transfer may be shorter than requested (signals, the limit of 2 GB per call).
+        # A call may transfer fewer bytes than requested (signals, the limit of 2 GB per call).
         done = 0
         while done < len(into):
             try:
@@ -186,12 +188,13 @@ class DirectFile:
         self._drop_pages(offset, len(into))
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write `data` at `offset`; both are multiples of 4096."""
+        """Write `data` at `offset`. Its length and `offset` are multiples of 4096."""
         with self._recorded("write", data):
             self._write(data, offset)
 
     def _write(self, data: memoryview, offset: int) -> None:
-        # Without O_DIRECT each write waits for the disk: the kernel drops only clean pages.
+        # Without O_DIRECT each write must wait for the disk, because the kernel drops only clean
+        # pages.
         flags = 0 if self.direct else os.RWF_DSYNC
         done = 0
         while done < len(data):
@@ -202,7 +205,7 @@ class DirectFile:
         self._drop_pages(offset, len(data))
 
     def _drop_pages(self, offset: int, length: int) -> None:
-        """Drop a range from the page cache: offloading is meant to save this memory."""
+        """Drop a range from the page cache, because offloading is meant to save this memory."""
         if not self.direct:
             os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
@@ -219,7 +222,7 @@ class DirectFile:
 
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "rootfs", "devtmpfs", "hugetlbfs"})
-"""Types of file systems that keep files in memory."""
+"""File system types that keep files in memory."""
 
 MOUNTS = Path("/proc/self/mountinfo")
 
@@ -232,38 +235,41 @@ class Mount(NamedTuple):
 
 
 def mount_of(folder: Path) -> Mount:
-    """Return the file system that contains `folder`, from the kernel's list."""
+    """Return the file system that contains `folder`, according to the kernel's mount list."""
     # Read as bytes, because mount points need not be UTF-8.
     return find(folder.resolve(), os.fsdecode(MOUNTS.read_bytes()))
 
 
 def find(folder: Path, mountinfo: str) -> Mount:
-    """Return the mount that contains the absolute path `folder`, from the text of a mountinfo file.
+    """Return the mount that contains the absolute path `folder`, given a mountinfo file's text.
 
-    The last of several mounts on one point counts, because it hides the others.
+    If several mounts share a mount point, the last one counts, because it hides the others.
     """
     mounts = []
     for line in mountinfo.splitlines():
-        # See proc_pid_mountinfo(5). Optional fields end with a single hyphen. The kernel writes
-        # blanks and backslashes of a path as a backslash and three octal digits.
+        # See proc_pid_mountinfo(5). Optional fields end with a single hyphen. The kernel escapes
+        # blanks and backslashes in a path as a backslash and three octal digits.
         left, _, right = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), left.split(" ")[4])
         mounts.append(Mount(Path(point), right.split(" ")[0]))
     holding = [mount for mount in mounts if folder.is_relative_to(mount.point)]
+    # The deepest mount point wins. `max` returns the first of several, so reverse to prefer the
+    # last.
     return max(reversed(holding), key=lambda mount: len(mount.point.parts))
 
 
 CHUNK = 4 * 2**20
-"""Bytes of one transfer. On the test machine 1 MB is a third slower, and 16 MB is no faster."""
+"""Size of one transfer in bytes. On the test machine 1 MB is a third slower, and 16 MB is no
+faster."""
 
 THREADS = 4
-"""Number of transfers at once. Two suffice for the disk of the test machine."""
+"""Number of concurrent transfers. Two suffice for the test machine's disk."""
 
 _P = ParamSpec("_P")
 
 
 class Transfers:
-    """Runs transfers in a few threads of this process; `label` names the threads.
+    """Runs transfers in a few threads of this process. `label` names the threads.
 
     A forked process does not have the threads and would wait forever, so `check` raises there.
     """
@@ -272,20 +278,20 @@ class Transfers:
         self._label = label
         self._process = os.getpid()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"shardwise-{label}")
-        # Without waiting: the last reference to this object may be dropped by one of the threads.
+        # Do not wait, because one of the threads may drop the last reference to this object.
         weakref.finalize(self, self._threads.shutdown, wait=False).atexit = False
 
     def start(self, move: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> Future[None]:
-        """Call `move` in a thread as soon as one is free."""
+        """Call `move` in the next free thread."""
         return self._threads.submit(move, *args, **kwargs)
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from the process that has the threads."""
+        """True if this process was forked from the process that has the threads."""
         return self._process != os.getpid()
 
     def check(self) -> None:
-        """Raise TierError in a forked process."""
+        """Raise TierError if this is a forked process."""
         if self.forked:
             raise TierError(
                 f"{self._label} is in a file of process {self._process}, and this is process "
@@ -293,5 +299,5 @@ class Transfers:
             )
 
     def end(self) -> None:
-        """Wait until all transfers have ended, and stop the threads."""
+        """Wait until all transfers have completed, and stop the threads."""
         self._threads.shutdown()

@@ -1,10 +1,10 @@
-"""Host memory: pages for direct transfers, and how much freed memory the C library keeps.
+"""Allocates pages for direct transfers, and sets how much freed memory the C library keeps.
 
 A training step frees memory that the next step allocates again. By default glibc returns the end of
-its heap to the system when 64 MB of it are free, and the next step pays for new pages: 5 % of a
-step if a rank has a core for itself (`benchmarks/step_time.py --config A`).
+its heap to the system once 64 MB of it are free, and the next step pays for new pages. This costs
+5 % of a step if a rank has a core for itself (`benchmarks/step_time.py --config A`).
 
-glibc should not keep large blocks in the heap, though. torch asks for aligned memory, so a freed
+glibc should not keep large blocks in the heap, though. torch requests aligned memory, so a freed
 block is slightly too small for the next one of the same size, and would never be reused.
 """
 
@@ -22,8 +22,9 @@ KEPT = 512 * 2**20
 """Number of free bytes at the end of the heap that the process keeps."""
 
 MAPPED = 32 * 2**20
-"""Size in bytes from which a block is a separate mapping, which is returned when it is freed.
-glibc's own limit grows to this value with use, but stops adapting once the other one is set."""
+"""Minimum size in bytes of a block that gets its own mapping, which is returned to the system when
+it is freed. glibc's own limit grows to this value with use, but stops adapting once the trim
+threshold is set."""
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """The parameters M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)."""
@@ -38,17 +39,18 @@ WIPEONFORK = 18
 def mapped(nbytes: int, *, wiped: bool = False) -> Tensor:
     """Allocate `nbytes` zeros (1-D, uint8) in a separate mapping, unmapped with the tensor.
 
-    They start on a page; from the size of a huge page on, they start on a huge page and consist of
-    huge pages if the kernel permits. A direct transfer then pins one page instead of 512, which
-    made it up to 1.7 times as fast. If `wiped`, a forked process finds zeros instead of a copy.
+    The memory is page-aligned. Allocations of at least one huge page are aligned to huge pages, and
+    backed by huge pages if the kernel permits it. A direct transfer then pins one page instead of
+    512, which made it up to 1.7 times as fast. If `wiped` is true, a forked process sees zeros
+    instead of a copy.
     """
-    # Additional space to align the start. Only for large mappings, because the kernel may fill the
-    # space with huge pages, too.
+    # Allocate extra space to align the start. Do so only for large mappings, because the kernel may
+    # back the extra space with huge pages, too.
     room = HUGE if nbytes >= HUGE else 0
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, max(nbytes + room, 1), flags=flags)
     first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE if room else 0
-    # A kernel that does not know this advice only loses speed.
+    # A kernel that does not support this advice only loses speed.
     with suppress(OSError):
         if room:
             memory.madvise(mmap.MADV_HUGEPAGE, first, nbytes // HUGE * HUGE)
@@ -61,7 +63,8 @@ def mapped(nbytes: int, *, wiped: bool = False) -> Tensor:
 def keep(environ: Mapping[str, str]) -> bool:
     """Make the heap keep memory that a step frees, if the C library is glibc.
 
-    Returns whether it will. Settings of the user in the environment (see mallopt(3)) are respected.
+    Returns True on success. Leaves the user's own settings in the environment (see mallopt(3))
+    alone.
     """
     has_settings = any(name.startswith("MALLOC_") for name in environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -77,9 +80,9 @@ def trim() -> None:
 
 
 PAGE = 4096
-"""Alignment of direct transfers in bytes: in memory, in the file and in length."""
+"""Alignment of direct transfers in bytes: of the memory, the file offset and the length."""
 
 
 def padded(nbytes: int) -> int:
-    """Round `nbytes` up to whole pages."""
+    """Round `nbytes` up to a multiple of the page size."""
     return -(-nbytes // PAGE) * PAGE

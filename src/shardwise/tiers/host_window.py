@@ -1,7 +1,7 @@
-"""Reads and writes flat tensors of any device on the host, piece by piece, for files.
+"""Lets the host read and write flat tensors of any device piece by piece, for file transfers.
 
 A tensor in host memory is used directly. A tensor on an accelerator passes through two pinned
-blocks (`pieces.py`): one piece is in the file's transfer while the next one is copied.
+blocks (`pieces.py`): while the file reads or writes one piece, the next one is copied.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.staging import StagingRing
 
 PIECE = 8 * 2**20
-"""Bytes of a piece, the same size in which a checkpoint's file is written."""
+"""Size of a piece in bytes. Checkpoint files are written in blocks of the same size."""
 
 
 class HostWindow:
-    """Reads and writes flat tensors on the host, with memory for two pieces per device."""
+    """Reads and writes flat tensors on the host, using memory for two pieces per device."""
 
     def __init__(self) -> None:
         self._ways: dict[torch.device, tuple[CopyStream, StagingRing]] = {}
@@ -30,26 +30,27 @@ class HostWindow:
     def read(
         self, flat: Tensor, unused: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the elements of `flat` in order: the first element of each piece, and the piece.
+        """Yield `flat` in pieces, in order: the index of the piece's first element, and the piece.
 
-        The caller may read a piece until it asks for the next. Other threads may read it longer:
-        `unused` is called before its memory changes, and must wait until they have finished.
+        The caller may read a piece until it requests the next one. Other threads may read it
+        longer: `unused` is called before its memory changes, and must wait until they have
+        finished.
         """
         if flat.device.type == "cpu" or not _has_streams(flat.device):
             yield 0, flat.cpu()
             return
         copy_stream, ring = self._way(flat.device)
-        # As bytes, because the blocks of a ring are used for all dtypes.
+        # View as bytes, because the blocks of a ring are used for all dtypes.
         data, behind = flat.view(torch.uint8), [copy_stream.here()]
         with _ended(copy_stream, ring):
             for piece in pieces.down(copy_stream, ring, data, behind, unused):
                 yield piece.first // flat.element_size(), piece.memory.view(flat.dtype)
 
     def write(self, flat: Tensor, *, fresh: bool) -> Iterator[tuple[int, Tensor]]:
-        """Yield pieces as `read` does, which the caller changes.
+        """Yield pieces as `read` does, for the caller to modify.
 
-        A piece is stored in `flat` when the caller asks for the next one. With `fresh` its content
-        is arbitrary at first.
+        A piece is stored in `flat` when the caller requests the next one. If `fresh` is true,
+        pieces start with arbitrary content instead of the content of `flat`.
         """
         if flat.device.type == "cpu":
             yield 0, flat
@@ -65,7 +66,7 @@ class HostWindow:
         data, behind = flat.view(torch.uint8), [copy_stream.here()]
         with _ended(copy_stream, ring):
             for piece in pieces.up(copy_stream, ring, data, behind):
-                # The caller changes a part of the content, so it must be there first.
+                # The caller may change only part of the content, so load the rest first.
                 if not fresh:
                     part = data[piece.first : piece.first + piece.nbytes]
                     copy_stream.start_down(part, piece.memory, behind).synchronize()
@@ -80,17 +81,18 @@ class HostWindow:
 
 @cache
 def _copy_stream(device: torch.device) -> CopyStream:
-    """Return the copy stream of all windows."""
-    # Not one for each checkpoint: torch has a pool of 32 streams, and later checkpoints would
-    # share the streams of unrelated work.
+    """Return the copy stream that all windows share."""
+    # Do not create one per checkpoint: torch has a pool of 32 streams, so later checkpoints would
+    # share streams with unrelated work.
     return CopyStream(device)
 
 
 @contextmanager
 def _ended(copy_stream: CopyStream, ring: StagingRing) -> Iterator[None]:
-    """Context manager after which the current stream waits for all copies, even after an error.
+    """Context manager that, on exit, makes the current stream wait for all copies.
 
-    The memory may be freed or written then.
+    It does so even after an error. Work on the current stream may then free or overwrite the
+    memory.
     """
     try:
         yield
@@ -100,5 +102,5 @@ def _ended(copy_stream: CopyStream, ring: StagingRing) -> Iterator[None]:
 
 
 def _has_streams(device: torch.device) -> bool:
-    """Return whether torch has streams for `device`, as for all but Apple's GPUs."""
+    """Return whether torch has streams for `device`. Only Apple's GPUs lack them."""
     return hasattr(torch.get_device_module(device), "Stream")

@@ -1,17 +1,17 @@
-"""Records of a state on a disk (NVMe), read ahead of their use and written after it.
+"""Stores records of a state on a disk (NVMe), with read-ahead and asynchronous write-back.
 
     order          0        1        2        3
     read        [ 0 ][ 1 ][ 2 ][ 3 ]
     update           [ 0 ][ 1 ][ 2 ][ 3 ]
     write                 [ 0 ][ 1 ][ 2 ][ 3 ]
 
-`states/optimizer/offloaded_update.py` decides which record is read ahead, and when. A record has
-the bytes of one span of a bucket. It passes through one of a few staging buffers, which are all the
-memory that a store needs. Threads move the bytes in chunks, and release the GIL.
+`states/optimizer/offloaded_update.py` decides which record is read ahead, and when. A record holds
+the bytes of one span of a bucket. It passes through one of a few staging buffers, which are the
+only memory that a store needs. Threads transfer the bytes in chunks, and release the GIL.
 
-If an accelerator uses the state, the buffers are pinned, and copies between them and the
-accelerator are asynchronous. The lease of a buffer may end while a copy is pending (`copies`). Then
-the thread of the next transfer waits for the copy, not the training thread.
+If the state is used on an accelerator, the buffers are pinned, and copies between them and the
+accelerator are asynchronous. A buffer's lease may end while a copy is pending (`copies`). The
+thread of the next transfer then waits for the copy, not the training thread.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from shardwise.tiers.host_memory import padded
 from shardwise.tiers.staging import Staging, settle
 
 IN_FLIGHT = 4
-"""Records in memory at once: one in use, one being read, one being written, and one that evens out
-their different speeds. With 3, a busy machine used a tenth less of the disk's rate."""
+"""Number of records in memory at once: one in use, one being read, one being written, and one that
+evens out their different speeds. With 3, a busy machine used a tenth less of the disk's bandwidth.
+"""
 
 Transfer = list["Future[None]"]
 """The pending chunks of a record."""
@@ -44,25 +45,27 @@ class BufferLease:
         self.index = index
         self.buffer = buffer
         self.read = read
-        """The read of the record into the buffer; empty if nothing is read."""
+        """Pending read of the record into the buffer. Empty if nothing is read."""
         self._store = store
 
     def wait(self) -> Tensor:
-        """Wait until the record is read, and return its bytes: (nbytes,) uint8.
+        """Wait until the record has been read, and return its bytes as uint8 of shape (nbytes,).
 
-        They start on a page, so that `.view(dtype)` works, and may be changed until the lease ends.
+        The bytes are page-aligned, so `.view(dtype)` works. They may be modified until the lease
+        ends.
 
         Raises:
-            TierError: The disk failed, now or in an earlier transfer.
+            TierError: If the disk failed, now or in an earlier transfer.
         """
         data = self._store._wait_for(self)
         self.buffer.settle()
         return data
 
     def wait_for_disk(self) -> Tensor:
-        """Wait until the record is read, but not for pending copies; return its bytes.
+        """Wait until the record has been read, but not for pending copies. Return its bytes.
 
-        Copies on an accelerator can use it if they wait for the events `copies` themselves.
+        Copies on an accelerator may use the bytes if they wait for the events in `copies`
+        themselves.
         """
         return self._store._wait_for(self)
 
@@ -72,14 +75,14 @@ class BufferLease:
         return self.buffer.copies
 
     def add_copy(self, event: Any) -> None:
-        """Register a copy between the buffer and an accelerator, which ends with `event`."""
+        """Register a copy between the buffer and an accelerator. `event` marks its completion."""
         self.buffer.copies.append(event)
 
     def write(self) -> None:
-        """Start to write the bytes back, and end the lease; the tensor must not be used again.
+        """Start writing the bytes back, and end the lease. The tensor must not be used afterwards.
 
         Raises:
-            TierError: The disk failed, now or in an earlier transfer.
+            TierError: If the disk failed, now or in an earlier transfer.
         """
         self._store.write_behind(self)
 
@@ -92,25 +95,27 @@ class BufferLease:
 
 
 class Store:
-    """Stores records of one state of one rank in a file.
+    """Stores the records of one state of one rank in a file.
 
-    A record is zeros until it is written. The file has no name, so it is freed with the process.
+    A record holds zeros until it is written. The file has no name, so it is freed when the process
+    exits.
 
-    One thread at a time may use a store. After a failed transfer every call but `close` raises,
-    because some record may have neither its old nor its new content. A forked process must not use
-    a store.
+    Only one thread at a time may use a store. After a failed transfer every call except `close`
+    raises, because a record may have neither its old nor its new content. A forked process must not
+    use a store.
 
     Args:
         folder: A folder on a disk.
-        label: The name of the state in messages.
-        records: The bytes of each record; may be 0.
-        rank: The rank in messages.
-        in_flight: Number of records in memory at once, 2 or more. Each has a buffer of the largest
+        label: The state's name in messages.
+        records: Size of each record in bytes; may be 0.
+        rank: This rank's index, for messages.
+        in_flight: Number of records in memory at once, at least 2. Each has a buffer of the largest
             record's size.
-        pages: Allocates the buffers' memory, given the size and the number, if it must be pinned.
+        pages: Allocates pinned memory for the buffers, given their size in bytes and their number.
+            If None, the memory is not pinned.
 
     Raises:
-        TierError: `folder` does not exist, is not writable or is in memory, or its disk has too
+        TierError: If `folder` does not exist, is not writable or is in memory, or its disk has too
             little space.
     """
 
@@ -133,7 +138,7 @@ class Store:
         self.direct = self._file.direct
         # A record has one lease at a time, so more buffers than records are never needed.
         count, largest = min(in_flight, len(sizes)), max(sizes, default=0)
-        # A rank may own no elements. Then there is no memory to pin.
+        # A rank may own no elements. In that case there is no memory to pin.
         memories = pages(largest, count) if pages is not None and count else [None] * count
         self._free = [Staging(largest, memory) for memory in memories]
         self.staging_bytes = sum(buffer.tensor.numel() for buffer in self._free)
@@ -146,13 +151,13 @@ class Store:
         self._transfers = Transfers(label)
 
     def read(self, index: int) -> BufferLease:
-        """Start to read record `index`, and return its lease.
+        """Start reading record `index`, and return its lease.
 
-        Waits for the oldest write if all buffers are being written. A record has one lease at a
-        time.
+        Waits for the oldest write if all buffers are being written. A record has at most one lease
+        at a time.
 
         Raises:
-            TierError: An earlier transfer failed.
+            TierError: If an earlier transfer failed.
         """
         return self._lease(index, read=True)
 
@@ -160,24 +165,24 @@ class Store:
         """Lease a buffer with arbitrary content for record `index`, to be filled and written.
 
         Raises:
-            TierError: An earlier transfer failed.
+            TierError: If an earlier transfer failed.
         """
         return self._lease(index, read=False)
 
     def close(self) -> None:
-        """Wait for pending transfers; then free the file, the buffers and the threads.
+        """Wait for pending transfers, then free the file, the buffers and the threads.
 
-        The stored data is lost. May be called again.
+        The stored data is lost. May be called more than once.
 
         Raises:
-            TierError: A transfer failed, and no call has reported it yet.
-            RuntimeError: A copy to or from an accelerator failed.
+            TierError: If a transfer failed, and no call has reported it yet.
+            RuntimeError: If a copy to or from an accelerator failed.
         """
         if self._closed:
             return
         self._closed = True
         if self._transfers.forked:
-            self._file.close()  # the descriptor only: threads and transfers are the parent's
+            self._file.close()  # the descriptor only: the parent owns the threads and transfers
             return
         self._transfers.end()
         try:
@@ -185,7 +190,7 @@ class Store:
                 self._finish_transfer(transfer)
             for lease in self._leased.values():
                 self._finish_transfer(lease.read)
-        finally:  # every transfer has ended, also if one failed
+        finally:  # all transfers have completed, even if one failed
             self._behind.clear()
             self._leased.clear()
             self._free.clear()
@@ -197,8 +202,8 @@ class Store:
         self._check()
         assert index not in self._leased, f"record {index} of {self.label} is leased already"
         if index in self._behind:
-            # Its bytes are still in the buffer. The lease waits for the write and needs no read.
-            # A read could overtake the write and return the old bytes.
+            # The record's bytes are still in the buffer, so the lease waits for the write and needs
+            # no read. A read could overtake the write and return the old bytes.
             buffer, transfer = self._behind.pop(index)
         else:
             buffer = self._buffer()
@@ -214,23 +219,23 @@ class Store:
         return lease.buffer.tensor[: self.records[lease.index]]
 
     def write_behind(self, lease: BufferLease) -> None:
-        """See `BufferLease.write`."""
-        # A read that is still in flight would overwrite the buffer while it is written.
+        """Implement `BufferLease.write`."""
+        # Wait for a pending read, which would overwrite the buffer while it is being written.
         self._wait_for(lease)
         del self._leased[lease.index]
         transfer = self._start(self._file.write, lease.index, lease.buffer)
         self._behind[lease.index] = lease.buffer, transfer
 
     def give_back(self, lease: BufferLease) -> None:
-        """See `BufferLease.give_back`."""
+        """Implement `BufferLease.give_back`."""
         if self._leased.get(lease.index) is lease and not self._transfers.forked:
             self._finish_transfer(lease.read)
             del self._leased[lease.index]
             self._free.append(lease.buffer)
 
     def _buffer(self) -> Staging:
-        """Return a free buffer, after waiting for the oldest write if there is none."""
-        # Oldest first: that write has most likely ended.
+        """Return a free buffer. If all are in use, wait for the oldest write."""
+        # Choose the oldest write, because it has most likely completed.
         if not self._free:
             assert self._behind, f"all {self._buffers} buffers of {self.label} are leased"
             self._retire(next(iter(self._behind)))
@@ -246,8 +251,8 @@ class Store:
         self, move: Callable[[memoryview, int], None], index: int, buffer: Staging
     ) -> Transfer:
         offset, nbytes = self._offsets[index], padded(self.records[index])
-        # The threads wait for pending copies, not the caller. Every chunk waits for all of them,
-        # since no chunk knows which one runs first.
+        # The threads wait for pending copies, not the caller. Every chunk waits for all copies,
+        # because chunks may run in any order.
         copies, buffer.copies = buffer.copies, []
 
         def after_copies(view: memoryview, offset: int) -> None:
@@ -260,21 +265,23 @@ class Store:
         ]
 
     def _finish_transfer(self, transfer: Transfer) -> None:
-        """Wait for all chunks of a transfer, and keep the first failure."""
-        # All of them, even after a failure: the others still read or write the buffer.
+        """Wait for all chunks of a transfer, and remember the first failure."""
+        # Wait for all chunks even after a failure, because the others still read or write the
+        # buffer.
         wait(transfer)
         for chunk in transfer:
             error = chunk.exception()
             if error is not None and not isinstance(error, TierError):
-                raise error  # a copy failed on the accelerator, not the disk
+                raise error  # a copy on the accelerator failed, not the disk
             if error is not None and self._failure is None:
                 self._failure = error
 
     def _check(self) -> None:
-        """Raise if the store cannot be used any more, or if a write has failed."""
+        """Raise TierError if the store is closed or failed, or if this is a forked process."""
         self._transfers.check()
         if self._closed:
             raise TierError(f"{self.label} was closed and its data is lost. Make a new store.")
+        # Recycle the buffers of completed writes, and notice their failures.
         for index in [i for i, (_, t) in self._behind.items() if all(map(Future.done, t))]:
             self._retire(index)
         self._raise_failure()

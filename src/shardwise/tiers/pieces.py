@@ -1,10 +1,10 @@
-"""Moves any number of bytes between a device and the host through two pinned blocks, in pieces.
+"""Copies any number of bytes between a device and the host, in pieces through two pinned blocks.
 
     down    device ══▶ block 0 ──▶ used    device ══▶ block 1 ──▶ used    ...
     up      filled ──▶ block 0 ══▶ device  filled ──▶ block 1 ══▶ device  ...
 
-Copies (══▶) are asynchronous. The host waits only if it needs the bytes of a piece, or a block
-whose copy is still running. So a file is read or written in parallel with copies.
+Copies (══▶) are asynchronous. The host waits only if it needs the bytes of a piece, or a block that
+is still being copied. A file is therefore read or written in parallel with the copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.tiers.staging import Staging, StagingRing
 
 
 class StagedBytes(NamedTuple):
-    """A piece of `nbytes` bytes, from byte `first` on, in `block`."""
+    """A piece of `nbytes` bytes in `block`. It starts at byte `first` of the data."""
 
     first: int
     nbytes: int
@@ -29,12 +29,12 @@ class StagedBytes(NamedTuple):
 
     @property
     def memory(self) -> Tensor:
-        """Its bytes in the block: (nbytes,) uint8."""
+        """The piece's bytes in the block: uint8 of shape (nbytes,)."""
         return self.block.tensor[: self.nbytes]
 
     @property
     def pages(self) -> memoryview:
-        """Its bytes, extended to whole pages."""
+        """The piece's bytes, rounded up to whole pages."""
         return self.block.view[: padded(self.nbytes)]
 
 
@@ -45,15 +45,16 @@ def down(
     after: Iterable[Any],
     unused: Callable[[], None] | None = None,
 ) -> Iterator[StagedBytes]:
-    """Copy `data` (1-D, uint8, on the device) to the host, after the events `after`.
+    """Copy `data` (1-D, uint8, on the device) to the host once the events `after` complete.
 
-    Yields each piece once it is on the host, while the next one is copied. The caller may read its
-    block until it asks for the next piece. Other threads may read it longer: `unused` is called
-    before a block is written again, and must wait until they have finished.
+    Yields each piece once it is on the host, while the next one is copied. The caller may read a
+    piece's block until it requests the next piece. Other threads may read it longer: `unused` is
+    called before a block is overwritten, and must wait until they have finished.
     """
     behind = list(after)
     pending: deque[StagedBytes] = deque()
     for first in range(0, data.numel(), ring.nbytes):
+        # From here on the ring reuses its blocks.
         if unused is not None and first >= len(ring) * ring.nbytes:
             unused()
         part = data[first : first + ring.nbytes]
@@ -74,10 +75,10 @@ def _completed(piece: StagedBytes) -> StagedBytes:
 def up(
     copy_stream: CopyStream, ring: StagingRing, data: Tensor, after: Iterable[Any]
 ) -> Iterator[StagedBytes]:
-    """Copy bytes from the host to `data` (1-D, uint8, on the device), after the events `after`.
+    """Copy bytes from the host to `data` (1-D, uint8, on the device) after the events `after`.
 
-    Yields pieces with arbitrary content, which the caller fills. Asking for the next piece starts
-    the copy of the one before.
+    Yields pieces with arbitrary content, which the caller fills. Requesting the next piece starts
+    the copy of the previous one.
     """
     behind = list(after)
     for first in range(0, data.numel(), ring.nbytes):

@@ -1,11 +1,11 @@
-"""Short-lived records of any size in a file without a name, moved in parallel with training.
+"""Stores short-lived records of any size in an unnamed file, in parallel with training.
 
     write      data ─▶ staging buffer of a thread ─▶ file      one at a time in each thread
     read       file ─▶ new memory                              freed with the tensor
     drop       the range of the file is free for the next write
 
-`put` and `get` let the caller move the bytes (`device_spool.py`). `nvme.py` has the records of a
-state, which have few sizes, one using thread and one order.
+With `put` and `get`, the caller transfers the bytes (see `device_spool.py`). For the records of a
+state, which have few sizes and are used by one thread in a fixed order, see `nvme.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.tiers.staging import Staging
 class SpoolRecord:
     """A range of the file, freed when the last reference to this object is dropped.
 
-    `last` is the last request, a write or a read. All earlier requests have ended.
+    `last` is the most recent request, a write or a read. All earlier requests have completed.
     """
 
     def __init__(self, spool: Spool, start: int, nbytes: int, last: Future[None]) -> None:
@@ -40,18 +40,18 @@ class SpoolRecord:
         self._spool = spool
 
     def wait(self) -> None:
-        """Wait until the last request has ended; raise TierError if it failed."""
+        """Wait until the last request has completed. Raises TierError if it failed."""
         self._spool.check()
         error = self.last.exception()
         if isinstance(error, TierError):
-            # A new exception: raising the request's own would attach the caller's frames to it, and
-            # keep their objects alive as long as this record.
+            # Raise a new exception. Raising the request's own would attach the caller's frames to
+            # it, and keep their objects alive as long as this record.
             raise TierError(str(error)) from None
         self.last.result()
 
     def __del__(self) -> None:
         # This may run in any thread at any moment, so it must not take the spool's lock. In a
-        # forked process the request's lock may be held by a thread that does not exist there.
+        # forked process, a thread that does not exist there may hold the request's lock.
         if self._spool.forked:
             return
         place = (self.start, padded(self.nbytes))
@@ -60,17 +60,20 @@ class SpoolRecord:
 
 
 class Spool:
-    """A file in `folder` for records; it is freed with the spool and its last record.
+    """A file in `folder` for records. It is freed with the spool and its last record.
 
-    Any thread may use it; a forked process must not. `label` and `rank` are used in messages.
+    Any thread may use the spool; a forked process must not. `label` and `rank` are used in
+    messages.
 
     Raises TierError if `folder` does not exist, is not writable or is in memory. If the disk is
     full or fails later, waiting for the record raises.
     """
 
     def __init__(self, folder: Path, label: str, *, rank: int) -> None:
+        # A deque, because `SpoolRecord.__del__` appends to it without the lock; `append` is atomic.
         self.freed: deque[tuple[int, int]] = deque()
-        """Ranges (start, nbytes) of dropped records that are not yet returned to the extents."""
+        """Ranges (start, nbytes) of dropped records that have not been returned to `_extents` yet.
+        """
         self._extents = Extents()
         self._lock = threading.Lock()
         self._own = threading.local()
@@ -78,19 +81,19 @@ class Spool:
         self._transfers = Transfers(label)
 
     def write(self, data: Tensor) -> SpoolRecord:
-        """Start to write `data` (1-D, uint8, contiguous, CPU).
+        """Start writing `data` (1-D, uint8, contiguous, CPU).
 
-        It must not change until the write has ended. Raises TierError in a forked process.
+        `data` must not change until the write has completed. Raises TierError in a forked process.
         """
         return self.put(data.numel(), partial(self._write, data))
 
     def put(self, nbytes: int, write: Callable[[int], None]) -> SpoolRecord:
-        """Start a record of `nbytes`: a thread calls `write` with its offset in the file.
+        """Create a record of `nbytes`. A thread calls `write` with the record's offset in the file.
 
         Raises TierError in a forked process.
         """
         self.check()
-        # Freed ranges are collected here, because `SpoolRecord.__del__` cannot take the lock.
+        # Collect freed ranges here, because `SpoolRecord.__del__` must not take the lock.
         with self._lock:
             while self.freed:
                 self._extents.give(*self.freed.popleft())
@@ -98,40 +101,42 @@ class Spool:
         return SpoolRecord(self, start, nbytes, self._transfers.start(write, start))
 
     def read(self, record: SpoolRecord) -> Tensor:
-        """Start to read a record whose last request has ended.
+        """Start reading a record that has no pending request.
 
-        Returns memory (1-D, uint8) that has its bytes after `record.wait`. Raises TierError in a
-        forked process.
+        Returns memory (1-D, uint8) that holds the record's bytes after `record.wait`. Raises
+        TierError in a forked process.
         """
+        # Direct transfers need page-aligned memory.
         memory = mapped(padded(record.nbytes))
         self.get(record, partial(self.file.read, memory.numpy().data))
         return memory[: record.nbytes]
 
     def get(self, record: SpoolRecord, read: Callable[[int], None]) -> None:
-        """Start to read a record whose last request has ended.
+        """Start reading a record that has no pending request.
 
-        A thread calls `read` with its offset in the file. Raises TierError in a forked process.
+        A thread calls `read` with the record's offset in the file. Raises TierError in a forked
+        process.
         """
         self.check()
         record.last = self._transfers.start(read, record.start)
 
     @property
     def in_use(self) -> int:
-        """Bytes of existing records, in whole pages."""
+        """Size of the existing records in bytes, rounded up to whole pages."""
         return self._extents.in_use - sum(nbytes for _, nbytes in self.freed)
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from the process that owns the records."""
+        """True if this process was forked from the process that owns the records."""
         return self._transfers.forked
 
     def check(self) -> None:
-        """Raise TierError in a forked process."""
+        """Raise TierError if this is a forked process."""
         self._transfers.check()
 
     def _write(self, data: Tensor, start: int) -> None:
-        """Write through the staging buffer of this thread; runs in a thread."""
-        # `data` need not be aligned for a direct transfer; the buffer is.
+        """Write `data` through this thread's staging buffer. Runs in a transfer thread."""
+        # A direct transfer needs aligned memory. `data` need not be aligned, but the buffer is.
         if not hasattr(self._own, "staging"):
             self._own.staging = Staging(CHUNK)
         view = self._own.staging.view
@@ -139,6 +144,6 @@ class Spool:
         source = data.numpy()
         for first in range(0, source.size, CHUNK):
             piece = source[first : first + CHUNK]
-            # Not torch's copy, which would start more threads in each of these threads.
+            # Use NumPy, because torch's copy would start more threads in each of these threads.
             np.copyto(target[: piece.size], piece)
             self.file.write(view[: padded(piece.size)], start + first)

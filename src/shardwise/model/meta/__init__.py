@@ -3,8 +3,8 @@
 deferred_init.py    `on_meta`, the context manager that defers parameters
 materialize.py      computes the values of a deferred parameter
 recorder.py         dispatch mode that records how a model is built
-calls.py            turns a torch call into an operation on the tape
-storage_records.py  the present content of a storage
+calls.py            converts a torch call into an operation on the tape
+storage_records.py  the current content of a storage
 tape.py             recorded operations, and their replay
 """
 

@@ -1,4 +1,4 @@
-"""Conversion of a torch call into a taped operation: its inputs, its writes and its results."""
+"""Converts a torch call into a taped operation: its inputs, its writes and its results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shardwise.model.meta.tape import (
 
 _aten = torch.ops.aten
 
-# The result of these operations does not depend on the previous content of the memory.
+# The results of these operations do not depend on the previous content of the memory.
 _OVERWRITES = frozenset(
     getattr(packet, name)
     for packet in (
@@ -109,24 +109,27 @@ class RecordedCall:
         return RecordedCall(self.function, args, kwargs)
 
     def generator(self) -> torch.Generator:
-        """Return the generator that a random call draws from."""
+        """Return the generator that a random call uses."""
         generators = [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
         return generators[0] if generators else default_generator(self.device())
 
     def device(self) -> torch.device:
-        """Return the device of the results in a plain build, even if torch reports meta."""
+        """Return the results' device in a plain build, even if torch reports meta."""
         for leaf in self.leaves:
             if isinstance(leaf, torch.device) and leaf.type != "meta":
                 return leaf
-        # The tensor with the most dims decides: torch mixes 0-dim CPU tensors with any device.
+        # The tensor with the most dims decides, because torch mixes 0-dim CPU tensors with any
+        # device.
         for tensor in sorted(self.tensors, key=Tensor.dim, reverse=True):
             record = deferred_record(tensor)
             return record.device if record else tensor.device
         return torch.device("cpu")
 
     def values_for_meta(self) -> bool:
-        """Return whether the call copies known values to the meta device, as torch does for
-        indices."""
+        """Return whether the call copies known values to the meta device.
+
+        torch does so for indices.
+        """
         return (
             any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in self.leaves)
             and not any(tensor.is_meta for tensor in self.tensors)
@@ -144,13 +147,13 @@ class RecordedCall:
         )
 
     def changes_records(self) -> bool:
-        """Return whether the call allocates memory, or writes into memory that has a record."""
+        """Return whether the call allocates memory, or writes to memory that has a record."""
         return self.kind.makes or any(
             record_of(tensor) for tensor in self.tensors if id(tensor) in self.written
         )
 
     def writes_real(self) -> bool:
-        """Return whether the call writes into real memory."""
+        """Return whether the call writes to real memory."""
         return any(id(tensor) in self.written and not tensor.is_meta for tensor in self.tensors)
 
 
@@ -162,7 +165,8 @@ class TapeEntry:
         self._records: list[StorageRecord | None] = []
         self._memories: list[RecordedMemory] = []
         self._places: dict[int, int] = {}
-        # The generator state before the call, so that it can be repeated without earlier draws.
+        # Save the generator state before the call, so that the call can be repeated without earlier
+        # draws.
         seed = None
         if call.kind.random:
             generator = call.generator()
@@ -189,13 +193,13 @@ class TapeEntry:
         written = id(leaf) in self._call.written
         record = record_of(leaf)
         if record is None:
-            # No recorded operation creates this tensor, so keep a copy of its values.
+            # No recorded operation creates this tensor, so copy its values.
             content, layout = copy_content(leaf)
             self._memories.append(RecordedMemory(content, layout.bytes(), leaf.device, written))
             self._records.append(None)
             return TensorArgument(len(self._memories) - 1, layout)
-        # Two arguments that are views of one storage share one memory, so a write is seen through
-        # both.
+        # Two arguments that are views of the same storage share one memory, so that a write is
+        # visible through both.
         place = self._places.setdefault(id(record), len(self._memories))
         if place == len(self._memories):
             size = leaf.untyped_storage().nbytes()
@@ -222,6 +226,7 @@ class TapeEntry:
         """Attach the new contents to the written arguments and to the results.
 
         Args:
+            results: Results of the call.
             device: Device of deferred results.
         """
         written = self.operation.written()
@@ -235,7 +240,7 @@ class TapeEntry:
             if record is not None and not tensor.is_meta:
                 # The call ran on this real tensor, so its memory is up to date.
                 record.present = record.content
-        # A result in the memory of an argument is a view, and that memory already has a record.
+        # A result in the memory of an argument is a view, whose memory already has a record.
         known = {_address(t) for t in self._call.tensors if t.layout is torch.strided}
         for index, result in enumerate(leaves(results)):
             if not isinstance(result, Tensor) or result.layout is not torch.strided:

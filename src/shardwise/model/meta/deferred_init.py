@@ -4,17 +4,17 @@
         model = Model()
 
 Inside the block each parameter moves to the meta device as soon as it is created. The operations
-that fill it are recorded on a tape; a random operation is recorded with the state of its generator.
-`materialise` replays the tape of one parameter. So the values are bit for bit the same as
-in a plain build with the same seed, and so are the generators afterwards. (torchdistX's deferred
-initialisation uses the same method.)
+that fill it are recorded on a tape; random operations are recorded with their generator's state.
+`materialise` replays the tape of a single parameter. The values, and the generators afterwards, are
+therefore bit-identical to a plain build with the same seed. (torchdistX's deferred initialisation
+uses the same method.)
 
 Costs:
 
 - Time: a plain build, because random numbers must be drawn to advance the generators, plus the
   replay of the operations that a parameter still needs.
 - Memory: one parameter at a time, all buffers, and 5 KB per random operation that a parameter still
-  needs. Values that no torch operation inside the block has computed (numpy arrays, loaded files)
+  needs. Values that no torch operation inside the block has computed (NumPy arrays, loaded files)
   cannot be recomputed, so they stay in memory.
 """
 
@@ -47,17 +47,18 @@ _active = threading.local()
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Context manager that builds models with parameters without memory; buffers are real.
+    """Context manager that builds models whose parameters have no memory. Buffers are real.
 
-    Shapes, dtypes, names, ties and the state of random generators are as in a plain build.
+    Shapes, dtypes, names, ties and the state of random generators are the same as in a plain build.
     Inside the block a parameter reports the device that it would have in a plain build, and reading
     its value computes it temporarily. Everything that changes a parameter (initialisation,
     `.to(dtype)`, `load_state_dict`) must be inside the block, because later changes are not
-    recorded. A tensor that is computed from a parameter and kept as a plain attribute stays on the
-    meta device: register it as a buffer.
+    recorded. If a tensor is computed from a parameter and stored as a plain attribute, it stays on
+    the meta device: register it as a buffer.
 
     Raises:
-        ModelError: An operation cannot be recorded, or a parameter was written between two blocks.
+        ModelError: If an operation cannot be recorded, or a parameter was written between two
+            blocks.
 
     Example:
         >>> import shardwise as sw
@@ -71,7 +72,7 @@ def on_meta() -> Iterator[None]:
         yield
         return
     recorder = _active.recorder = ConstructionRecorder()
-    # Buffers stay real: they are small, and a model's constructor may read them.
+    # Buffers stay real, because they are small and a model's constructor may read them.
     hook = register_module_buffer_registration_hook(_keep_buffer_real)  # type: ignore[arg-type]
     try:
         with _defer_parameters() as parameters, _PlainAnswers(recorder, parameters), recorder:
@@ -113,11 +114,12 @@ class _PlainAnswers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _data_for(self, taker: Tensor, record: StorageRecord | None, value: Tensor) -> Tensor:
-        """Return `value`, deferred if the tensor that takes it is deferred, otherwise real."""
+        """Return `value`: deferred if the tensor that receives it is deferred, otherwise real."""
         other = deferred_record(value)
         with self._recorder.working():
             if record is not None:
-                # `taker` may be from an earlier block. Its record, which shows later writes, goes.
+                # `taker` may be from an earlier block. Check its record for later writes before it
+                # is replaced.
                 check_unwritten(taker, record)
                 self._parameters.append(weakref.ref(taker))
                 return self._recorder.defer(value)
@@ -126,7 +128,10 @@ class _PlainAnswers(TorchFunctionMode):
     def _call_exporting(
         self, record: StorageRecord | None, func: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Call a function that exports memory (say, to numpy), where writes are not visible."""
+        """Call a function that exports memory, for example to NumPy.
+
+        Writes to exported memory are not visible to the recorder.
+        """
         tensor = args[0]
         if record is not None:
             with self._recorder.working():
@@ -148,7 +153,7 @@ _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
 def _index(index: Any) -> Any:
-    """Return an index whose lists and arrays are tensors."""
+    """Return an index with its lists and arrays converted to tensors."""
     # torch would convert them inside the recorder, which would put them on the meta device.
     if isinstance(index, tuple):
         return tuple(_index(item) for item in index)
@@ -157,7 +162,7 @@ def _index(index: Any) -> Any:
 
 @contextmanager
 def _defer_parameters() -> Iterator[list[weakref.ref[Any]]]:
-    """Replace the data of every new nn.Parameter with its deferred twin; yield the parameters."""
+    """Replace the data of every new nn.Parameter with its deferred twin. Yields the parameters."""
     plain = nn.Parameter.__dict__["__new__"]
     parameters: list[weakref.ref[Any]] = []
 
@@ -170,8 +175,8 @@ def _defer_parameters() -> Iterator[list[weakref.ref[Any]]]:
         parameters.append(weakref.ref(parameter))
         return parameter
 
-    # Patched globally, because modules call nn.Parameter directly; `_recorder` limits it to one
-    # thread.
+    # Patch globally, because modules call nn.Parameter directly. `_recorder` limits the effect to
+    # one thread.
     nn.Parameter.__new__ = staticmethod(deferred)  # type: ignore[method-assign]
     try:
         yield parameters
@@ -195,6 +200,6 @@ def _keep_buffer_real(module: nn.Module, name: str, buffer: Tensor | None) -> Te
 
 
 def _recorder() -> ConstructionRecorder | None:
-    """Return the recorder of the block that this thread is in."""
+    """Return the recorder of the block that this thread is in, or None."""
     recorder: ConstructionRecorder | None = getattr(_active, "recorder", None)
     return recorder

@@ -1,4 +1,4 @@
-"""Materialisation of deferred parameters, one at a time."""
+"""Materialises deferred parameters, one at a time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ def is_deferred(parameter: Tensor) -> bool:
 
 
 def materialise(parameter: Tensor, name: str = "A parameter") -> Tensor:
-    """Return the values of `parameter` in a plain build, in new memory and without gradient.
+    """Return the values that `parameter` would have in a plain build, in new memory.
 
-    Shape, strides, dtype and device are as in a plain build. Parameters may be materialised in
-    any order and repeatedly; random generators do not change.
+    Shape, strides, dtype and device are the same as in a plain build. The result does not require
+    grad. Parameters may be materialised in any order and repeatedly. Random generators do not
+    change.
 
     Args:
+        parameter: A parameter that was built inside `on_meta`.
         name: Name of the parameter for error messages.
 
     Raises:
-        ModelError: The parameter was not built inside `on_meta`, was written after it, or its
-            operations cannot be replayed.
+        ModelError: If the parameter was not built inside `on_meta` or was written after it, or if
+            its operations cannot be replayed.
     """
     record = deferred_record(parameter)
     if record is None:
@@ -45,14 +47,14 @@ def materialise(parameter: Tensor, name: str = "A parameter") -> Tensor:
 def materialise_by_reset(module: nn.Module) -> list[str]:
     """Fill the meta tensors that `module` itself owns by calling its `reset_parameters`.
 
-    For models that were built under `torch.device("meta")`, which have no recorded values. It draws
-    from the present generators, so the values differ from a plain build.
+    For models that were built under `torch.device("meta")`, which have no recorded values. The call
+    draws from the current generators, so the values differ from those of a plain build.
 
     Returns:
         The names of the parameters and buffers that were filled.
 
     Raises:
-        ModelError: The module has no `reset_parameters`, or it leaves some tensors unset.
+        ModelError: If the module has no `reset_parameters`, or it leaves some tensors unset.
     """
     held = {**module._parameters, **module._buffers}
     empty = {
@@ -87,8 +89,8 @@ def make_real(tensor: Tensor, value: Tensor) -> None:
     """Give the object `tensor` the memory of `value`, on any device.
 
     The object keeps its identity, class, attributes, hooks and requires_grad, so modules,
-    optimizers and ties that refer to it stay valid. Its gradient is dropped, and an earlier forward
-    graph refuses backward. Raises ModelError if a view or a graph holds the old memory.
+    optimizers and ties that refer to it stay valid. Its gradient is dropped, and backward passes
+    through earlier graphs raise. Raises ModelError if a view or a graph holds the old memory.
     """
     if not _is_unshared(tensor):
         raise ModelError(
@@ -97,17 +99,22 @@ def make_real(tensor: Tensor, value: Tensor) -> None:
             "no_grad, and apply weight norm with torch.nn.utils.parametrizations."
         )
     fresh = value.detach().requires_grad_(tensor.requires_grad)
-    # Swaps the C++ tensors below the Python objects, as torch.utils.swap_tensors does.
+    # Swap the C++ tensors underneath the Python objects, as torch.utils.swap_tensors does.
     torch._C._swap_tensor_impl(tensor, fresh)
-    # Python and autograd both store the hooks; the assignment registers them with autograd again.
+    # Python and autograd both store the hooks. The assignment registers them with autograd again.
     tensor._backward_hooks = tensor._backward_hooks
     tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
 
 
 def _is_unshared(tensor: Tensor) -> bool:
-    """Return whether only graphs, which are made to refuse backward, hold `tensor` in autograd."""
+    """Return whether no view and no usable graph holds `tensor`.
+
+    If a graph holds it only through its gradient node, a hook makes backward passes through that
+    graph raise.
+    """
     count: int = tensor._use_count()  # type: ignore[attr-defined]
-    # The use count is of the C++ tensor: 1 for the Python object, 1 more for its gradient node.
+    # The use count is that of the C++ tensor: 1 for the Python object, 1 more for its gradient
+    # node.
     if count == 1:
         return True
     if count > 2 or not (tensor.is_leaf and tensor.requires_grad):

@@ -1,4 +1,4 @@
-"""Dispatch mode that records the operations that build a model."""
+"""Records the operations that build a model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.quiet = before
 
     def defer(self, tensor: Tensor) -> Tensor:
-        """Return the deferred twin of a real tensor; a meta tensor is returned unchanged."""
+        """Return the deferred twin of a real tensor. A meta tensor is returned unchanged."""
         if tensor.is_meta or tensor.layout is not torch.strided:
             return tensor
         record = record_of(tensor)
@@ -73,12 +73,12 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _perform(self, call: RecordedCall) -> Any:
         for tensor in call.tensors:
-            # Bring a real tensor up to date with writes through its deferred twin.
+            # If the deferred twin of a real tensor was written, update the real tensor.
             record = None if tensor.is_meta else record_of(tensor)
             if record is not None and record.present != record.content:
                 tensor.untyped_storage().copy_(replay(record.content))
                 record.present = record.content
-        # First of all: such a call changes which storage the tensor has.
+        # Check this first, because such a call changes the tensor's storage.
         if call.kind.moves:
             return self._move(call)
         if call.values_for_meta():
@@ -112,14 +112,15 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _deferred(self, call: RecordedCall) -> Any:
-        """Record a call without running it, except that a random one must advance its generator."""
-        entry = TapeEntry(call)  # before the call, because it records the arguments' contents
+        """Record a call without running it. A random call must still advance its generator."""
+        # before the call, because the entry records the arguments' contents
+        entry = TapeEntry(call)
         try:
             results = call.map_arguments(_as_meta).run()
         except NotImplementedError:  # its output shapes depend on values
             return self._for_real(call)
-        # Later draws must be the same as in a plain build, so the generator must advance as if the
-        # values had been computed.
+        # Later draws must match a plain build, so advance the generator as if the values had been
+        # computed.
         if call.kind.random:
             perform(entry.operation, call.generator())
         entry.finish(results, device=call.device())
@@ -145,14 +146,14 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             lambda leaf: device if isinstance(leaf, torch.device) else leaf
         )
         results = call_on_device.map_arguments(real).run()
-        # In-place calls return their argument: give back the user's tensor, not the temporary.
+        # In-place calls return their argument. Return the user's tensor, not the temporary one.
         originals = {id(stand_in): leaf for stand_in, leaf in stand_ins}
         results = map_leaves(lambda result: originals.get(id(result), result), results)
         entry.finish(results)
         return results
 
     def _move(self, call: RecordedCall) -> Any:
-        """Run an operation that makes a tensor refer to other memory: `t_`, `set_`, `resize_`."""
+        """Run an operation that moves a tensor to different memory: `t_`, `set_`, `resize_`."""
         target = call.tensors[0]
         record = deferred_record(target)
         if record is None:

@@ -1,8 +1,8 @@
-"""Present content of each storage, recorded on the storage itself so that both live equally long.
+"""Tracks the current content of each storage, in a record with the same lifetime as the storage.
 
-Storages that were created inside the block have a record. Others are foreign, and values read from
-them are copied. A *deferred* tensor is on the meta device and its storage has a record: a
-parameter, a view of one, or a tensor that was computed from one.
+A storage that was created inside the block has a record. Other storages are foreign, and values
+read from them are copied. A tensor is *deferred* if it is on the meta device and its storage has a
+record: a parameter, a view of one, or a tensor computed from one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class StorageRecord:
     """The content of a storage.
 
     Args:
-        content: Present content according to the tape.
+        content: Current content according to the tape.
         device: Device of the storage in a plain build.
-        present: Content of the real storage. If it is not `content`, the storage is out of date:
-            it shares its record with a deferred tensor that was written.
-        versions: Versions of its parameters at the end of the block.
+        present: Content of the real storage. If it differs from `content`, the storage is out of
+            date: it shares its record with a deferred tensor that was written.
+        versions: Versions of the storage's parameters at the end of the block.
     """
 
     content: Content
@@ -35,7 +35,7 @@ class StorageRecord:
 
 
 def record_of(tensor: Tensor) -> StorageRecord | None:
-    """Return the record of the memory of `tensor`, if it has one."""
+    """Return the record of the memory of `tensor`, or None."""
     if tensor.layout is not torch.strided:
         return None
     found: StorageRecord | None = getattr(tensor.untyped_storage(), "_shardwise_record", None)
@@ -43,8 +43,8 @@ def record_of(tensor: Tensor) -> StorageRecord | None:
 
 
 def set_record(tensor: Tensor, record: StorageRecord | None) -> None:
-    """Attach `record` to the memory of `tensor`, for as long as that lives."""
-    # torch returns the same Python object for a storage as long as it lives, so attributes stay.
+    """Attach `record` to the memory of `tensor`, for the memory's lifetime."""
+    # torch returns the same Python object for a storage as long as it lives, so attributes persist.
     tensor.untyped_storage()._shardwise_record = record  # type: ignore[attr-defined]
 
 
@@ -58,13 +58,12 @@ def keep_present(tensor: Tensor) -> None:
 
 
 def deferred_record(tensor: object) -> StorageRecord | None:
-    """Return the record of `tensor` if it is deferred."""
+    """Return the record of `tensor` if it is deferred, else None."""
     return record_of(tensor) if isinstance(tensor, Tensor) and tensor.is_meta else None
 
 
 def check_unwritten(parameter: Tensor, record: StorageRecord, name: str = "A parameter") -> None:
-    """Raise ModelError if `parameter` was written after its block, where writes are not
-    recorded."""
+    """Raise ModelError if `parameter` was written after the block that built it."""
     if record.versions and parameter._version not in record.versions:
         raise ModelError(
             f"{name} of shape {tuple(parameter.shape)} was written after the block that built it, "
@@ -74,7 +73,7 @@ def check_unwritten(parameter: Tensor, record: StorageRecord, name: str = "A par
 
 
 def value_of(tensor: Tensor, record: StorageRecord) -> Tensor:
-    """Return the real tensor of a deferred one: recomputed, in new memory."""
+    """Return the real values of a deferred tensor, recomputed in new memory."""
     layout = Layout.of(tensor)
     whole = layout.view(replay(record.content))
     return whole if layout.fills(whole.untyped_storage().nbytes()) else whole.clone()

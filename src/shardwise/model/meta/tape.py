@@ -1,9 +1,10 @@
-"""Tape of operations on the memory of tensors. Any part of it can be replayed separately.
+"""Records operations on the memory of tensors on a tape. Any part of the tape can be replayed.
 
-A *content* is the data in a storage at one moment; an *operation* computes contents from others.
-Operations see each tensor argument as a view (dtype, size, stride, offset) of a storage. So views
-need no separate record, and a write through one view is visible in all of them. Random
-operations keep the state of their generator (5 KB), so each can be replayed without earlier draws.
+A *content* is the data in a storage at a point in time. An *operation* computes contents from other
+contents. Operations see each tensor argument as a view (dtype, size, stride, offset) of a storage.
+Views therefore need no separate record, and a write through one view is visible in all of them.
+Random operations store the state of their generator (5 KB), so each can be replayed without earlier
+draws.
 
 The tape holds only contents that are still needed: fully overwritten contents are dropped.
 """
@@ -26,7 +27,7 @@ from shardwise.world.randomness import generator_of
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a storage after an operation: number `slot` of its results."""
+    """The content of a storage after an operation: entry `slot` of its results."""
 
     operation: TapedOperation
     slot: int
@@ -34,7 +35,7 @@ class Content:
 
 @dataclass(frozen=True)
 class RecordedMemory:
-    """A storage before an operation. Without content, its previous data does not matter."""
+    """A storage before an operation. If `content` is None, its previous data does not matter."""
 
     content: Content | None
     size: int  # bytes
@@ -44,7 +45,7 @@ class RecordedMemory:
 
 @dataclass(frozen=True)
 class Layout:
-    """The view of a tensor into its storage; sizes in elements."""
+    """A tensor's view of its storage. Sizes are in elements."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -61,7 +62,7 @@ class Layout:
         return empty.set_(storage, self.offset, self.size, self.stride)
 
     def bytes(self) -> int:
-        """Return the size of the elements in bytes, each counted once."""
+        """Return the size in bytes, counting each element once."""
         return self.size.numel() * self.dtype.itemsize
 
     def fills(self, storage_bytes: int) -> bool:
@@ -70,7 +71,7 @@ class Layout:
             return False
         expected = 1
         for stride, size in sorted(zip(self.stride, self.size, strict=True)):
-            # Dims are visited by increasing stride. A gap or an overlap breaks the chain.
+            # Visit dims by increasing stride. A gap or an overlap breaks the chain.
             if size != 1 and stride != expected:
                 return False
             expected *= size
@@ -79,7 +80,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class TensorArgument:
-    """A tensor argument of an operation: a view of its memory number `memory`."""
+    """A tensor argument of an operation: a view of the memory at index `memory`."""
 
     memory: int
     layout: Layout
@@ -87,7 +88,7 @@ class TensorArgument:
 
 @dataclass(frozen=True)
 class RecordedDraws:
-    """State of the generator that an operation draws from, before it runs."""
+    """State of an operation's generator before the operation runs."""
 
     device: torch.device
     state: Tensor
@@ -95,14 +96,14 @@ class RecordedDraws:
 
 @dataclass(frozen=True)
 class AllocatedStorage:
-    """A storage that an operation allocates, for its result number `result`."""
+    """A storage that an operation allocates for the result at index `result`."""
 
     result: int
     layout: Layout
     size: int  # bytes
 
 
-# Compared by identity: operations are keys of dicts, and equal calls are different operations.
+# Compare by identity: operations are dict keys, and equal calls are different operations.
 @dataclass(eq=False)
 class TapedOperation:
     """A call that can be replayed: its function, arguments, memories and random state."""
@@ -116,19 +117,23 @@ class TapedOperation:
     allocated: list[AllocatedStorage] = field(default_factory=list)
 
     def contents(self) -> Iterator[Content]:
-        """Iterate over the contents that it needs, each once."""
+        """Iterate over the contents that the operation needs, each once."""
         return iter({memory.content: None for memory in self.memories if memory.content})
 
     def written(self) -> list[int]:
-        """Return the memories it writes. They are its first slots; allocated storages follow."""
+        """Return the memories that the operation writes.
+
+        They are its first slots; allocated storages follow.
+        """
         return [index for index, memory in enumerate(self.memories) if memory.written]
 
     def run(
         self, storages: Sequence[UntypedStorage], advance: torch.Generator | None = None
     ) -> list[UntypedStorage]:
-        """Repeat the operation on `storages`, one per memory; return its contents.
+        """Replay the operation on `storages` (one per memory), and return the resulting contents.
 
-        Only the generator `advance` changes its state, as if the operation had drawn from it.
+        Leaves every generator unchanged except `advance`, which moves on as if the operation had
+        drawn from it.
         """
 
         def tensor(leaf: Any) -> Any:
@@ -157,7 +162,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return the same nesting with `function` applied to each leaf.
+    """Return the same nested structure with `function` applied to each leaf.
 
     torch's own helpers keep references to the leaves (here tensors) until garbage collection runs.
     """
@@ -173,20 +178,20 @@ def copy_content(tensor: Tensor) -> tuple[Content, Layout]:
     """Return a content that is a copy of `tensor`, for values that no operation computes."""
     copy = tensor.detach().clone()
     layout = Layout.of(copy)
-    # `copy` lives in the operation; each replay clones it.
+    # `copy` is stored in the operation, and each replay clones it.
     operation = TapedOperation(copy.clone, (), {}, [], None)
     operation.allocated.append(AllocatedStorage(0, layout, copy.untyped_storage().nbytes()))
     return Content(operation, 0), layout
 
 
 def replay(content: Content) -> UntypedStorage:
-    """Recompute `content` in new memory; the generators do not change.
+    """Recompute `content` in new memory. Generators do not change.
 
-    It takes the time of all operations that lead to the content. Peak memory is the
-    size of all contents needed at once. For the usual initialisations that is only the result.
+    Runs all operations that lead to the content. Peak memory is the size of all contents needed at
+    once. For the usual initialisations this is only the result.
     """
     order = _order([content])
-    # How often each content is still needed, by operations and by the caller.
+    # The number of times each content is still needed, by operations and by the caller.
     uses = Counter(needed for operation in order for needed in operation.contents())
     uses[content] += 1
     held: dict[Content, UntypedStorage] = {}
@@ -200,7 +205,7 @@ def replay(content: Content) -> UntypedStorage:
         for slot, storage in enumerate(_repeat(operation, storages)):
             if uses[Content(operation, slot)]:
                 held[Content(operation, slot)] = storage
-    # Temporaries are freed in many sizes; without this the heap of the C library keeps growing.
+    # Temporaries of many sizes are freed. Without this call the C library's heap keeps growing.
     give_back(sum(storage.size for operation in order for storage in operation.allocated))
     return held[content]
 
@@ -239,8 +244,8 @@ def _repeat(
 
 
 def _order(targets: Sequence[Content]) -> list[TapedOperation]:
-    """Return the operations that `targets` need, in order of their dependencies."""
-    # An explicit stack: a chain of operations may be longer than Python's recursion limit.
+    """Return the operations that `targets` need, in dependency order."""
+    # Use an explicit stack, because a chain of operations may exceed Python's recursion limit.
     done: dict[TapedOperation, None] = {}
     stack = [(target.operation, False) for target in targets]
     while stack:
@@ -269,9 +274,9 @@ def _storage_for(
 
 
 def _storage_of_result(tensor: Tensor, recorded: AllocatedStorage) -> UntypedStorage:
-    """Return the storage of a result, copied if its layout differs from the recorded one.
+    """Return a result's storage, copied if its layout differs from the recorded one.
 
-    Shapes were computed on the meta device, whose kernels may choose other strides.
+    Shapes were computed on the meta device, whose kernels may choose different strides.
     """
     storage = tensor.untyped_storage()
     if Layout.of(tensor) == recorded.layout and storage.nbytes() == recorded.size:
@@ -287,8 +292,8 @@ def _recorded_environment(
 ) -> Iterator[None]:
     """Context manager that restores the default dtype and generator state of an operation.
 
-    A replayed operation draws from the default generator, even if it was passed another one:
-    from the same state both give the same numbers.
+    A replayed operation draws from the default generator, even if it was originally passed a
+    different one: from the same state, both produce the same numbers.
     """
     present = torch.get_default_dtype()
     generator = default_generator(seed.device) if seed else None
@@ -307,8 +312,8 @@ def _recorded_environment(
             generator.set_state(before)
 
 
-_MAPPED = 2**20  # bytes; a storage of this size or more gets its own memory mapping
-_TRIMMED = 2**26  # bytes; trim the heap whenever this much was freed
+_MAPPED = 2**20  # bytes; a storage of at least this size gets its own memory mapping
+_TRIMMED = 2**26  # bytes; trim the heap whenever this many bytes have been freed
 
 _freed = 0
 
@@ -316,7 +321,7 @@ _freed = 0
 def new_storage(size: int, device: torch.device) -> UntypedStorage:
     """Return an uninitialised storage of `size` bytes.
 
-    A large one has its own memory mapping, so freeing it leaves no hole in the heap.
+    A large storage has its own memory mapping, so freeing it leaves no hole in the heap.
     """
     if device.type == "cpu" and size >= _MAPPED:
         return mapped(size).untyped_storage()
@@ -325,7 +330,7 @@ def new_storage(size: int, device: torch.device) -> UntypedStorage:
 
 
 def give_back(size: int) -> None:
-    """Report that `size` bytes of tensors are or will soon be free; trims the heap now and then."""
+    """Report that `size` bytes of tensors are free or soon will be. Occasionally trims the heap."""
     global _freed
     _freed += size
     if _freed >= _TRIMMED:

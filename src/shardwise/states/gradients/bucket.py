@@ -1,17 +1,17 @@
-"""One bucket of gradients, from the first gradient of a backward to the update.
+"""Implements the life cycle of a gradient bucket, from its first gradient to the update.
 
     begin ─▶ FILLING     mark_ready for each gradient, then collect
                │
                ├─ launch ─▶ LAUNCHED ─ settle ─▶ SUMMED ─ consume ─▶ CONSUMED
-               └─ launch ─▶ HELD (the backward does not reduce)
+               └─ launch ─▶ HELD (the backward pass does not reduce)
                               └─ launch_held ─▶ LAUNCHED
 
 `begin` of the next micro-batch leads from any state to FILLING, even while the collective of the
 previous one is in flight. `launch_late` starts a second collective: SUMMED ─▶ LAUNCHED.
 
 A bucket collects gradients in a flat buffer. Replicated gradients have a permanent buffer (`kept`),
-in which micro-batches add up. Sharded gradients, and all gradients in the exact mode, borrow a
-buffer for one reduction. The bucket keeps the sum of the elements that this rank updates
+in which micro-batches accumulate. Sharded gradients, and all gradients in the exact mode, borrow a
+buffer for one reduction. The bucket stores the sum of the elements that this rank updates
 (`reduced`).
 """
 
@@ -38,15 +38,15 @@ from shardwise.states.storage.storage_factory import TensorKind
 from shardwise.timeline import recorder
 
 SMALL = 1 << 14
-"""Gradients of at most this many elements wait for their bucket, and are copied in one call. A
-larger one is copied when it arrives, while it is in the processor's cache."""
+"""Gradients of at most this many elements wait until their bucket is launched, and are copied in
+one call. A larger gradient is copied when it arrives, while it is in the processor's cache."""
 
 SENT_APART = 1 << 19
 """Gradients of at least this many elements are sent in separate messages, if that saves a copy."""
 
 
 class BucketState(Enum):
-    """State of a bucket in the present step; the module's docstring shows the transitions."""
+    """State of a bucket in the current step. The module docstring shows the transitions."""
 
     FILLING = auto()
     HELD = auto()
@@ -57,39 +57,40 @@ class BucketState(Enum):
 
 @dataclass(frozen=True)
 class Backward:
-    """The settings of one backward, which hold for all of its gradients."""
+    """The settings of a backward pass, which apply to all of its gradients."""
 
     reduces: bool
-    """Whether buckets are sent to the other ranks."""
+    """True if buckets are reduced across ranks in this backward pass."""
     is_first: bool
-    """Whether no bucket was sent before in this step, so that a kept buffer holds no sum yet."""
+    """True if no bucket has been launched in this step, so that a kept buffer holds no sum yet."""
     empty: bool = False
-    """Whether the weight is zero, so that the gradients (perhaps NaN) are discarded."""
+    """True if the loss weight is zero, so that the gradients (possibly NaN) are discarded."""
     factor: float | Tensor | None = None
-    """Factor for all gradients; None for 1."""
+    """Factor for all gradients; None means 1."""
     is_zero: Tensor | None = None
-    """The value of `empty` as a tensor, if only the device knows the weight."""
+    """Boolean tensor in place of `empty`, if the loss weight is known only on the device."""
 
     def weighted(self, grad: Tensor) -> Tensor:
-        """Return `grad` times the factor, or zeros for a zero weight; 16 bits become fp32."""
+        """Return the weighted `grad`, or zeros if the weight is zero. 16-bit values become fp32."""
         grad = self._multiplied([grad])[0]
-        # Not a product with zero, which would keep a NaN.
+        # `where`, because multiplying by zero would keep a NaN.
         return grad if self.is_zero is None else torch.where(self.is_zero, 0.0, grad)
 
     def _multiplied(self, grads: list[Tensor]) -> list[Tensor]:
         factor = self.factor
         if factor is None:
             return grads
-        # In fp32, so that only the write into the bucket rounds to 16 bits.
+        # Multiply in fp32, so that only the write into the bucket rounds to 16 bits.
         grads = [grad.float() if grad.dtype in NARROW else grad for grad in grads]
         if isinstance(factor, Tensor):
             return list(torch._foreach_mul(grads, factor.to(grads[0].dtype)))
         return list(torch._foreach_mul(grads, factor))
 
     def put(self, grad: Tensor, target: Tensor, *, adds: bool) -> None:
-        """Write `grad`, weighted, to `target`, or add it to the values there.
+        """Write the weighted `grad` to `target`, or add it to `target` if `adds` is true.
 
-        A zero weight has no effect on written values: `clean` applies it once for a whole bucket.
+        If only the device knows that the weight is zero, written values are not zeroed here:
+        `clean` does so once per bucket.
         """
         if adds:
             target.add_(self.weighted(grad))
@@ -98,37 +99,45 @@ class Backward:
         elif grad.dtype == target.dtype and not (
             isinstance(self.factor, Tensor) and grad.dtype in NARROW
         ):
-            # One pass without memory for the product. torch multiplies 16-bit numbers by a Python
-            # number in fp32, but would first round a tensor factor to 16 bits.
+            # A single pass, without memory for the product. torch multiplies 16-bit numbers by a
+            # Python number in fp32, but would first round a tensor factor to 16 bits.
             torch.mul(grad, self.factor, out=target)
         else:
             target.copy_(self._multiplied([grad])[0])
 
     def put_all(self, grads: list[Tensor], targets: list[Tensor]) -> None:
-        """Write `grads`, weighted, to `targets`, in one call."""
+        """Write the weighted `grads` to `targets` in one call."""
         if targets:
             torch._foreach_copy_(targets, self._multiplied(grads))
 
     def add_all(self, grads: list[Tensor], targets: list[Tensor]) -> None:
-        """Add `grads`, weighted, to `targets`, in one call."""
+        """Add the weighted `grads` to `targets` in one call."""
         if targets:
             several = self.is_zero is None
             weighted = self._multiplied(grads) if several else [self.weighted(g) for g in grads]
             torch._foreach_add_(targets, weighted)
 
     def clean(self, *written: Tensor | None) -> None:
-        """Fill the `written` tensors with zeros if the weight on the device is zero."""
+        """Zero the `written` tensors if the weight on the device is zero."""
         for memory in written:
             if memory is not None and self.is_zero is not None:
                 memory.masked_fill_(self.is_zero, 0.0)
 
 
 class GradientBucket:
-    """Collects, reduces and keeps the gradients of one bucket on this rank.
+    """Collects, reduces and stores the gradients of one bucket on this rank.
 
-    `own` is the span whose sum this rank needs: its interval, or the whole bucket. `named` has the
-    parameters by slot; `kind` is the dtype and device of buffers. `square` computes sums of
-    squares. If `counts` is False, another rank of the replica counts the squares of this bucket.
+    Args:
+        index: Index of the bucket.
+        layout: Layout of the bucket.
+        named: The parameter of each slot.
+        own: The span whose sum this rank needs: its interval, or the full bucket.
+        kind: dtype and device of the buffers.
+        kept: The permanent buffer of shape (numel,), or None if the bucket borrows buffers.
+        total: Sum of the gradients over the step's micro-batches.
+        square: Computes sums of squares.
+        queue: Holds launched buckets and lends buffers.
+        counts: False if another rank of the replica counts the squares of this bucket.
     """
 
     def __init__(
@@ -152,23 +161,23 @@ class GradientBucket:
         self.counts = counts
         self.state = BucketState.CONSUMED
         self.indices = [slot.parameter for slot in layout.slots]
-        """By slot, the number of its parameter."""
+        """Parameter index of each slot."""
         self.expected = len(layout.slots)
-        """Number of arrivals to wait for in a backward; at first, one for each parameter."""
+        """Number of arrivals to wait for in a backward pass. Initially one per parameter."""
         self.remaining = 0
-        """Arrivals still missing in this backward; negative if more arrived than expected."""
+        """Arrivals still missing in this backward pass. Negative if more arrived than expected."""
         self.late: list[int] = []
-        """Slots whose gradient arrived after this backward had launched the bucket."""
+        """Slots whose gradient arrived after this backward pass had launched the bucket."""
         self.was_launched = False
-        """Whether a collective of this step was launched."""
+        """True if a collective has been launched in this step."""
         self._named = named
         self._kept = None if kept is None else Buffer(kept)
         self._total = total
         self._square = square
         self._queue = queue
         first, end = layout.interval(queue.rank)
-        # Every rank squares only its own interval, even if it has the whole sum. Otherwise elements
-        # would count several times in the norm.
+        # Every rank squares only its own interval, even if it has the full sum. Otherwise elements
+        # would be counted several times in the norm.
         self._counted = (first - own[0], end - own[0])
         self._is_large = [slot.numel > SMALL for slot in layout.slots]
         self._sent_apart = [
@@ -182,34 +191,34 @@ class GradientBucket:
         self._onto: Tensor | None = None
         """Separate memory for the elements that this rank sums, if they are not in the buffer."""
         self._collected = [False] * len(layout.slots)
-        """By slot, whether a gradient of this backward has been taken."""
+        """For each slot, whether its gradient of this backward pass has been collected."""
         self._uncopied: dict[int, Tensor] = {}
-        """By slot, the flat gradient that is sent from autograd's memory without a copy."""
+        """Slot -> flat gradient that is sent from autograd's memory without a copy."""
         self._is_filled = False
-        """Whether the kept buffer holds gradients of this step."""
+        """True if the kept buffer holds gradients of this step."""
         self._in_flight = 0
         self._squares: Tensor | None = None
         self._last_sent = Handle()
-        """The last collective of the kept buffer: other ranks may read the buffer until its
+        """The last collective of the kept buffer. Other ranks may read the buffer until its
         `reusable` returns."""
 
     # -- filling --------------------------------------------------------------------------
 
     def begin(self, backward: Backward) -> None:
-        """Start to collect the gradients of a backward."""
+        """Start collecting the gradients of a backward pass."""
         self.state = BucketState.FILLING
         self._backward = backward
         self.remaining = self.expected
         self._collected = [False] * len(self._collected)
 
     def mark_ready(self, place: int) -> bool:
-        """Note that slot `place` has a gradient in `param.grad`.
+        """Record that slot `place` has a gradient in `param.grad`.
 
-        Returns whether that was the last missing gradient of the bucket.
+        Returns whether the bucket now has all expected gradients.
         """
         if self.state is not BucketState.FILLING:
-            # The buffer may be in flight, so the gradient stays in `param.grad` until the end of
-            # backward.
+            # The buffer may be in flight, so the gradient stays in `param.grad` until the backward
+            # pass ends.
             self.late.append(place)
         elif self._is_large[place]:
             self._take_large(place)
@@ -217,7 +226,7 @@ class GradientBucket:
         return self.remaining == 0
 
     def _take_large(self, place: int) -> None:
-        """Copy the gradient of a slot now, while it is in the processor's cache."""
+        """Copy a slot's gradient now, while it is in the processor's cache."""
         with unguarded():
             grad = self._take_gradient(place)
         if grad is None:
@@ -238,7 +247,7 @@ class GradientBucket:
             self._backward.put(part, target, adds=again or self._adds)
 
     def _take_gradient(self, place: int) -> Tensor | None:
-        """Remove a slot's gradient from its parameter; return it, or None if it is discarded."""
+        """Remove a slot's gradient from its parameter. Return it, or None if it is discarded."""
         named = self._named[place]
         grad, named.parameter.grad = named.parameter.grad, None
         if grad is None or self._backward.empty:
@@ -247,43 +256,46 @@ class GradientBucket:
         return grad
 
     def _sendable(self, place: int, grad: Tensor) -> Tensor | None:
-        """Return `grad`, weighted and flat, if it can be sent without a copy; else None."""
-        # A gradient that is held, or added to earlier ones, needs the buffer.
+        """Return `grad`, weighted and flat, or None if it cannot be sent without a copy."""
+        # A gradient that is held, or added to earlier ones, must be copied into the buffer.
         if place not in self._sent_apart or not self._backward.reduces or self._adds:
             return None
         value = self._backward.weighted(grad)
         dtype, device = self.kind
         if self._kept is not None and self._backward.is_first:
-            dtype = self._kept.memory.dtype  # wider than gradients are, once they add up in it
+            dtype = self._kept.memory.dtype  # fp32 once sums are widened
         fits = (value.dtype, value.device) == (dtype, device)
         return self._named[place].flat(value) if fits else None
 
     @property
     def _adds(self) -> bool:
-        """Whether this backward adds to earlier gradients of the step, in the kept buffer."""
+        """True if this backward pass adds to earlier gradients of the step in the kept buffer."""
         return self._is_filled and self._kept is not None and self._backward.is_first
 
     def _open(self) -> Tensor:
-        """Return the buffer that this backward collects into: the kept one, or a borrowed one."""
+        """Return the buffer for this backward pass: the kept one or a borrowed one."""
         if self._flat is None:
             if self._kept is not None and self._backward.is_first:
                 self._buffer, self._flat = self._kept, self._kept.memory
             else:
-                # After its first reduction a kept buffer holds a sum over all ranks. Adding a
-                # gradient of this rank to it would count the other ranks' parts twice in the next
-                # reduction.
+                # After its first reduction, a kept buffer holds a sum over all ranks. If this rank
+                # added a gradient to it, the next reduction would count the other ranks' parts
+                # twice.
                 self._buffer = self._queue.borrow(self.kind)
                 self._flat = self._buffer.memory[: self.layout.numel]
                 place = self._in_place()
                 sums_apart = self._queue.scatters and self._queue.group.sums_onto
                 if place is not None and sums_apart and (place.dtype, place.device) == self.kind:
-                    # The transport adds the other ranks' parts onto this memory, so this rank's
-                    # interval is collected there and needs no copy afterwards.
+                    # The transport adds the other ranks' parts onto this memory. Collecting this
+                    # rank's interval there saves a copy afterwards.
                     self._onto = place
         return self._flat
 
     def _in_place(self) -> Tensor | None:
-        """Return memory that can take the next sum without a copy; only the first of a step can."""
+        """Return memory for forming the next sum without a copy, or None.
+
+        Only a step's first sum can use it.
+        """
         storage = self._total.first
         free = self._kept is None and not self.was_launched
         return storage.tensor if free and isinstance(storage, MemoryStorage) else None
@@ -301,13 +313,13 @@ class GradientBucket:
     def collect(self) -> list[Tensor]:
         """Copy small gradients into the buffer in one call, and zero slots without a gradient.
 
-        Returns the parts of the buffer that hold these gradients.
+        Returns the parts of the buffer that hold the small gradients.
         """
         buffer, views, adds = self._open(), self._views(), self._adds
         targets: dict[bool, list[Tensor]] = {False: [], True: []}
         grads: dict[bool, list[Tensor]] = {False: [], True: []}
-        # Slots without a gradient must be zero: the buffer has arbitrary content, and another rank
-        # may have a gradient for them. The padding is summed, too.
+        # Slots without a gradient must be zero, because the buffer has arbitrary content and
+        # another rank may have a gradient for them. The padding is summed, too.
         absent = list(views.gaps)
         with unguarded():
             taken = [self._take_gradient(place) for place in range(len(views.targets))]
@@ -325,7 +337,7 @@ class GradientBucket:
         if not adds:
             self._backward.clean(buffer, self._onto)
             if absent:
-                # A borrowed buffer holds another bucket's gradients.
+                # A borrowed buffer still holds another bucket's gradients.
                 torch._foreach_zero_(absent)
         if self._buffer is self._kept:
             self._is_filled = True
@@ -333,14 +345,14 @@ class GradientBucket:
 
     @property
     def used(self) -> list[int]:
-        """The parameters whose gradients this backward has collected."""
+        """Indices of the parameters whose gradients this backward pass has collected."""
         return [index for index, has in zip(self.indices, self._collected, strict=True) if has]
 
     def take_late(self, backward: Backward) -> list[tuple[int, Tensor]]:
-        """Take the gradients that arrived after the launch, in their parameters' shapes.
+        """Remove and return the gradients that arrived after the launch.
 
-        `backward` is the present one. The bucket may not know it, if it is not among the buckets
-        that this backward fills.
+        Each has its parameter's shape. `backward` is the current backward pass. It is an argument
+        because `begin` is called only for the buckets that a backward pass fills.
         """
         self._backward = backward
         with unguarded():
@@ -354,7 +366,7 @@ class GradientBucket:
     # -- reducing -------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Start the collective of the collected gradients, or hold them for a later backward."""
+        """Start the collective, or hold the gradients if this backward pass does not reduce."""
         if self._backward.reduces:
             assert self._buffer is not None
             self._start(self._buffer)
@@ -368,12 +380,12 @@ class GradientBucket:
         self._uncopied = {}
 
     def launch_held(self) -> None:
-        """Start the collective of the kept buffer, if no backward of this step has."""
+        """Start the collective of the kept buffer, if no backward pass of this step has done so."""
         assert self._kept is not None
         self._start(self._kept)
 
     def launch_late(self, entries: Sequence[tuple[int, Tensor]]) -> None:
-        """Start a second collective, of late gradients only."""
+        """Start a second collective, for late gradients only."""
         buffer = self._queue.borrow(self.kind)
         buffer.memory[: self.layout.numel].zero_()
         self._add(buffer, entries)
@@ -385,7 +397,7 @@ class GradientBucket:
         self._add(self._kept, entries)
 
     def _add(self, buffer: Buffer, entries: Sequence[tuple[int, Tensor]]) -> None:
-        # `_onto` is None here, so each slot has one view, of its parameter's shape.
+        # `_onto` is None here, so each slot has a single view, of its parameter's shape.
         self._buffer, self._flat = buffer, buffer.memory[: self.layout.numel]
         by_parameter = dict(zip(self.indices, self._views().targets, strict=True))
         for index, grad in entries:
@@ -416,12 +428,12 @@ class GradientBucket:
         queue.push(Launch(self.index, self.settle, buffer, handle, in_place, borrowed))
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
-        """Return the memory of the bucket's elements in order, one tensor for each message.
+        """Return the memory of the bucket's elements in order, one tensor per message.
 
         Large gradients may be in autograd's memory, the others are in the buffer.
         """
-        # The pieces depend on the layout alone. On another rank the same gradient may be in the
-        # buffer, and the messages must match.
+        # Split by the layout alone: on another rank the same gradient may be in the buffer, and the
+        # messages must match.
         pieces, end = [], 0
         for place in self._sent_apart:
             slot = self.layout.slots[place]
@@ -432,22 +444,23 @@ class GradientBucket:
         return pieces if pieces and end == self.layout.numel else [*pieces, flat[end:]]
 
     def settle(self, launch: Launch) -> None:
-        """Wait for the sum of `launch`, and add it to the sum of this step."""
-        self._in_flight -= 1  # first: the launch has left the queue, even if the wait raises
-        # On an accelerator the stream waits, not the host.
+        """Wait for the reduction that `launch` started, and add its result to this step's sum."""
+        self._in_flight -= 1  # first: the launch has left the queue, even if `wait` raises
+        # On an accelerator, only the stream waits, not the host.
         launch.handle.wait()
         readers = [launch.handle]
         if launch.in_place:
             self._total.count_part()
         else:
             self._last_sent.reusable()  # another rank may still copy the first sum from `total`
-            # (numel of `own`,): the other elements belong to other ranks.
+            # (numel of `own`,). The remaining elements belong to other ranks.
             part = launch.buffer.memory[self.own[0] : self.own[1]]
             self._squares, read = self._total.add(part)
             readers.append(read)
         if launch.is_borrowed:
             self._queue.give_back(launch.buffer, readers)
-        # With several micro-batches the next one may already fill the bucket, or be in flight.
+        # With several micro-batches, the next one may already be filling the bucket or be in
+        # flight.
         if self.state is BucketState.LAUNCHED and self._in_flight == 0:
             self.state = BucketState.SUMMED
 
@@ -460,28 +473,28 @@ class GradientBucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank keeps between steps."""
+        """Memory in bytes that this rank holds between steps."""
         return self._total.nbytes if self._kept is None else self._kept.memory.nbytes
 
     def square(self) -> Tensor:
-        """Return the sum of squares over this rank's own interval, computed once for each sum.
+        """Return the sum of squares over this rank's own interval. It is cached.
 
-        It is an fp64 scalar on the gradient's device, or the row of an exact sum.
+        The result is an fp64 scalar on the gradient's device, or the row of an exact sum.
         """
         if self._squares is None:
             self._squares = self._square(self.reduced, self._counted)
         return self._squares
 
     def square_in_fp64(self) -> Tensor:
-        """Return the sum of squares, computed in fp64 on the CPU: slower, but without overflow."""
+        """Return the sum of squares, computed in fp64 on the CPU. Slower, but does not overflow."""
         return self._square(self.reduced, self._counted, wide=True).cpu()
 
     def forget_squares(self) -> None:
-        """Compute the squares again at the next call, because other code has changed the sum."""
+        """Invalidate the cached sum of squares, because other code has changed the sum."""
         self._squares = None
 
     def nonfinite(self) -> set[int]:
-        """Return the parameters whose reduced gradient is not finite in the span `own`."""
+        """Return the indices of parameters with a non-finite reduced gradient in the span `own`."""
         found = set()
         for first, value in self.reduced.read_spans():
             start = self.own[0] + first
@@ -494,20 +507,20 @@ class GradientBucket:
     # -- the end of a step ----------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Drop the gradients of a failed backward; a buffer in flight stays with the queue."""
-        # A launched buffer belongs to the queue, even if the launch has raised afterwards. If it
-        # were given back twice, two buckets would collect into it.
+        """Discard the gradients of a failed backward pass. The queue keeps buffers in flight."""
+        # A launched buffer belongs to the queue, even if the launch raised afterwards. If the
+        # buffer were returned twice, two buckets would collect into it.
         filling = self.state is BucketState.FILLING
         if filling and self._buffer is not None and self._buffer is not self._kept:
             self._queue.give_back(self._buffer, ())
         self._close()
 
     def consume(self) -> None:
-        """Drop the sum of this step, once no other rank reads the kept buffer."""
-        # Otherwise the next backward would overwrite memory that another rank still sums. After
-        # the exchange of a step this returns at once: no rank enters the exchange before it has
-        # read all sums, and messages of one rank keep their order. An abandoned step has no
-        # exchange, so it waits here.
+        """Discard the sum of this step, once no other rank reads the kept buffer."""
+        # Otherwise the next backward pass would overwrite memory that another rank still sums.
+        # After a step's exchange this returns at once: no rank enters the exchange before it has
+        # read all sums, and a rank's messages stay in order. An abandoned step has no exchange, so
+        # it may wait here.
         self._last_sent.reusable()
         self.state = BucketState.CONSUMED
         self.was_launched = self._is_filled = False
@@ -516,7 +529,7 @@ class GradientBucket:
         self._total.clear()
 
     def widen(self) -> None:
-        """Keep 16-bit gradients in fp32 from the next step on."""
+        """Store 16-bit gradients in fp32 from the next step on."""
         if self.reduced.dtype not in NARROW:
             return
         if self._kept is None:

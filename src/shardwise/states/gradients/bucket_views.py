@@ -1,4 +1,4 @@
-"""Views of a bucket's flat memory: one for each gradient, in the form of its parameter."""
+"""Creates views of a bucket's flat memory: one per gradient, in the shape of its parameter."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 
 
 class BucketViews:
-    """Views of `buffer`, (numel,), except for the span `apart`, whose memory is `own`.
+    """Views of `buffer`, of shape (numel,), with the span `apart` stored in `own` instead.
 
-    A slot that a border of `apart` cuts has several flat views. `named` has the parameters by slot.
+    A slot that straddles a boundary of `apart` has several flat views. `named` holds the parameter
+    of each slot.
     """
 
     def __init__(
@@ -28,12 +29,12 @@ class BucketViews:
     ) -> None:
         self._named = named
         self.targets: list[list[Tensor]] = []
-        """By slot, the views that take its gradient."""
+        """For each slot, the views that receive its gradient."""
         self.gaps: list[Tensor] = []
         """The memory between slots."""
 
         def memory(start: int, end: int) -> list[Tensor]:
-            """Return the memory of the elements [start, end), in order."""
+            """Return the memory of elements [start, end) in order, as one or more tensors."""
             if own is None:
                 return [buffer[start:end]]
             first, last = apart
@@ -54,7 +55,7 @@ class BucketViews:
             self.gaps += memory(end, layout.numel)
 
     def parts(self, place: int, value: Tensor) -> Sequence[Tensor]:
-        """Split `value`, in the form of a slot's parameter, to match the slot's `targets`."""
+        """Split `value`, shaped like a slot's parameter, to match the slot's `targets`."""
         targets = self.targets[place]
         if len(targets) == 1:
             return [value]

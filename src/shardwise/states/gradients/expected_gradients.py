@@ -1,7 +1,7 @@
-"""Learns from earlier backwards which gradients will arrive.
+"""Predicts from earlier backward passes which gradients will arrive.
 
-A bucket starts once as many gradients have arrived as in earlier backwards. So an unused parameter
-does not delay its bucket until backward ends.
+A bucket is launched once as many gradients have arrived as in earlier backward passes. An unused
+parameter therefore does not delay its bucket until the backward pass ends.
 """
 
 from __future__ import annotations
@@ -9,33 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 PATIENCE = 8
-"""After this many backwards without a gradient, buckets no longer wait for a parameter."""
+"""After this many backward passes without its gradient, buckets no longer wait for a parameter."""
 
 
 class ExpectedGradients:
-    """Counts gradients by parameter, and remembers how many arrive in a backward."""
+    """Counts the gradients of each parameter, and remembers how many arrive per backward pass."""
 
     def __init__(self, count: int) -> None:
         self.arrivals = [0] * count
-        """By parameter, its gradients in this backward; reentrant checkpointing makes several."""
+        """Number of gradients of each parameter in this backward pass. Reentrant checkpointing
+        produces several per parameter."""
         self._learned = [0] * count
         self._absent: dict[int, int] = {}
-        """By parameter, the number of backwards since its last gradient, if it is expected."""
+        """Parameter index -> backward passes since its last gradient, for expected parameters that
+        are absent."""
 
     def begin(self) -> None:
-        """Start a backward."""
+        """Reset the counts at the start of a backward pass."""
         self.arrivals = [0] * len(self._learned)
 
     def unforeseen(self) -> list[int]:
-        """Return the parameters that had more gradients in this backward than in earlier ones."""
+        """Return the parameters that had more gradients in this backward pass than before."""
         pairs = zip(self.arrivals, self._learned, strict=True)
         return [index for index, (now, before) in enumerate(pairs) if now > before]
 
     def learn(self, indices: Iterable[int]) -> bool:
-        """Remember how many gradients the parameters `indices` had in this backward.
+        """Remember how many gradients the parameters `indices` had in this backward pass.
 
-        Stops expecting parameters without a gradient in PATIENCE backwards. Returns whether
-        expectations may have changed.
+        Stops expecting a parameter after PATIENCE backward passes without its gradient. Returns
+        whether expectations may have changed.
         """
         if self.arrivals == self._learned and not self._absent:
             return False
@@ -52,5 +54,5 @@ class ExpectedGradients:
         return True
 
     def count(self, indices: Iterable[int]) -> int:
-        """Return how many gradients to expect for the parameters `indices` in a backward."""
+        """Return how many gradients a backward pass should produce for the parameters `indices`."""
         return sum(self._learned[index] for index in indices)

@@ -1,6 +1,6 @@
-"""Sums of a bucket's gradient over the micro-batches of a step.
+"""Sums a bucket's gradients over the micro-batches of a step.
 
-Usually each part is added to the sum so far. In the exact mode parts are joined in a fixed tree,
+Usually each part is added to the running sum. In the exact mode, parts are added in a fixed tree,
 level by level, so that the order of additions does not depend on the number of ranks:
 
     parts       1   2   3   4          fan-ins [2, 2]
@@ -29,34 +29,34 @@ class SquareSum(Protocol):
     """Computes the sum of squares of a span of a storage, such as `squared_sums.square_span`."""
 
     def __call__(self, storage: Storage, own: Span, *, wide: bool = False) -> Tensor:
-        """Return a sum that can be added over buckets and ranks; `wide` avoids fp32 overflow."""
+        """Return a sum that can be added across buckets and ranks. `wide` avoids fp32 overflow."""
 
 
 @dataclass(frozen=True)
 class Summation:
-    """Order of additions in a step's gradient sums: as they arrive, or in the exact mode's tree.
+    """How a step's gradients are added: as they arrive, or in the exact mode's tree.
 
-    As they arrive means first over micro-batches and then over ranks, or the reverse, whichever
-    order sends less.
+    "As they arrive" means first over micro-batches and then over ranks, or the reverse. The engine
+    chooses the order that sends less.
     """
 
     in_tree: bool = False
-    """Whether every backward's gradients are summed over the ranks, in the tree, before sums of
-    several backwards are joined."""
+    """True if each backward pass's gradients are summed across ranks, in the tree, before the sums
+    of several backward passes are added."""
     fan_ins: Sequence[int] = ()
-    """By level of the tree, the number of backwards' sums that are joined."""
+    """Fan-in of each tree level: how many backward passes' sums are added into one."""
     square: SquareSum = squared_sums.square_span
     grain: int = 1
-    """The grain of the bucket layout: no interval cuts a group of this many elements."""
+    """Grain of the bucket layout: no interval splits a group of this many elements."""
 
 
 def in_tree(shards: MicroShards) -> Summation:
-    """Return the summation whose bits are the same for every number of workers."""
+    """Return the summation whose result is bit-identical for any number of workers."""
     return Summation(True, shards.fan_ins, squared_sums.exact_row, squared_sums.GRAIN)
 
 
 class GradientSum:
-    """A sum in the storage `total`: each part is added to the sum so far."""
+    """A running sum in the storage `total`."""
 
     def __init__(self, total: Storage) -> None:
         self.total = total
@@ -69,25 +69,25 @@ class GradientSum:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank keeps."""
+        """Memory in bytes that this rank holds."""
         return self.total.nbytes
 
     def add(self, part: Tensor) -> tuple[Tensor | None, Handle]:
-        """Add the next part, (numel,) of the interval; return the result of `Storage.add`."""
+        """Add the next part, shape (numel of the interval,). Return the result of `Storage.add`."""
         result = self.total.add(part, fresh=self._is_empty)
         self.count_part()
         return result
 
     def count_part(self) -> None:
-        """Note that a part was written into `first` without `add`."""
+        """Record that a part was written into `first` without `add`."""
         self._is_empty = False
 
     def clear(self) -> None:
-        """Drop the parts of this step."""
+        """Discard the parts of this step."""
         self._is_empty = True
 
     def widen(self) -> None:
-        """Keep the sum in fp32 from now on."""
+        """Store the sum in fp32 from now on."""
         self.total = self.total.widened()
 
 
@@ -108,22 +108,22 @@ class TreeSum(GradientSum):
 
     @property
     def first(self) -> Storage:
-        """The lowest level."""
+        """The storage of the lowest level, which receives the next part."""
         return self._levels[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all levels."""
+        """Size of all levels in bytes."""
         return sum(level.nbytes for level in self._levels)
 
     def add(self, part: Tensor) -> tuple[None, Handle]:
-        """Add the next part to the lowest level; return no sum of squares, as it is not exact."""
+        """Add the next part to the lowest level. Returns no sum of squares, as it is not exact."""
         _, read = self.first.add(part, fresh=self._counts[0] == 0)
         self.count_part()
         return None, read
 
     def count_part(self) -> None:
-        """Count a part in the lowest level; join the levels that are complete."""
+        """Count a part in the lowest level, and add each complete level to the one above."""
         self._counts[0] += 1
         for index, (lower, upper) in enumerate(pairwise(self._levels)):
             if self._counts[index] < self._fan_ins[index]:
@@ -136,11 +136,11 @@ class TreeSum(GradientSum):
             self._counts[index + 1] += 1
 
     def clear(self) -> None:
-        """Drop the parts of this step."""
+        """Discard the parts of this step."""
         self._counts = [0] * len(self._levels)
 
     def widen(self) -> None:
-        """Widen a tree of one level; deeper trees are in fp32 from the start."""
+        """Widen a tree of one level. Deeper trees are in fp32 from the start."""
         assert len(self._levels) == 1
         super().widen()
         self._levels = [self.total]

@@ -1,16 +1,17 @@
-"""Collects gradients in buckets while backward runs, and reduces full buckets in parallel.
+"""Collects gradients in buckets during the backward pass, and reduces full buckets in parallel.
 
-autograd makes each gradient as a separate tensor. Gradients are copied into their bucket's flat
-buffer, except for large ones that the transport sends without a copy. A bucket starts its
-collective when its last gradient has arrived. Buckets start in the same order on every rank. (The
-package's docstring lists the files.)
+autograd produces each gradient as a separate tensor. Gradients are copied into their bucket's flat
+buffer, except for large ones that the transport sends without a copy. A bucket's collective starts
+when its last gradient has arrived. Buckets are launched in the same order on every rank.
 
-Which gradients will arrive is learned from earlier backwards (`expected_gradients.py`). A bucket
-starts early once as many have arrived as before; the other buckets start when backward ends.
+`expected_gradients.py` predicts from earlier backward passes which gradients will arrive. A bucket
+is launched early once the expected number has arrived. The other buckets are launched when the
+backward pass ends.
 
-A gradient may arrive after its bucket has started: from a branch that was unused before, or from a
-segment that reentrant checkpointing ran again. It finds `param.grad` empty, so it never writes into
-a buffer in flight. It is set aside as *late*, and all ranks reduce it together in `step`.
+A gradient may arrive after its bucket has been launched: from a branch that was unused before, or
+from a segment that reentrant checkpointing ran again. autograd writes it into `param.grad`, which
+is empty, and so never into a buffer in flight. It is set aside as *late*, and all ranks reduce it
+together in `step`.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from shardwise.states.storage.storage_factory import StorageFactory
 class Gradients:
     """Collects, reduces and guards the gradients of all buckets through one step.
 
-    `stray` makes the error for a backward that the engine did not start. Another rank of the
-    replica counts the squares of the buckets `elsewhere`.
+    `stray` creates the exception for a backward pass that the engine did not start. `elsewhere`
+    lists the buckets whose squares another rank of the replica counts.
     """
 
     def __init__(
@@ -86,17 +87,18 @@ class Gradients:
         self._own_norms: list[Tensor] = []
         self._had_late = False
         self.late: dict[int, list[tuple[int, Tensor]]] = {}
-        """By bucket, the gradients that arrived after its launch, each with its parameter."""
+        """Bucket index -> gradients that arrived after its launch, each with its parameter's index.
+        """
         self.used = [False] * len(self._params)
-        """By parameter, whether it had a gradient in this step."""
+        """For each parameter, whether it had a gradient in this step."""
         self.paced = False
         """If True, only `start` launches buckets. Gathers run in parallel, so launching a bucket
         from the hook could deadlock: a rank would wait for the others' gradients while they wait
         for it in a gather."""
         self.wide = False
-        """Whether 16-bit gradients are kept in fp32, since `widen`."""
+        """True if `widen` was called, so that 16-bit gradients are stored in fp32."""
         self._filling = self.buckets
-        """The buckets that the present backward may fill."""
+        """The buckets that the current backward pass may fill."""
         self._in_backward = False
         self._hooked = [param for param in self._params if param.requires_grad]
         self._hooks = [
@@ -107,7 +109,7 @@ class Gradients:
 
     @property
     def reached(self) -> bool:
-        """Whether any gradient arrived in the last backward."""
+        """True if any gradient arrived in the last backward pass."""
         return any(self._expected.arrivals)
 
     # -- one backward ---------------------------------------------------------------------
@@ -121,14 +123,15 @@ class Gradients:
         among: Collection[int] | None = None,
         usual: bool = True,
     ) -> None:
-        """Begin a backward.
+        """Begin a backward pass.
 
         Args:
-            last: No other backward follows in this step, so replicated gradients may be sent.
-            weight: Weight of the loss. If it is zero, all gradients (perhaps NaN) are discarded.
+            last: True if no other backward pass follows in this step, so that replicated gradients
+                may be sent.
+            weight: Weight of the loss. If it is zero, all gradients (possibly NaN) are discarded.
             factor: Factor for all gradients.
-            among: The numbers of the buckets that this backward may fill; None for all.
-            usual: Learn from this backward which gradients will arrive in later ones.
+            among: Indices of the buckets that this backward pass may fill; None for all.
+            usual: True to learn from this backward pass which gradients will arrive in later ones.
         """
         self._guarded = False
         self._drop()
@@ -138,8 +141,8 @@ class Gradients:
             self._filling = [self.buckets[number] for number in sorted(among)]
         is_first = not any(bucket.was_launched for bucket in self._filling)
         self._backward = Backward(
-            # After the first reduction of a step, a kept buffer holds sums over all ranks. No
-            # gradient of this rank can be added to it, so every later backward reduces its own.
+            # After a step's first reduction, a kept buffer holds sums over all ranks. No gradient
+            # of this rank can be added to it, so every later backward pass reduces its own.
             reduces=self._reduces_each or last or not is_first,
             is_first=is_first,
             empty=not isinstance(weight, Tensor) and weight == 0,
@@ -156,25 +159,26 @@ class Gradients:
     def _put_hooks_last(self) -> None:
         """Move the engine's hooks behind hooks that user code has registered since.
 
-        The engine's hook removes `param.grad`, which the others may read.
+        The engine's hook removes `param.grad`, which the user's hooks may read.
         """
         with unguarded():
             for param, handle in zip(self._hooked, self._hooks, strict=True):
                 hooks = param._post_accumulate_grad_hooks
                 if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-                    # Not move_to_end: torch reads the order of the plain dict inside.
+                    # move_to_end does not work here: torch reads the order of the underlying plain
+                    # dict.
                     hooks[handle.id] = hooks.pop(handle.id)
 
     def arrived(self, index: int, param: Tensor) -> None:
-        """Note that autograd has put a gradient into `param.grad`."""
+        """Record that autograd has accumulated a gradient in `param.grad`."""
         if not self._in_backward:
             param.grad = None
             raise self._stray(self._parameters.named[index].name)
         self._expected.arrivals[index] += 1
         bucket, place = self._slot_of[index]
         if bucket.mark_ready(place) and self._overlap and not self.paced:
-            # Launch in order, not this bucket at once: ranks may complete buckets in different
-            # orders, but must start collectives in the same one.
+            # Launch buckets in order instead of this one at once: ranks may complete buckets in
+            # different orders, but must start collectives in the same order.
             while self._cursor < len(self._filling) and self._filling[self._cursor].remaining <= 0:
                 self._launch(self._filling[self._cursor])
                 self._cursor += 1
@@ -186,10 +190,10 @@ class Gradients:
                 self.arrived(index, param)
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Launch the buckets `numbers`, equal on all ranks; used if `paced`."""
+        """Launch the buckets `numbers`, the same ones on all ranks. Used if `paced` is true."""
         if self._in_backward and self._overlap:
             for number in numbers:
-                # Not every bucket is part of this backward.
+                # Not every bucket takes part in this backward pass.
                 if self.buckets[number].state is BucketState.FILLING:
                     self._launch(self.buckets[number])
 
@@ -197,25 +201,26 @@ class Gradients:
         small = bucket.collect()
         for index in bucket.used:
             self.used[index] = True
-        # Before the launch, after which other threads need the interpreter to send the bucket.
+        # Compute norms before the launch, after which other threads need the GIL to send the
+        # bucket.
         if not self._alone and (small := [grad for grad in small if grad.numel()]):
-            # These norms name the rank at fault if the sum is not finite. Small gradients (biases
-            # and normalisation weights) suffice, because a NaN or infinity in backward spreads to
-            # earlier layers. The norm is the largest element, because a sum of squares of finite
-            # numbers could overflow.
+            # These norms identify the rank at fault if the sum is not finite. Checking small
+            # gradients (biases and normalisation weights) suffices, because a NaN or infinity in
+            # the backward pass spreads to earlier layers. Use the maximum norm, because a sum of
+            # squares of finite numbers could overflow.
             self._own_norms += torch._foreach_norm(small, math.inf)
         bucket.launch()
 
     def finish(self) -> None:
-        """End a backward: launch the other buckets, set late gradients aside, and learn."""
+        """End a backward pass: launch the other buckets, set late gradients aside, and learn."""
         for bucket in self._filling:
             if bucket.state is BucketState.FILLING:
                 self._launch(bucket)
         self._in_backward = False
         late = [bucket for bucket in self.buckets if bucket.late]
         if late:
-            # An unexpected gradient counts as one of the expected: it completed the count of a
-            # bucket that still lacked others, which were late for that reason.
+            # An unexpected gradient was counted as an expected one. It launched a bucket that still
+            # lacked other gradients, which is why those were late.
             self._unforeseen += self._expected.unforeseen()
         for bucket in late:
             entries = bucket.take_late(self._backward)
@@ -226,18 +231,22 @@ class Gradients:
                 self.late.setdefault(bucket.index, []).extend(entries)
             elif entries:
                 bucket.hold_late(entries)
-        # Expect the same gradients in the next backwards.
+        # Expect the same gradients in the next backward passes.
         arriving = (index for bucket in self._filling for index in bucket.indices)
         if self._usual and self._expected.learn(arriving):
             for bucket in self._filling:
                 bucket.expected = self._expected.count(bucket.indices)
 
     def abandon(self) -> None:
-        """Drop the gradients of a step whose backward failed, once its collectives have ended."""
+        """Discard the gradients of a step whose backward pass failed.
+
+        Returns once the step's collectives have completed.
+        """
         self._in_backward = False
         for bucket in self.buckets:
             bucket.abandon()
-        # Wait for the collectives in flight: other ranks may still write into their buffers.
+        # Wait for the collectives in flight, because other ranks may still write into their
+        # buffers.
         for _ in self.queue.drain():
             pass
         self.clear()
@@ -269,14 +278,14 @@ class Gradients:
         self._wait()
 
     def reduce_late(self, numbers: Sequence[int]) -> None:
-        """Reduce the late gradients of the buckets `numbers`, which are equal on all ranks."""
+        """Reduce the late gradients of the buckets `numbers`, which are the same on all ranks."""
         for number in numbers:
             self.buckets[number].launch_late(self.late.get(number, []))
         self.late.clear()
         self._wait()
 
     def _wait(self) -> None:
-        """Wait for all sums; compute the squares of each while others are still in flight."""
+        """Wait for all sums. Compute the squares of each sum while others are still in flight."""
         for number in self.queue.drain():
             bucket = self.buckets[number]
             if bucket.counts and bucket.state is BucketState.SUMMED:
@@ -285,7 +294,7 @@ class Gradients:
     def squared(self) -> Tensor:
         """Return the sum of squares over this rank's own intervals.
 
-        It is an fp64 scalar on the device of the gradients, or the row of an exact sum.
+        The result is an fp64 scalar on the gradients' device, or the row of an exact sum.
         """
         parts = [bucket.square() for bucket in self.buckets if bucket.counts]
         if not parts:
@@ -293,21 +302,21 @@ class Gradients:
         return torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
 
     def squared_in_fp64(self) -> Tensor:
-        """Return the sum of squares, computed in fp64 on the CPU: slower, but without overflow."""
+        """Return the sum of squares, computed in fp64 on the CPU. Slower, but does not overflow."""
         parts = [bucket.square_in_fp64() for bucket in self.buckets if bucket.counts]
         return torch.stack(parts).sum(0) if parts else torch.zeros((), dtype=torch.float64)
 
     def forget_squares(self, numbers: Iterable[int]) -> None:
-        """Compute the squares of the buckets `numbers` again, after other code has changed them."""
+        """Invalidate the squares of the buckets `numbers`, whose sums other code has changed."""
         for number in numbers:
             self.buckets[number].forget_squares()
 
     def nonfinite(self) -> list[int]:
-        """Return the parameters whose reduced gradient is not finite on this rank."""
+        """Return the indices of parameters whose reduced gradient is not finite on this rank."""
         return sorted(set[int]().union(*(bucket.nonfinite() for bucket in self.buckets)))
 
     def unforeseen_names(self) -> list[str]:
-        """Return the names of parameters whose unexpected gradients made others late here."""
+        """Return the names of parameters whose unexpected gradients caused late ones here."""
         named = self._parameters.named
         return [named[index].name for index in sorted(set(self._unforeseen))]
 
@@ -319,19 +328,19 @@ class Gradients:
         if not all(bool(torch.isfinite(norm)) for norm in self._own_norms):
             return True
         if self._alone:
-            return None  # not checked: the sum consists of this rank's gradients
-        # `_launch` checks neither large nor late gradients, so these may be at fault.
+            return None  # not checked, because the sum consists of this rank's gradients only
+        # `_launch` checks neither large nor late gradients, so one of these may be at fault.
         used = [p for p, used in zip(self._params, self.used, strict=True) if used]
         large = any(p.numel() > bucket_module.SMALL for p in used)
         return None if large or self._had_late else False
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of gradient that this rank keeps between steps."""
+        """Memory in bytes that this rank's gradients take between steps."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def widen(self) -> None:
-        """Keep 16-bit gradients in fp32 from the next step on. Call on all ranks.
+        """Store 16-bit gradients in fp32 from the next step on. Call on all ranks.
 
         Needed as soon as steps have several micro-batches: a 16-bit sum soon becomes so large that
         adding another gradient rounds most of it away.
@@ -342,7 +351,7 @@ class Gradients:
         self.queue.forget_views()
 
     def clear(self) -> None:
-        """Drop the gradients of this step, and keep the buffers."""
+        """Discard the gradients of this step, but keep the buffers."""
         self.queue.trim()
         for bucket in self.buckets:
             bucket.consume()
@@ -368,8 +377,8 @@ class Gradients:
 
 
 def _arrive(gradients: ref[Gradients], index: int, param: Tensor) -> None:
-    """Pass on a gradient that autograd has accumulated; the hook of a parameter."""
-    # A weak reference: the hooks of parameters must not keep a dropped engine alive.
+    """Parameter hook: pass on a gradient that autograd has accumulated."""
+    # Use a weak reference, because parameter hooks must not keep a dropped engine alive.
     alive = gradients()
     if alive is not None:
         alive.arrived(index, param)
@@ -385,9 +394,9 @@ def _make_buckets(
     exact_sum: bool,
     elsewhere: Set[int],
 ) -> tuple[ReductionQueue, list[GradientBucket]]:
-    """Make the buckets, and allocate the memory that each keeps between steps.
+    """Create the buckets, and allocate the memory that each holds between steps.
 
-    That is either the sum of the elements that this rank updates, or a whole flat buffer.
+    The memory is either the sum of the elements that this rank updates, or a full flat buffer.
     """
     layouts, scatters = parameters.buckets, placement.is_sharded("optimizer")
     borrows = summation.in_tree or placement.is_sharded("gradients")
@@ -395,18 +404,19 @@ def _make_buckets(
     kinds = [parameters.kind(index) for index in range(len(layouts))]
     wide = [(torch.float32 if d in NARROW else d, where) for d, where in kinds]
     if summation.in_tree and exact_sum:
-        # Intermediate sums in 16 bits would be rounded at places that depend on the world size.
+        # Rounding of 16-bit intermediate sums would depend on the world size.
         kinds = wide
     kept: list[Tensor | None] = [None] * len(layouts)
     totals: list[GradientSum]
     if borrows:
-        # A disk stores 16-bit sums in fp32 from the start, because its storage cannot be widened
-        # later. Sums of the tree stay in their dtype, so that they round as they do in memory.
+        # On a disk, store 16-bit sums in fp32 from the start, because the storage cannot be widened
+        # later. Sums of the tree stay in their dtype, so that they are rounded as they would be in
+        # memory.
         widened = factory.on_disk and not summation.in_tree
         depth = max(len(summation.fan_ins), 1)
         lengths = [end - first for first, end in owns for _ in range(depth)]
         each = [kind for kind in (wide if widened else kinds) for _ in range(depth)]
-        # Joining a level of the tree to the next uses two storages at once.
+        # Adding a level of the tree to the next one uses two storages at once.
         levels = iter(factory.make("gradients", lengths, each, width=min(depth, 2)))
         totals = [
             TreeSum([next(levels) for _ in range(depth)], summation.fan_ins, device)
@@ -421,7 +431,7 @@ def _make_buckets(
             GradientSum(MemoryStorage(buffer[first:end]))
             for buffer, (first, end) in zip(buffers, owns, strict=True)
         ]
-    # Buckets of a kind borrow the same buffers, which must be long enough for the longest.
+    # Buckets of the same kind borrow the same buffers, which must fit the longest bucket.
     longest: dict[tuple[torch.dtype, torch.device], int] = {}
     for layout, kind in zip(layouts, kinds, strict=True):
         longest[kind] = max(longest.get(kind, 0), layout.numel)

@@ -1,4 +1,4 @@
-"""The buckets that are in a collective, in launch order, and the buffers that they borrow.
+"""Queues the buckets whose collective is in flight, in launch order, and lends them buffers.
 
 borrow ─▶ push ─▶ all-reduce or reduce-scatter, in parallel with backward ─▶ drain
    ▲                                                                           │
@@ -18,25 +18,25 @@ from shardwise.states.gradients.bucket_views import BucketViews
 from shardwise.states.storage.storage_factory import TensorKind
 
 IN_FLIGHT = 2
-"""Number of borrowed buffers that may be in a collective at once. Beyond that, `borrow` waits for
-the oldest."""
+"""Maximum number of borrowed buffers in flight. Beyond that, `borrow` waits for the oldest."""
 
 LAG = 1
-"""A bucket is summed (and the second half of its all-reduce started) this many launches later. Its
-parts have most likely arrived from all ranks by that time, so the rank does not wait."""
+"""Number of launches after which a bucket is summed (and the second half of its all-reduce
+started). By that time its parts have most likely arrived from all ranks, so this rank does not
+wait."""
 
 
 @dataclass(eq=False)
 class Buffer:
-    """Flat memory for the gradients of a bucket: permanently, or borrowed."""
+    """Flat memory for a bucket's gradients, either permanent or borrowed."""
 
     memory: Tensor
-    """(numel,) of its bucket, or of the longest bucket that may borrow it."""
+    """Shape (numel,) of its bucket, or of the longest bucket that may borrow it."""
     readers: Sequence[Handle] = ()
-    """Collectives and copies that may still read it, after it was given back."""
+    """Collectives and copies that may still read the buffer after it was given back."""
     views: dict[tuple[int, bool], BucketViews] = field(default_factory=dict)
-    """Views, by the index of a bucket and by whether this rank's interval is in separate memory.
-    They are cached, because making a view costs more than copying a small gradient."""
+    """Views, by bucket index and by whether this rank's interval is in separate memory. They are
+    cached, because creating a view costs more than copying a small gradient."""
 
     def reusable(self) -> None:
         """Wait until the memory may be overwritten."""
@@ -46,25 +46,26 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One collective of a bucket."""
+    """A launched collective that reduces a bucket."""
 
     bucket: int
-    """Number of the bucket."""
+    """Index of the bucket."""
     settle: Callable[[Launch], None]
-    """Waits for the sum and adds it to the sum of the step."""
+    """Waits for the sum and adds it to the step's sum."""
     buffer: Buffer
     handle: Handle
     in_place: bool
-    """Whether the sum is already in its final memory."""
+    """True if the sum is already in its final memory."""
     is_borrowed: bool
-    """Whether the buffer goes back to the queue."""
+    """True if the buffer must be returned to the queue."""
 
 
 class ReductionQueue:
-    """Keeps the launch order of one rank's buckets, and lends them buffers.
+    """Tracks the launch order of one rank's buckets, and lends them buffers.
 
-    Gradients are reduced over the ranks of `group`, by reduce-scatter if `scatters`, else by
-    all-reduce. `lengths` has by dtype and device the number of elements of the longest bucket.
+    Gradients are reduced across the ranks of `group`: by reduce-scatter if `scatters` is true,
+    otherwise by all-reduce. `lengths` gives the number of elements of the longest bucket for each
+    dtype and device.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class ReductionQueue:
         self.how = how
         self.scatters = scatters
         self.patient = True
-        """Whether this rank may wait for a sum while its backward runs.
+        """Whether this rank may wait for a sum while its backward pass runs.
 
-        False if backward also waits for other ranks elsewhere, as synchronised BatchNorm does. If
-        ranks use different parameters, one could wait in BatchNorm for a rank that waits here for
-        the bucket of the first: a deadlock.
+        False if the backward pass also waits for other ranks elsewhere, as synchronised BatchNorm
+        does. If ranks use different parameters, waiting could deadlock: one rank waits in BatchNorm
+        for a second one, which waits here for the first rank's bucket.
         """
         self._lengths = lengths
         self._launches: deque[Launch] = deque()
@@ -92,15 +93,17 @@ class ReductionQueue:
         self._out = self._most_out = 0
 
     def push(self, launch: Launch) -> None:
-        """Append a started collective."""
+        """Append a launched collective."""
         self._launches.append(launch)
-        # Only now sum the bucket before it: right after its launch the ranks would have waited.
+        # Advance the previous bucket only now. Right after its launch, this rank would have waited
+        # for the others.
         if len(self._launches) > LAG and (self.patient or self.group.looks):
             self._launches[-1 - LAG].handle.advance()
 
     def drain(self) -> Iterator[int]:
-        """Wait for all launches; yield each bucket's number once its sum is complete."""
-        # Advance all before waiting for one: another rank may wait for a later one.
+        """Wait for all launches. Yield each bucket's index once its sum is complete."""
+        # Advance all launches before waiting for one, because another rank may wait for a later
+        # one.
         for launch in self._launches:
             launch.handle.advance()
         while self._launches:
@@ -118,7 +121,7 @@ class ReductionQueue:
         spare = self._spare[kind]
         if not spare:
             spare.append(Buffer(self.group.allocate(self._lengths[kind], *kind)))
-        # Counted for `trim`: the most buffers that were out at once in this step.
+        # `trim` needs the maximum number of buffers lent at once in this step.
         self._out += 1
         self._most_out = max(self._out, self._most_out)
         # First in, first out: other ranks are most likely still reading the last returned buffer.
@@ -128,7 +131,7 @@ class ReductionQueue:
         return buffer
 
     def give_back(self, buffer: Buffer, readers: Sequence[Handle]) -> None:
-        """Take back a borrowed buffer; `readers` are the collective and the copy that read it."""
+        """Take back a borrowed buffer. `readers` are the collective and the copy that read it."""
         self._out -= 1
         buffer.readers = readers
         self._spare[buffer.memory.dtype, buffer.memory.device].append(buffer)
@@ -136,7 +139,7 @@ class ReductionQueue:
     def trim(self) -> None:
         """Free spare buffers beyond the number that this step borrowed at once.
 
-        The first step needs more than later ones.
+        The first step needs more buffers than later ones.
         """
         for spare in self._spare.values():
             while len(spare) > max(self._most_out, IN_FLIGHT):

@@ -1,9 +1,9 @@
 """Guards `param.grad` between backward and step: any use of it raises.
 
-Between the last backward of a step and `engine.step()`, a gradient is a weighted sum that may still
-be in a collective. Reading it would give a meaningless value, and changing it (clip_grad_norm_)
-would have no effect. So `param.grad` is a tensor without memory during that time, and any use of it
-raises.
+Between the last backward pass of a step and `engine.step()`, a gradient is a weighted sum that may
+still be in a collective. Reading it would give a meaningless value, and changing it
+(clip_grad_norm_) would have no effect. Until the step, `param.grad` is therefore a tensor without
+memory that raises on any use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.errors import BrokenView, GradientAccess
 
 
 class GradientGuard(Tensor):
-    """A tensor of a parameter's shape, dtype and device, without storage; any use raises."""
+    """A tensor with a parameter's shape, dtype and device, but no storage. Any use raises."""
 
     @staticmethod
     def __new__(cls, like: Tensor) -> GradientGuard:

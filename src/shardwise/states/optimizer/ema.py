@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights, over the intervals that a rank updates."""
+"""Exponential moving average (EMA) of the weights, for the intervals that a rank updates."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shardwise.states.storage.storage_factory import StorageFactory
 class Averages:
     """Averages of the weights in the master dtype.
 
-    After each step an average becomes decay x average + (1 - decay) x weight. It starts at the
-    value that `start` has for the parameter, or else at the weight. `factory` makes the storage,
-    which is used in the same spans as the optimizer's state.
+    After each step, an average becomes decay x average + (1 - decay) x weight. Its initial value is
+    taken from `start` if that contains the parameter, otherwise from the weight. `factory` creates
+    the storage, which is accessed in the same spans as the optimizer's state.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class Averages:
         self._decay = decay
         self._scattered = scattered
         self.storages = self._allocate(factory)
-        """By bucket, the average over this rank's interval."""
+        """For each bucket, the average over this rank's interval."""
         for interval, average in self._each():
             for index, (first, _) in enumerate(interval.spans):
                 value = average.take(index, fresh=True).copy_(interval.master.take(index))
                 interval.master.put(index, changed=False)
-                # Restored averages replace the weights, as far as this span holds them.
+                # Replace weights by restored averages where this span overlaps them.
                 begin = interval.own[0] + first
                 for piece in interval.bucket.pieces(begin, begin + value.numel()):
                     named = parameters.named[piece.parameter]
@@ -69,22 +69,22 @@ class Averages:
         return zip(self._optimizer.intervals, self.storages, strict=True)
 
     def loaded(self) -> Iterator[Tensor]:
-        """Yield by bucket the whole average over this rank's interval."""
+        """For each bucket, yield the complete average over this rank's interval."""
         for average in self.storages:
             yield average.loaded()
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of averages that this rank stores, on any tier."""
+        """Size in bytes of the averages that this rank stores, on any tier."""
         return sum(average.nbytes for average in self.storages)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory in use between steps."""
+        """Memory in bytes that is in use between steps."""
         return sum(average.memory_bytes for average in self.storages)
 
     def update(self) -> None:
-        """Update the averages; call after each step that was not skipped."""
+        """Update the averages. Call after each step that was not skipped."""
         for interval, average in self._each():
             for index in range(len(interval.spans)):
                 # Read the next span from a disk while this one is updated.
@@ -99,8 +99,9 @@ class Averages:
     def swapped_in(self) -> Iterator[None]:
         """Context manager inside which the parameters hold the averages. Collective.
 
-        Parameters and averages of the same dtype swap their values, span by span. A parameter of
-        another dtype gets the rounded average, and afterwards its value from its master.
+        If a parameter and its average have the same dtype, they swap values, span by span.
+        Otherwise the parameter receives the rounded average, and on exit its value is restored from
+        its master.
         """
         self._exchange(_swap, _round)
         try:
@@ -113,18 +114,18 @@ class Averages:
                 )
 
     def _exchange(self, same_dtype: _Move, other_dtype: _Move) -> None:
-        """Change every parameter by one of two functions, depending on its dtype. Collective."""
+        """Apply `same_dtype` or `other_dtype` to each parameter, by its dtype. Collective."""
         self._parameters.meet()  # other ranks may still read the old values in shared memory
         for interval, average in self._each():
             move = same_dtype if interval.target.dtype == average.dtype else other_dtype
             for index in range(len(interval.spans)):
                 move(interval, average, index)
         if self._scattered:
-            # Start all before waiting for any, so that they run in parallel.
+            # Start all gathers before waiting for any, so that they run in parallel.
             sent = [self._parameters.publish(i) for i in range(len(self.storages))]
             for handle in sent:
                 handle.wait()
-            # The block may write parameters: wait until no other rank reads them.
+            # The caller may write to parameters next, so wait until no other rank reads them.
             for handle in sent:
                 handle.reusable()
         self._parameters.settle()
@@ -134,7 +135,7 @@ _Move = Callable[[BucketUpdate, Storage, int], None]
 
 
 def _swap(interval: BucketUpdate, average: Storage, index: int) -> None:
-    # One span at a time, so that the temporary copy stays small.
+    # Swap one span at a time, so that the temporary copy stays small.
     target, value = interval.target.take(index), average.take(index)
     kept = target.clone()
     target.copy_(value)

@@ -1,7 +1,7 @@
-"""Takes over existing optimizer state: the user's optimizer's, or one that a checkpoint will fill.
+"""Takes over optimizer state that already exists in the user's optimizer or in a checkpoint.
 
-The interval of a bucket is cut into segments at borders between parameters whose state differs, for
-example because one has no state yet, or another step count. Each segment gets the state of its
+The interval of a bucket is split into segments between parameters whose state differs, for example
+because one has no state yet or a different step count. Each segment receives the state of its
 parameters, joined into flat tensors.
 """
 
@@ -40,10 +40,10 @@ class Blank:
 
 
 class ExistingState:
-    """The existing state of parameters, by the user's optimizer and by parameter.
+    """The existing state of each parameter, for each of the user's optimizers.
 
-    A `Blank` in it becomes a tensor with arbitrary content. New segments start at the parameters
-    `borders`, even if the state does not differ there.
+    A `Blank` is replaced by a tensor with arbitrary content. A new segment starts at each of the
+    parameters `borders`, even if the state does not differ there.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ExistingState:
         self._borders = borders
 
     def _of(self, group: ParameterGroup, number: int) -> State | None:
-        """Return the state of parameter `number`, or None if it has none."""
+        """Return the state of parameter `number`, or None."""
         return self._states[group.optimizer].get(self._named[number].parameter) or None
 
     # -- segments -------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class ExistingState:
     def segments(self, interval: BucketUpdate, group: ParameterGroup) -> list[UpdatedTensor]:
         """Return the segments of an interval: one for each run of parameters with equal state.
 
-        If the optimizer needs whole tensors, every parameter has its own segment.
+        If the optimizer needs full tensors, every parameter has its own segment.
         """
         pieces = interval.all_pieces
         if group.whole:
@@ -80,7 +80,7 @@ class ExistingState:
                     tensor = named.parameter
                 segments.append(UpdatedTensor(piece.start, piece.end, [piece], tensor, master))
             return segments
-        # The number of borders up to a piece: it differs across a border, so runs end there.
+        # Count the borders up to each piece. The count changes at a border, so that runs end there.
         borders = accumulate(piece.parameter in self._borders for piece in pieces)
         count = dict(zip(pieces, borders, strict=True))
 
@@ -114,9 +114,9 @@ class ExistingState:
     # -- state of segments ----------------------------------------------------------------
 
     def give(self, inner: InnerOptimizer, interval: BucketUpdate, group: ParameterGroup) -> None:
-        """Give the segments of `interval` the state of their parameters."""
+        """Assign the state of their parameters to the segments of `interval`."""
         for segment in interval.segments:
-            # By their signatures, all pieces of a segment have state or none has.
+            # All pieces of a segment have the same signature, so either all have state or none has.
             states = [self._of(group, piece.parameter) for piece in segment.pieces]
             if known := [state for state in states if state is not None]:
                 inner.inner.state[segment.tensor] = self._joined_state(
@@ -127,7 +127,7 @@ class ExistingState:
             for state in self._states[group.optimizer].values()
             for value in state.values()
         )
-        # With blanks there is nothing to store yet: the checkpoint writes to the disk itself.
+        # With blanks there is nothing to store yet: loading the checkpoint writes to the disk.
         if not has_blanks:
             store_state(inner, interval)
 
@@ -150,20 +150,20 @@ class ExistingState:
             elif flat:
                 joined[key] = self._joined(segment, key, states)
             else:
-                # Equal in all pieces, by their signatures.
+                # The value is the same for all pieces, because their signatures are equal.
                 copy = not group.stays
                 joined[key] = placed(key, value, _device_of(segment), options, copy=copy)
         return joined
 
     def _joined(self, segment: UpdatedTensor, key: str, states: Sequence[State]) -> Tensor:
-        """Join state `key` of a segment's pieces into one flat tensor."""
+        """Join the entry `key` of a segment's pieces into a flat tensor."""
         joined = torch.zeros(
             segment.end - segment.first, dtype=states[0][key].dtype, device=segment.tensor.device
         )
         for piece, state in zip(segment.pieces, states, strict=True):
             value = self._named[piece.parameter].flattened(state[key])
             length = piece.end - piece.start
-            # An interval may contain only a part of a parameter: `offset` is its first element.
+            # An interval may contain only part of a parameter, starting at its element `offset`.
             joined[piece.start - segment.first :][:length] = value[piece.offset :][:length]
         return joined
 
@@ -171,7 +171,7 @@ class ExistingState:
 def _allocate(
     interval: BucketUpdate, segment: UpdatedTensor, key: str, blank: Blank, *, flat: bool
 ) -> Tensor:
-    """Allocate the tensor of a `Blank`; it has no memory if that state is on a disk."""
+    """Allocate the tensor for a `Blank`. It has no memory if the state is on a disk."""
     numel = segment.end - segment.first
     if key in interval.moments:
         return without_memory(numel, interval.moments[key].dtype)
@@ -180,14 +180,14 @@ def _allocate(
 
 
 def _device_of(segment: UpdatedTensor) -> torch.device:
-    """Return the device on which a segment is updated."""
+    """Return the device that updates a segment."""
     return (segment.tensor if segment.master is None else segment.master).device
 
 
 def _entries(kind: OptimizerKind, state: State, named: NamedParameter) -> dict[str, bool]:
-    """Return by key of a parameter's state whether the entry has the parameter's shape.
+    """For each entry of a parameter's state, return whether it has the parameter's shape.
 
-    Entries that do not exist yet are left out, such as the momentum of an SGD without momentum.
+    Entries that do not exist yet are left out, such as the momentum of SGD without momentum.
     """
     return {
         key: kind.has_shape(

@@ -1,7 +1,7 @@
 """Updates the intervals of one or more buckets with an inner copy of the user's optimizer.
 
-In memory an update is one call over whole intervals. If some state is on a disk, or in the memory
-of an accelerator's host, `offloaded_update.py` updates span by span.
+If everything is in device memory, an update is a single call for full intervals. If some state is
+on a disk, or in host memory but used on an accelerator, `offloaded_update.py` updates span by span.
 
     reduced gradient ─▶ tensor.grad of each segment ─▶ optimizer.step() ─▶ master ─▶ parameters
 """
@@ -27,33 +27,33 @@ from shardwise.states.optimizer.update_interval import BucketUpdate, UpdatedTens
 
 @dataclass(eq=False)
 class UpdatePart:
-    """The part of an interval that one call updates."""
+    """The part of an interval that a single optimizer call updates."""
 
     start: int
-    """Its first element, in elements of the bucket."""
+    """First element of the part, counted from the start of the bucket."""
     segments: Sequence[UpdatedTensor]
     gradient: Tensor
-    """The reduced gradient: (numel,) of the part."""
+    """The reduced gradient of the part: (numel,)."""
     changed: bool = True
-    """False after a call that found no gradient for it."""
+    """False if the last call found no gradient for any segment."""
 
 
 class InnerOptimizer:
-    """A copy of the user's optimizer over the segments of `intervals`.
+    """A copy of the user's optimizer that updates the segments of `intervals`.
 
-    Usually these are the segments of one bucket; several buckets may share one call.
+    Usually these are the segments of a single bucket, but several buckets may share one call.
 
     Args:
-        buckets: The numbers of the buckets.
-        intervals: Their intervals on this rank.
-        groups: By interval, its parameter group of the user's optimizer.
-        parts: Yields the parts of each call of the optimizer.
-        fused: Update with torch's fused kernel.
-        leads: This is the first copy of its optimizer.
+        buckets: Indices of the buckets.
+        intervals: This rank's interval of each bucket.
+        groups: The user's parameter group of each interval.
+        parts: Yields the parts for each call of the optimizer.
+        fused: Whether to update with torch's fused kernel.
+        leads: True for the first copy of the user's optimizer.
     """
 
     is_users_stepping = False
-    """Whether the user's optimizer itself is in its step, and may call its own methods."""
+    """True while the user's optimizer itself runs its step, and may call its own methods."""
     following: InnerOptimizer | None = None
     """The inner optimizer that the step updates next."""
 
@@ -83,7 +83,7 @@ class InnerOptimizer:
         return bare_copy(self._groups[0].optimizer)
 
     def _regroup(self) -> None:
-        """Make an inner parameter group for each group of the user's optimizer."""
+        """Create an inner parameter group for each group of the user's optimizer."""
         self.inner.param_groups = []
         for number in self.options.numbers:
             segments = [
@@ -92,7 +92,7 @@ class InnerOptimizer:
                 if group.index == number
                 for segment in interval.segments
             ]
-            # In registration order, as in the user's group.
+            # Sort into registration order, as in the user's group.
             segments.sort(key=lambda segment: segment.pieces[0].parameter)
             self.inner.param_groups.append({"params": [segment.tensor for segment in segments]})
         if hasattr(self.inner, "_params"):  # L-BFGS has a second reference to its parameters
@@ -107,7 +107,7 @@ class InnerOptimizer:
     def step(self, used: Sequence[bool], factor: float) -> None:
         """Update from the reduced gradients times `factor`.
 
-        `used` says by parameter whether any rank had a gradient.
+        `used` tells for each parameter whether any rank had a gradient.
         """
         if not all(used):
             cut = [cut_by_use(self.inner, interval, used) for interval in self.intervals]
@@ -118,11 +118,12 @@ class InnerOptimizer:
             self._update(parts, used, factor)
 
     def _set_divisor(self, factor: float) -> None:
-        # torch's fused kernels read this attribute in `step`; clear the divisor of the last step.
+        # torch's fused kernels read this attribute in `step`, so clear the divisor of the last
+        # step.
         self.inner.grad_scale = None  # type: ignore[attr-defined]
         if self._divides and factor != 1.0:
             # torch's fused kernels divide the gradient by `grad_scale` as they read it, in fp32.
-            # That saves a separate pass over the gradient.
+            # This saves a separate pass over the gradient.
             device = self.intervals[0].master.device
             divisor = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
             self.inner.grad_scale = divisor  # type: ignore[attr-defined]
@@ -133,8 +134,8 @@ class InnerOptimizer:
             self._offer(part, used, factor)
         tensors = [segment.tensor for part in parts for segment in part.segments]
         offered = [tensor for tensor in tensors if tensor.grad is not None]
-        # Call an optimizer that counts steps even without a gradient: all copies must have the same
-        # count.
+        # An optimizer that counts steps must be called even without a gradient, because all copies
+        # must have the same count.
         if offered or self.options.counts or self.attributes.changing:
             self._follow()
             self._call_for(offered)
@@ -145,14 +146,15 @@ class InnerOptimizer:
             part.changed = bool(offered)
 
     def _offer(self, part: UpdatePart, used: Sequence[bool], factor: float) -> None:
-        """Set the gradient of each segment that had one on its tensor."""
+        """Set `grad` on the tensor of each segment whose parameters have a gradient."""
         if not part.segments:
             return
-        # The dtype of this part's interval: one call may update intervals of several dtypes.
+        # Use the dtype of this part's interval, because one call may update intervals of several
+        # dtypes.
         tensor = part.segments[0].tensor
         grad = part.gradient.to(tensor.device, tensor.dtype)
         if not self._divides and factor != 1.0:
-            # In place, even if `to` made no copy: the sums of a step are used only once.
+            # In place, even if `to` returned the sum itself: a step uses its sums only once.
             grad = grad.mul_(factor)
         for segment in part.segments:
             if used[segment.pieces[0].parameter]:
@@ -165,7 +167,7 @@ class InnerOptimizer:
         self.attributes.follow()
 
     def _call(self, *closure: Callable[[], float]) -> None:
-        """Call the class's own `step`, not the wrapper that a scheduler put on the instance."""
+        """Call the class's own `step`, not the wrapper that a scheduler set on the instance."""
         with without_hooks(self.inner):
             type(self.inner).step(self.inner, *closure)
 
@@ -176,8 +178,9 @@ class InnerOptimizer:
             states = ((tensor, self.inner.state.get(tensor)) for tensor in offered)
             fresh = [t for t, s in states if not s or any(v is None for v in s.values())]
         if 0 < len(fresh) < len(offered):
-            # torch's fused SGD needs a momentum for every tensor or for none. So tensors that are
-            # updated for the first time have a separate call, if others have a momentum.
+            # torch's fused SGD needs a momentum for every tensor or for none. If some tensors
+            # already have a momentum, those updated for the first time therefore need a separate
+            # call.
             grads = [tensor.grad for tensor in fresh]
             for tensor in fresh:
                 tensor.grad = None  # the first call skips them
@@ -191,9 +194,9 @@ class InnerOptimizer:
     # -- optimizers that evaluate the loss themselves -----------------------------------------
 
     def step_often(self, evaluate: Callable[[], float]) -> None:
-        """Make a step of an optimizer that may call `evaluate` several times.
+        """Run a step of an optimizer that may call `evaluate` several times.
 
-        `evaluate` calls `offer_again` each time. Every interval has one part.
+        `evaluate` must call `offer_again` each time. Every interval has a single part.
         """
         for parts in self._parts(self):
             self._set_divisor(1.0)
@@ -220,7 +223,7 @@ class InnerOptimizer:
 
 
 def in_memory(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
-    """Yield all intervals for one call, then write masters to the parameters."""
+    """Yield all intervals for a single call, then copy masters to the parameters."""
     parts = []
     for interval in inner.intervals:
         gradient = interval.gradient.reduced.memory
@@ -236,7 +239,7 @@ def in_memory(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
 
 
 def _view_like(grad: Tensor, tensor: Tensor) -> Tensor:
-    # Whole tensors keep their strides (channels_last), which `view` could not express.
+    # Full tensors keep their strides (channels_last), which `view` could not express.
     if tensor.ndim == 1 and tensor.is_contiguous():
         return grad
     return grad.as_strided(tensor.shape, tensor.stride(), grad.storage_offset())

@@ -1,4 +1,4 @@
-"""Gathers whole tensors from intervals on every rank: for a new layout, and for state_dict()."""
+"""Gathers full tensors from intervals on every rank, for a new layout and for state_dict()."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shardwise.tiers.copy_stream import to_host
 
 
 def gather_bucket(bucket: Bucket, own: Span, interval: Tensor, group: Collectives | None) -> Tensor:
-    """Return a whole bucket, (bucket.numel,), gathered from the intervals of the ranks of `group`.
+    """Return a full bucket, (bucket.numel,), gathered from the intervals of the ranks in `group`.
 
-    Without a group, `interval` is already the whole bucket.
+    If `group` is None, `interval` is already the full bucket.
     """
     flat = interval.new_zeros(bucket.numel)
     flat[own[0] : own[1]] = interval
@@ -30,7 +30,7 @@ def gather_bucket(bucket: Bucket, own: Span, interval: Tensor, group: Collective
 
 
 class IntervalGather:
-    """Gathers masters and optimizer state from the ranks' intervals; every call is collective."""
+    """Gathers masters and optimizer state from the ranks' intervals. Every call is collective."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class IntervalGather:
         self._scattered = scattered
 
     def tensors(self, parts: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Return by parameter its whole tensor, gathered from `parts`.
+        """Return the full tensor of each parameter, gathered from `parts`.
 
-        `parts` has one tensor per bucket, over this rank's interval.
+        `parts` has one tensor per bucket, which covers this rank's interval.
         """
         return {
             parameter: whole
@@ -58,8 +58,8 @@ class IntervalGather:
 
     def _bucket(self, index: int, part: Tensor) -> dict[nn.Parameter, Tensor]:
         bucket, own = self._parameters.buckets[index], self._optimizer.intervals[index].own
-        # On the device that computes, whose memory the transport can send: a master may be on the
-        # host or on a disk.
+        # Gather on the device that computes, because the transport can send its memory. A master
+        # may be on the host or on a disk.
         _, device = self._parameters.kind(index)
         group = self._group if self._scattered else None
         flat = gather_bucket(bucket, own, part.to(device), group)
@@ -67,16 +67,16 @@ class IntervalGather:
         for slot in bucket.slots:
             named = self._parameters.named[slot.parameter]
             view = named.view(flat, slot.start)
-            # A copy: a view would keep the whole bucket alive.
+            # Copy, because a view would keep the full bucket alive.
             tensors[named.parameter] = view.clone(memory_format=torch.preserve_format)
         return tensors
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """Return by parameter its value in the master dtype."""
+        """Return each parameter's value in the master dtype."""
         return self.tensors([part.master.loaded() for part in self._optimizer.intervals])
 
     def wide_masters(self) -> dict[nn.Parameter, Tensor]:
-        """Return the masters of the parameters that have 16 bits, by parameter."""
+        """Return the masters of the 16-bit parameters."""
         return {
             parameter: master
             for index, part in enumerate(self._optimizer.intervals)
@@ -85,7 +85,7 @@ class IntervalGather:
         }
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return by parameter its state, in the form of the user's optimizer."""
+        """Return each parameter's state in the format of the user's optimizer."""
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for index, group in enumerate(self._optimizer.groups):
             states |= self._whole_state(index) if group.whole else self._flat_state(index)
@@ -96,7 +96,8 @@ class IntervalGather:
             segment.pieces[0].parameter: state for segment, state in self._optimizer.state_of(index)
         }
         if self._scattered:
-            # On the CPU, because a pickled tensor names its GPU, which another rank may not have.
+            # Move to the CPU: a pickled tensor refers to its GPU by index, which another rank may
+            # not have.
             mine = {
                 number: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
                 for number, state in mine.items()
@@ -111,7 +112,8 @@ class IntervalGather:
     def _flat_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
         states_here = self._optimizer.state_of(index)
         is_flat = partial(self._optimizer.is_flat, index)
-        # Single values, such as step counts, are sent as objects: there are few per parameter.
+        # Send single values, such as step counts, as objects, because there are only a few per
+        # parameter.
         singles = on_host(
             {
                 piece.parameter: {k: v for k, v in state.items() if not is_flat(segment, k, v)}
@@ -136,8 +138,8 @@ class IntervalGather:
             self._parameters.named[number].parameter: self._placed(index, single)
             for number, single in all_singles.items()
         }
-        # Sorted, because all ranks must gather the keys in the same order. A rank whose intervals
-        # have no state of a key takes part with zeros.
+        # Sort, because all ranks must gather the keys in the same order. A rank whose intervals
+        # have no state for a key contributes zeros.
         for key in sorted(all_dtypes):
             whole = self._bucket(index, self._optimizer.whole(index, key, all_dtypes[key]))
             for parameter, state in states.items():
@@ -152,7 +154,7 @@ class IntervalGather:
 
 
 def on_host(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Move the tensors in `states` to the CPU: small ones, such as step counts."""
+    """Move the tensors in `states` to the CPU. They are small, such as step counts."""
     places = [
         (state, key)
         for state in states.values()

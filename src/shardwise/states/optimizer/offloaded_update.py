@@ -6,8 +6,8 @@ While one span is updated, the next one is read and the previous one is written:
     SpanInUse         [ 0 ][ 1 ][ 2 ][ 3 ]      bound to segments and their state, then updated
     written                [ 0 ][ 1 ][ 2 ][ 3 ]
 
-Segments and state on a disk point into a span's memory during its update. Otherwise they keep their
-shapes, without memory.
+If segments and their state are on a disk, they are views of a span's memory while the span is
+updated. The rest of the time they have only shapes, but no memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from shardwise.states.storage.storage import MemoryStorage, Storage, in_spans
 
 
 def by_spans(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
-    """Yield the intervals span by span; if there are several intervals, each has one span."""
+    """Yield the intervals span by span. If there are several intervals, each has a single span."""
     count = max(len(interval.spans) for interval in inner.intervals)
     for index in range(count):
         spans = [
             SpanInUse(inner.inner, interval, index, _gradient_of(interval))
             for interval in inner.intervals
         ]
-        # After the line above, so that the reads of this span are first in the threads' queue.
+        # Read ahead only after the line above, so that the threads first read the current span.
         if index + 1 < count:
             _read_ahead(inner, index + 1)
         elif inner.following is not None:
@@ -55,20 +55,20 @@ def store_state(inner: InnerOptimizer, interval: BucketUpdate) -> None:
 
 
 def _gradient_of(interval: BucketUpdate) -> Storage:
-    """Return the reduced gradient as the update uses it: on the master's device, in its spans."""
+    """Return the reduced gradient for the update: on the master's device, split into its spans."""
     total, copy_stream = interval.gradient.reduced, interval.master.copy_stream
     if copy_stream is None or total.copy_stream is not None:
         return in_spans(total, interval.spans)
     assert isinstance(total, MemoryStorage)
     if interval.host_copy is None or interval.host_copy.source is not total.tensor:
-        # Sums that were widened are in a new tensor. Replace the copy of the old tensor, which it
-        # would keep alive.
+        # The sums are in a new tensor after they were widened. Replace the copy of the old tensor,
+        # which it would keep alive.
         interval.host_copy = HostCopy(total.tensor, copy_stream, interval.spans)
     return interval.host_copy
 
 
 def _read_ahead(inner: InnerOptimizer, index: int) -> None:
-    """Start to read span `index` of each interval and its gradient, if they are on a disk."""
+    """Start reading span `index` of each interval and its gradient, if they are on a disk."""
     for interval in inner.intervals:
         if index < len(interval.spans):
             for storage in {interval.target, interval.master, _gradient_of(interval)}:
@@ -78,13 +78,13 @@ def _read_ahead(inner: InnerOptimizer, index: int) -> None:
                     inner.inner.state.get(segment.tensor, {})
                     for segment in interval.within(interval.spans[index])
                 )
-                # Before the first update there is nothing on the disk to read.
+                # Before the first update there is nothing to read on the disk.
                 if any(key in state and has_no_memory(state[key]) for state in states):
                     storage.read_ahead(index)
 
 
 class SpanInUse(UpdatePart):
-    """One span of an interval in memory; its segments and state point into it until `end`."""
+    """A span of an interval in memory. Its segments and state are views of it until `end`."""
 
     def __init__(
         self, inner: optim.Optimizer, interval: BucketUpdate, index: int, total: Storage | None
@@ -127,18 +127,18 @@ class SpanInUse(UpdatePart):
         return [(segment, state) for segment, state in states if key in state]
 
     def end(self, *, changed: bool) -> None:
-        """Release the span; if it changed, write it back asynchronously."""
+        """Release the span. If it changed, write it back asynchronously."""
         interval, index = self._interval, self._index
         for key, moment in self._moments.items():
             for segment, state in self._states(key):
                 self._store_state(segment, state, key, moment)
             interval.moments[key].put(index, changed=changed)
         if interval.master.memory is None:
-            # Another span gets the buffer next, so nothing may point into it any more.
+            # The next span reuses the buffer, so nothing may refer to it any more.
             for segment in self.segments:
                 numel = segment.end - segment.first
                 segment.tensor.data = without_memory(numel, interval.master.dtype)
-        # First the parameter, then `put`: the copy reads the master's buffer, which `put` returns.
+        # Send the parameter before `put`: the copy reads the master's buffer, which `put` returns.
         if interval.has_master:
             interval.master.send(index, self._master, self._target)
             interval.target.put(index, changed=changed)
@@ -149,7 +149,7 @@ class SpanInUse(UpdatePart):
     def _store_state(
         self, segment: UpdatedTensor, state: dict[str, Any], key: str, moment: Tensor
     ) -> None:
-        """Keep one segment's state in its span's memory; the first time, copy it there."""
+        """Store a segment's state in its span's memory. The first time, copy it there."""
         a, b = self._place(segment)
         if state[key].dtype != moment.dtype:
             raise TierError(

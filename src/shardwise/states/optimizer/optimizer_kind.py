@@ -1,4 +1,4 @@
-"""Properties of optimizers: their kind, copies without parameters, and use of fused kernels."""
+"""Determines what an optimizer needs and stores, and whether it may use fused kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
 )
-"""torch's optimizers that update each element independently, with any options."""
+"""torch's optimizers that update each element independently, for any options."""
 
 BY_TENSOR = (optim.Adafactor, optim.Muon)
 """torch's optimizers that update each tensor independently, but need all of its elements."""
@@ -28,13 +28,13 @@ BY_TENSOR = (optim.Adafactor, optim.Muon)
 def is_torchs(optimizer: optim.Optimizer) -> bool:
     """Return whether the class of `optimizer` is one of torch's, or derived from one.
 
-    These keep their state in the dtype of the parameter, and cannot step if that changes.
+    These keep their state in the parameter's dtype, and cannot step if the dtype changes.
     """
     return isinstance(optimizer, (*ELEMENTWISE, *BY_TENSOR))
 
 
 def is_known(optimizer: optim.Optimizer) -> bool:
-    """Return whether the class of `optimizer` is one of torch's, so that it needs no trial.
+    """Return whether `optimizer` is of one of torch's own classes, so that it needs no trial.
 
     A derived class may override anything, so it does not count.
     """
@@ -44,12 +44,13 @@ def is_known(optimizer: optim.Optimizer) -> bool:
 def state_shape(
     made_by: type[optim.Optimizer], key: str, shape: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Return the shape of entry `key`, not a single number, in the state of a tensor of `shape`.
+    """Return the shape of state entry `key` for a tensor of `shape`.
 
-    `made_by` is the class of the optimizer. Returns None if it is not one of torch's.
+    `made_by` is the optimizer's class. Entries that are single numbers are not supported. Returns
+    None if the class is not one of torch's.
     """
     if made_by is optim.Adafactor and len(shape) > 1 and key in ("row_var", "col_var"):
-        # The second moment of a matrix is kept as its row means and its column means.
+        # Adafactor stores a matrix's second moment as row means and column means.
         *ahead, rows, columns = shape
         return (*ahead, rows, 1) if key == "row_var" else (*ahead, 1, columns)
     return tuple(shape) if made_by in (*ELEMENTWISE, *BY_TENSOR) else None
@@ -57,39 +58,39 @@ def state_shape(
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """The kind of an optimizer: the data that an update needs, and the state that it keeps.
+    """The kind of an optimizer: which data an update needs, and which state it keeps.
 
-    An option that changes later may add state entries, such as the momentum of SGD.
+    Options that change later may add state entries, such as the momentum of SGD.
     """
 
     elementwise: bool
-    """Whether each element is updated independently, so that tensors may be cut anywhere."""
+    """True if each element is updated independently, so that tensors may be split anywhere."""
     separable: bool
-    """Whether each tensor is updated independently of the others."""
+    """True if each tensor is updated independently of the others."""
     tensor_keys: frozenset[str]
-    """State entries that have the parameter's shape (exp_avg ...)."""
+    """State entries that have the parameter's shape (such as exp_avg)."""
     single_keys: frozenset[str] = frozenset()
-    """State entries with one value per parameter (step ...)."""
+    """State entries with a single value per parameter (such as step)."""
     group_keys: frozenset[str] = frozenset()
-    """Options of a parameter group that the optimizer changes itself (ScheduleFree's k)."""
+    """Options in the parameter group that the optimizer changes itself (ScheduleFree's k)."""
     attributes: frozenset[str] = frozenset()
     """Attributes of the optimizer that its steps change."""
     known: bool = False
-    """Whether `elementwise` and `separable` are known for the class, without a trial."""
+    """True if `elementwise` and `separable` are known for the class, without a trial."""
     needs_closure: bool = False
-    """Whether it evaluates the loss itself (L-BFGS)."""
+    """True if the optimizer evaluates the loss itself (L-BFGS)."""
 
     def has_shape(self, key: str, value: Any, shape: Sequence[int]) -> bool:
         """Return whether state entry `key` of a tensor of `shape` has the same shape by design.
 
-        If the optimizer is element-wise, such an entry is cut together with the tensor.
+        If the optimizer is element-wise, such an entry is split together with the tensor.
         """
         if value is None or key in self.single_keys:
             return False
         return key in self.tensor_keys or tuple(getattr(value, "shape", ())) == tuple(shape) != ()
 
     def is_tensor(self, key: str, value: Any, shape: Sequence[int]) -> bool:
-        """Return whether a checkpoint stores the entry as a tensor, not as a number."""
+        """Return whether a checkpoint stores the entry as a tensor and not as a number."""
         if self.elementwise:
             return self.has_shape(key, value, shape)
         return isinstance(value, Tensor) and value.ndim > 0
@@ -97,7 +98,7 @@ class OptimizerKind:
 
 def needs_closure(optimizer: optim.Optimizer) -> bool:
     """Return whether `optimizer.step` requires a closure."""
-    # Of the class: schedulers replace `step` on the instance, with another signature.
+    # Inspect the class: schedulers replace `step` on the instance with a different signature.
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     return any(p.name == "closure" and p.default is p.empty for p in parameters)
 
@@ -114,7 +115,7 @@ _FOREIGN_ATTRIBUTES = frozenset(
 def attributes_of(optimizer: optim.Optimizer) -> dict[str, Any]:
     """Return the attributes that the class of `optimizer` itself sets on it.
 
-    An attribute that hides a method is left out: a scheduler or an engine has set it.
+    Excludes attributes that shadow a method: a scheduler or an engine has set them.
     """
     return {
         name: value
@@ -131,7 +132,7 @@ def common_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def wrapped_optimizer(optimizer: optim.Optimizer) -> tuple[str, optim.Optimizer] | None:
-    """Return the name and value of an attribute that is another optimizer, or None."""
+    """Return the name and value of an attribute that is itself an optimizer, or None."""
     for name, value in vars(optimizer).items():
         if isinstance(value, optim.Optimizer):
             return name, value
@@ -141,20 +142,20 @@ def wrapped_optimizer(optimizer: optim.Optimizer) -> tuple[str, optim.Optimizer]
 def bare_copy(optimizer: optim.Optimizer, *, detached: bool = False) -> optim.Optimizer:
     """Return a copy of `optimizer` with its class and attributes, without its parameters.
 
-    Hooks, and attributes that a scheduler has set, are not copied. The copy shares the values of
-    its attributes with `optimizer`, unless it is `detached`.
+    Hooks, and attributes that a scheduler has set, are not copied. Unless `detached` is true, the
+    copy shares its attribute values with `optimizer`.
     """
-    # Without `__init__`, whose parameters differ between classes.
+    # Skip `__init__`, whose parameters differ between classes.
     inner = type(optimizer).__new__(type(optimizer))
     attributes = attributes_of(optimizer)
     kept = {k: v for k, v in vars(optimizer).items() if k in _FOREIGN_ATTRIBUTES}
     hooks = {k: type(v)() for k, v in vars(optimizer).items() if k.endswith("_hooks")}
     vars(inner).update(kept | hooks | attributes)
-    # As torch's constructor leaves them, before any group is added.
+    # The same state as after torch's constructor, before any group is added.
     inner.param_groups = []
     inner.state = defaultdict(dict)
     if detached:
-        # References to the optimizer lead to the copy; references to parameters stay shared.
+        # References to the optimizer must refer to the copy. References to parameters stay shared.
         memo: dict[int, Any] = {id(optimizer): inner}
         memo |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
         vars(inner).update({k: copied_attribute(v, memo) for k, v in attributes.items()})
@@ -166,7 +167,7 @@ def copied_attribute(value: Any, memo: dict[int, Any]) -> Any:
 
     Locks and files cannot be copied. `memo` maps objects that the copy shares with the original.
     """
-    # A module is the user's model, or a part of it: copies of the optimizer refer to the same one.
+    # A module is part of the user's model, so all copies of the optimizer refer to the same one.
     if isinstance(value, nn.Module):
         return value
     try:
@@ -183,14 +184,14 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
 def placed(
     key: str, value: Any, device: torch.device, options: Mapping[str, Any], *, copy: bool = True
 ) -> Any:
-    """Move a state entry to the device on which an optimizer with `options` needs it.
+    """Move a state entry to the device that an optimizer with `options` requires.
 
-    That is `device`, except for step counts. Without `copy` the entry itself is returned if it is
-    there already.
+    That is `device`, except for step counts. If `copy` is False and the entry is already there,
+    returns the entry itself.
     """
     if not isinstance(value, Tensor):
         return value
-    # Like torch's load_state_dict: a count of steps is on the CPU, unless a kernel uses it.
+    # As in torch's load_state_dict: a step count is on the CPU, unless a kernel uses it.
     if key == "step" and not (options.get("fused") or options.get("capturable")):
         device = torch.device("cpu")
     return value.to(device, copy=copy)
@@ -199,7 +200,8 @@ def placed(
 def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
     """Return whether two options or attributes, or nested containers of them, are equal.
 
-    Numbers may differ by fp32 noise, unless `exactly`. Objects are compared by their attributes.
+    Unless `exactly` is true, numbers may differ by fp32 rounding errors. Objects are compared by
+    their attributes.
     """
     if a is b:
         return True
@@ -211,7 +213,8 @@ def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
         if a != a and b != b:  # both are NaN
             return True
         return a == b if exactly else math.isclose(a, b, rel_tol=_TOLERANCE)
-    if isinstance(a, optim.Optimizer):  # a reference back to its own optimizer: avoid a cycle
+    # a reference back to the optimizer itself; avoid infinite recursion
+    if isinstance(a, optim.Optimizer):
         return True
     if type(a) is not type(b):
         return False
@@ -225,11 +228,11 @@ def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
     equal = a == b
     return bool(
         equal.all() if hasattr(equal, "all") else equal
-    )  # numpy compares element by element
+    )  # NumPy compares element by element
 
 
 def compares_by_identity(value: Any) -> bool:
-    """Return whether `value` is an object with attributes whose class defines no equality."""
+    """Return whether `value` is an object with attributes whose class defines no `__eq__`."""
     plain: Any = object.__eq__
     return hasattr(value, "__dict__") and type(value).__eq__ is plain
 
@@ -239,11 +242,11 @@ def may_fuse(
 ) -> bool:
     """Return whether torch's fused kernel may update tensors of `dtype`.
 
-    It reads and writes each number once, while the default implementation makes one pass for each
-    operation, with the same arithmetic. A choice by the user is respected.
+    It reads and writes each number once, whereas the default implementation runs one pass per
+    operation, with the same arithmetic. Never overrides the user's own choice.
     """
     unchosen = options.get("fused", False) is None and not options.get("foreach")
-    # torch has no fused kernel for these options, or it would compute something else.
+    # With these options, torch has no fused kernel, or it would compute a different result.
     plain = not options.get("differentiable") and not options.get("capturable")
     # A learning rate that is a tensor would round results to its own dtype.
     rate = options.get("lr")

@@ -1,16 +1,16 @@
-"""Keeps inner copies in line with the user's optimizer: options, attributes and step hooks.
+"""Keeps inner copies in sync with the user's optimizer: options, attributes and step hooks.
 
-The engine updates with inner copies of the user's optimizer. Before every update a copy takes over
-the options of the user's parameter groups (schedulers edit the learning rate there) and attributes
-that user code has replaced. Changes by the update itself (ScheduleFree counts steps in a group) are
-written back after all updates of the step:
+The engine updates with inner copies of the user's optimizer. Before every update, a copy takes over
+the options of the user's parameter groups (where schedulers set the learning rate) and attributes
+that user code has replaced. The update itself may change options, too (ScheduleFree counts steps in
+a group). Such changes are written back after all updates of the step:
 
     scheduler ─▶ user's param_groups ─▶ inner param_groups ─▶ update
                         ▲                                       │
                         └──────────── write_back ◀──────────────┘
 
-Step hooks run once per step, with the user's optimizer. torch must not call them in the updates of
-the copies as well.
+Step hooks run once per step, with the user's optimizer. torch must not call them again in the
+copies' updates.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """The parameter group of the user's optimizer that a bucket belongs to."""
+    """A bucket's parameter group in the user's optimizer."""
 
     optimizer: optim.Optimizer
     index: int
     """Index of the group in the optimizer."""
     kind: OptimizerKind
     whole: bool
-    """Whether its tensors are never cut."""
+    """True if the group's tensors are never split."""
     together: bool
-    """Whether one call updates all tensors of the optimizer."""
+    """True if all tensors of the optimizer must be updated in a single call."""
     stays: bool = False
-    """Whether the user's optimizer itself makes that call, over its own parameters, and keeps its
-    own state."""
+    """True if the user's optimizer itself makes that call for its own parameters, and keeps its own
+    state."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The present group of the user's optimizer."""
+        """The current options of the user's parameter group."""
         return self.optimizer.param_groups[self.index]
 
 
@@ -71,7 +71,7 @@ class FollowedOptions:
     """Copies options of the user's parameter groups to the groups of `inner`, and back.
 
     `inner` is a copy of the user's optimizer that updates on `device`, with torch's fused kernel if
-    `fused`. `counts` has the names of options that the optimizer changes itself.
+    `fused` is true. `counts` contains the names of options that the optimizer changes itself.
     """
 
     def __init__(
@@ -86,27 +86,27 @@ class FollowedOptions:
         self.numbers = sorted({group.index for group in groups})
         self.counts = frozenset[str]().union(*(group.kind.group_keys for group in groups))
         self.changes: dict[int, dict[str, Any]] = {}
-        """By index of the user's group, the options that the last update has changed."""
+        """Index of the user's group -> options that the last update has changed."""
         self._inner = inner
         self._device = device
         self._fused = fused
         self._followed: dict[int, dict[str, Any]] = {}
-        """By index of the user's group, the options that `follow` has copied last."""
+        """Index of the user's group -> options that `follow` has copied last."""
 
     def follow(self) -> None:
-        """Copy the present options of the user's groups."""
+        """Copy the current options of the user's groups."""
         for number, inner in zip(self.numbers, self._inner.param_groups, strict=True):
             options = self.of(self.user.param_groups[number])
-            # Copies: an update must not count in the user's tensor, because every update of a step
-            # starts from the same count.
+            # Copy the values: an update must not increment the user's tensor, because every update
+            # of a step starts from the same count.
             options |= {key: copy_value(options[key]) for key in self.counts if key in options}
             inner.update(options)
             self._followed[number] = options
 
     def record_changes(self) -> None:
         """Remember the options that the update has changed in the inner groups."""
-        # Not written to the user's groups yet: every update of a step, including the one of the
-        # next span, must start from the same values.
+        # Do not write to the user's groups yet. Every update of a step, including the next span's,
+        # must start from the same values.
         for number, inner in zip(self.numbers, self._inner.param_groups, strict=True):
             followed = self._followed[number]
             self.changes[number] = {
@@ -121,7 +121,7 @@ class FollowedOptions:
         if self._fused:
             options["fused"] = True
         if options.get("capturable") and self._device.type == "cpu":
-            options["capturable"] = False  # a CUDA graph contains no work of the CPU
+            options["capturable"] = False  # a CUDA graph contains no CPU work
         return options
 
 
@@ -134,7 +134,7 @@ def write_back_options(followed: Sequence[FollowedOptions]) -> None:
     for each in followed:
         for number, changes in each.changes.items():
             for key, value in changes.items():
-                # All updates of a step must agree, because the user's group has one value.
+                # All updates of a step must agree, because the user's group has only one value.
                 first = first_of.setdefault((id(each.user), number, key), value)
                 if not same(first, value):
                     raise ModelError(
@@ -149,7 +149,8 @@ def write_back_options(followed: Sequence[FollowedOptions]) -> None:
 class FollowedAttributes:
     """Copies attributes of the user's optimizer `user` to its copy `inner`, and back.
 
-    Steps change the attributes `changing`. The copy that `leads` shares objects with `user`.
+    Steps change the attributes `changing`. The copy whose `leads` is True shares objects with
+    `user`.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class FollowedAttributes:
         self.leads = leads
         self.changing = changing
         self._inner = inner
-        self._follows = not is_known(user)  # torch's own optimizers keep nothing in attributes
+        self._follows = not is_known(user)  # torch's own optimizers store nothing in attributes
         self._followed: dict[str, Any] = {}
         """The attributes of the user's optimizer that were copied last."""
         self.follow()
@@ -176,16 +177,17 @@ class FollowedAttributes:
         for name, value in attributes_of(self.user).items():
             if self._followed.get(name, _MISSING) is not value:
                 shared = self.leads or name not in self.changing
-                # By identity: user code replaces a value, while a step changes it in place.
+                # Compare by identity: user code replaces a value, whereas a step changes it in
+                # place.
                 vars(self._inner)[name] = value if shared else copied_attribute(value, {})
                 self._followed[name] = value
 
     def changes(self) -> dict[str, Any]:
-        """Return the present values of attributes that steps change, from the copy."""
+        """Return the copy's current values of attributes that steps change."""
         return {k: vars(self._inner)[k] for k in self.changing if k in vars(self._inner)}
 
     def forget_changes(self) -> None:
-        """Treat the present attributes of the user's optimizer as already copied."""
+        """Treat the current attributes of the user's optimizer as already copied."""
         self._followed = attributes_of(self.user)
 
 
@@ -196,11 +198,12 @@ def write_back_attributes(followed: Sequence[FollowedAttributes]) -> None:
     """
     changing = [each for each in followed if each.changing]
     first: dict[optim.Optimizer, dict[str, Any]] = {each.user: {} for each in changing}
-    # The leading copy's values win. Other copies may change further attributes, if their groups
+    # The leading copy's values win. Other copies may change additional attributes if their groups
     # differ from its groups.
     for each in sorted(changing, key=lambda each: not each.leads):
         first[each.user] = each.changes() | first[each.user]
-    # Check all before the first assignment: an error leaves the user's optimizers unchanged.
+    # Check everything before the first assignment, so that an error leaves the user's optimizers
+    # unchanged.
     for each in changing:
         for name, value in each.changes().items():
             if not same(first[each.user][name], value):
@@ -231,9 +234,9 @@ def post_hooks(optimizer: optim.Optimizer) -> list[Hook]:
 def without_hooks(optimizer: optim.Optimizer) -> Iterator[None]:
     """Context manager inside which `optimizer.step()` calls no hooks.
 
-    Hooks of all optimizers still run for others, such as one that `optimizer` wraps.
+    Global hooks still run for other optimizers, such as one that `optimizer` wraps.
     """
-    # Hooks of the instance are removed. Global hooks are wrapped, because an optimizer inside
+    # Remove the instance's hooks, but only wrap global ones, because an optimizer inside
     # `optimizer` must still run them.
     attributes, module = vars(optimizer), vars(torch_optimizer)
     of_one = {name: attributes[name] for name in _OF_ONE}

@@ -1,4 +1,4 @@
-"""Optimizer state: inner copies of the user's optimizer over the intervals of this rank.
+"""Optimizer state: inner copies of the user's optimizer that update this rank's intervals.
 
 Schedulers and edits of `param_groups` act on the user's optimizer. Its options are copied to the
 inner optimizers before every update (`optimizer_options.py`).
@@ -9,10 +9,10 @@ flat tensor:
     bucket flat   | ........ | own interval ........ | ........ |
     segments                 |  a  |  b   |    c     |
 
-At first there is one segment. It is cut between two parameters once their states must differ: one
-had no gradient on any rank, so its value, its moments and its step count must stay the same
-(`update_interval.cut_by_use`). An optimizer that needs whole tensors has one segment per tensor
-from the start.
+Initially there is a single segment. It is split between two parameters once their states must
+differ: if one had no gradient on any rank, its value, moments and step count must not change
+(`update_interval.cut_by_use`). An optimizer that needs full tensors has one segment per tensor from
+the start.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _MASTER = "master"
 
 
 class OptimizerState:
-    """The inner optimizers of all buckets, and the masters of parameters.
+    """The inner optimizers of all buckets, and the master weights.
 
-    A parameter has a master if it has 16 bits or is stored on another tier.
+    A parameter has a master if it has 16 bits or is stored on a different tier.
 
     Args:
         parameters: The parameters in buckets.
-        groups: By bucket, its parameter group of the user's optimizer.
-        gradients: By bucket, its gradients.
-        factory: Makes the storage of masters and of state on a disk.
-        by_spans: Some state is on a disk.
-        sends: Updated buckets are sent to other ranks.
-        known: By parameter, values in the master dtype that replace the rounded parameters.
+        groups: The user's parameter group of each bucket.
+        gradients: The gradients of each bucket.
+        factory: Creates the storage of masters, and of state on a disk.
+        by_spans: True if some state is on a disk.
+        sends: True if updated buckets are sent to other ranks.
+        known: Values of parameters in the master dtype, which replace the rounded parameters.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OptimizerState:
         self._one_by_one = sends or by_spans
         self.groups = groups
         self.intervals = self._lay_out(gradients, factory, by_spans)
-        """By bucket, the interval that this rank updates."""
+        """The interval of each bucket that this rank updates."""
         for index, interval in enumerate(self.intervals):
             if interval.has_master:
                 self._fill_master(interval, parameters.wide.pop(index, None), known)
@@ -92,7 +92,7 @@ class OptimizerState:
     def _lay_out(
         self, gradients: Sequence[GradientBucket], factory: StorageFactory, by_spans: bool
     ) -> list[BucketUpdate]:
-        """Allocate the masters, and the state on a disk, of this rank's interval of each bucket."""
+        """Allocate the masters, and state on a disk, for this rank's interval of each bucket."""
         own = [bucket.own for bucket in gradients]
         numbers = range(len(own))
         lengths = [end - first for first, end in own]
@@ -100,11 +100,11 @@ class OptimizerState:
         targets = [in_spans(self._parameters.part(i, own[i]), spans[i]) for i in numbers]
         kept = []
         for i in numbers:
-            # Separate storage for a master. On a disk also for the optimizer's state, which
-            # otherwise the inner optimizer allocates.
+            # Allocate separate storage for a master and, on a disk, for the optimizer's state.
+            # Otherwise the inner optimizer allocates its state itself.
             dtype, device = self._parameters.kind(i)
             kind = (torch.float32 if dtype in NARROW else dtype, device)
-            # The optimizer state is in host memory and the parameter is not, or the reverse.
+            # Either the optimizer state or the parameter is in host memory, but not both.
             elsewhere = factory.is_apart(device) != (targets[i].copy_stream is not None)
             names = [_MASTER] if dtype in NARROW or elsewhere else []
             names += sorted(self.groups[i].kind.tensor_keys) if factory.on_disk else []
@@ -134,7 +134,7 @@ class OptimizerState:
     def _fill_master(
         self, interval: BucketUpdate, wide: Tensor | None, known: Mapping[nn.Parameter, Tensor]
     ) -> None:
-        """Fill a separate master with its parameters' values."""
+        """Initialise a separate master with its parameters' values."""
         # (numel of the interval,). A wide value has bits that the 16-bit parameter has lost.
         value = (interval.target.loaded() if wide is None else wide).to(interval.master.dtype)
         for piece in interval.bucket.pieces(*interval.own):
@@ -146,7 +146,7 @@ class OptimizerState:
         interval.master.store(value)
 
     def _build(self, existing: ExistingState) -> None:
-        """Cut every bucket into segments, make inner optimizers, and take over existing state."""
+        """Split buckets into segments, create inner optimizers, and take over existing state."""
         for interval, group in zip(self.intervals, self.groups, strict=True):
             interval.segments = existing.segments(interval, group)
         keys = [self._together(index) for index in range(len(self.intervals))]
@@ -163,8 +163,9 @@ class OptimizerState:
         for inner, following in pairwise(self.inners):
             inner.following = following
         self._inner_of = [inner_by_key[key] for key in keys]
-        # The inner optimizers hold the state from now on; the user's optimizer would be a second
-        # copy in memory. An optimizer that updates its own parameters gets its state back below.
+        # The inner optimizers own the state from now on. Remove it from the user's optimizer, where
+        # it would be a second copy in memory. An optimizer that updates its own parameters gets it
+        # back below.
         taken = {named.parameter for named in self._parameters.named}
         for optimizer in {group.optimizer for group in self.groups}:
             resting = held(optimizer)
@@ -174,16 +175,16 @@ class OptimizerState:
             existing.give(inner, interval, group)
 
     def _together(self, index: int) -> Hashable:
-        """Return the key of a bucket: buckets with equal keys are updated in one call."""
+        """Return a bucket's key. Buckets with equal keys are updated in a single call."""
         interval, group = self.intervals[index], self.groups[index]
         if group.together:
-            return group.optimizer  # it combines tensors, so it needs all of them in one call
-        # One call for several buckets saves time. But the transfer of a bucket that is sent, read
-        # or copied can overlap with the update of another one only if each has a separate call.
+            return group.optimizer  # it combines tensors, so it needs all of them in a single call
+        # A single call for several buckets saves time. With separate calls, however, the transfer
+        # of one bucket (sent, read or copied) can overlap with the update of another.
         is_apart = interval.has_master or interval.master.copy_stream is not None
         stays = interval.master.memory is not None and not interval.moments
         fuses = _fuses(group, interval)
-        # Other implementations allocate temporaries as large as the tensors of a call.
+        # Other implementations allocate temporaries as large as all tensors of the call.
         in_place = fuses or bool(group.options.get("fused"))
         if self._one_by_one or is_apart or not stays or not in_place:
             return index
@@ -196,8 +197,8 @@ class OptimizerState:
             return UsersOptimizer(indices, intervals, groups, parts, fused=False, leads=leads)
         fused = not groups[0].together and _fuses(groups[0], intervals[0])
         inner = InnerOptimizer(indices, intervals, groups, parts, fused=fused, leads=leads)
-        # A copy for all but the first: each inner optimizer counts its own steps, and a shared
-        # counter would advance several times in a step.
+        # Copy for all but the first: each inner optimizer counts its own steps, and a shared
+        # counter would advance several times per step.
         common = common_state(held(groups[0].optimizer))
         inner.inner.state.update(common if leads else copy.deepcopy(common))
         return inner
@@ -223,9 +224,9 @@ class OptimizerState:
         write_back_attributes([inner.attributes for inner in copies])
 
     def return_common_state(self) -> None:
-        """Copy state that belongs to no parameter from inner copies to the user's optimizers.
+        """Copy state that belongs to no parameter from the inner copies to the user's optimizers.
 
-        It is equal in all copies of an optimizer.
+        This state is identical in all copies of an optimizer.
         """
         for inner in self.inners:
             if inner.attributes.leads and inner.inner is not inner.attributes.user:
@@ -233,7 +234,7 @@ class OptimizerState:
 
     @property
     def has_masters(self) -> bool:
-        """Whether any parameter has a master in another dtype."""
+        """True if any parameter has a separate master."""
         return any(interval.has_master for interval in self.intervals)
 
     def refresh_masters(self, written: set[int]) -> None:
@@ -256,7 +257,7 @@ class OptimizerState:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state and separate masters that this rank stores now."""
+        """Size in bytes of the optimizer state and separate masters that this rank stores now."""
         masters = sum(i.master.nbytes for i in self.intervals if i.has_master)
         return masters + sum(
             value.numel() * value.element_size()
@@ -267,13 +268,13 @@ class OptimizerState:
         )
 
     def expected_bytes(self, index: int) -> int:
-        """Return the bytes of state and master of bucket `index` after the first update."""
+        """Return the size in bytes of bucket `index`'s state and master after the first update."""
         interval = self.intervals[index]
         moments = len(self.groups[index].kind.tensor_keys)
         return interval.master.nbytes * (moments + interval.has_master)
 
     def whole(self, index: int, key: str, dtype: torch.dtype) -> Tensor:
-        """Return state `key` of all segments of bucket `index`, flat over this rank's interval.
+        """Return state `key` of all segments of bucket `index`, joined over this rank's interval.
 
         Elements without state are zero.
         """
@@ -287,12 +288,12 @@ class OptimizerState:
         return joined
 
     def is_flat(self, index: int, segment: UpdatedTensor, key: str, value: Any) -> bool:
-        """Return whether state `key` of a segment is flat like the segment, and cut with it."""
+        """Return whether state `key` of a segment is flat and split together with the segment."""
         group = self.groups[index]
         return not group.whole and group.kind.has_shape(key, value, segment.tensor.shape)
 
     def is_tensor(self, index: int, segment: UpdatedTensor, key: str, value: Any) -> bool:
-        """Return whether `value` is a tensor of its parameter, not a number such as a count."""
+        """Return whether `value` is a tensor of its parameter, and not a number such as a count."""
         return self.groups[index].kind.is_tensor(key, value, segment.tensor.shape)
 
     def state_of(self, index: int) -> list[tuple[UpdatedTensor, dict[str, Any]]]:

@@ -1,21 +1,21 @@
-"""Finds out the kind of the user's optimizer: torch's own are known, others run on small tensors.
+"""Determines the kind of the user's optimizer. torch's own are known; others run on small tensors.
 
-Sharded optimizer state updates arbitrary intervals of flattened parameters. That gives the results
-of the user's optimizer only if each element's update depends on that element alone (Adam, SGD,
-Adagrad). Some optimizers need whole tensors (Muon, LAMB, Adafactor: norms, factors,
-orthogonalisation). A few combine tensors (Prodigy).
+Sharded optimizer state updates arbitrary intervals of flattened parameters. The result matches the
+user's optimizer only if each element's update depends on that element alone (Adam, SGD, Adagrad).
+Some optimizers need full tensors (Muon, LAMB, Adafactor) for norms, factors or orthogonalisation. A
+few combine tensors (Prodigy).
 
-No list of names could contain optimizers that users write, so trials decide. A trial makes the same
-random steps twice, and compares the results:
+No list of names could cover optimizers that users write, so trials decide. A trial runs the same
+random steps twice and compares the results:
 
     separable     two tensors together      =?  the first one alone
-    elementwise   two halves of a tensor    =?  the whole tensor
+    elementwise   two halves of a tensor    =?  the full tensor
 
-Trials differ in the number of dims (as many as the group's tensors have) and of elements, in the
-size of gradients, in the number of steps, and in step counts that are far ahead.
+Trials differ in the number of dims (as many as the group's tensors have), the number of elements,
+the size of gradients, the number of steps, and in whether step counts jump far ahead.
 
-A trial proves nothing about behaviour that it does not reach. So its result is used only if tensors
-must be cut.
+A trial proves nothing about behaviour that it does not trigger. Its result is therefore used only
+if tensors must be split.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ def examine(
 ) -> OptimizerKind:
     """Return the kind of `optimizer` with the options of `group`.
 
-    `is_copied` says whether copies of the optimizer will update. Raises ModelError if it needs
-    sparse gradients, or if copies are needed but impossible.
+    `is_copied` is True if copies of the optimizer will run the updates. Raises ModelError if the
+    optimizer needs sparse gradients, or if copies are needed but impossible.
     """
-    # If it needs a closure, or no trial can run it, assume that it needs all tensors together.
+    # If the optimizer needs a closure, or no trial can run it, assume that it needs all tensors
+    # together.
     if needs_closure(optimizer):
         return OptimizerKind(False, False, frozenset(), needs_closure=True)
     if isinstance(optimizer, optim.SparseAdam):
@@ -116,7 +117,7 @@ def _classify(
         return OptimizerKind(elementwise, True, first.keys, first.singles, known=True)
     kind = runner.judge(short, first)
     for trial in long:
-        # An optimizer may refuse some shapes, such as Muon everything but matrices.
+        # An optimizer may reject some shapes. For example, Muon accepts only matrices.
         if not (kind.elementwise or kind.separable) or (whole := runner.attempt(trial)) is None:
             continue
         shown = runner.judge(trial, whole, kind)
@@ -143,10 +144,11 @@ def _holds_tensors(value: Any) -> bool:
 
 
 class OptimizerKinds:
-    """Finds out the kinds of several groups; groups that differ only in their rate need one trial.
+    """Determines and caches the kinds of parameter groups.
 
-    A group of an optimizer that is not torch's is tried only once. Later, a method such as `eval()`
-    may have put the optimizer into a mode in which it makes no steps.
+    Groups that differ only in learning rate share a trial. A group of an optimizer that is not
+    torch's is tried only once. Later, a method such as `eval()` may have put the optimizer into a
+    mode in which it does not update.
     """
 
     def __init__(self) -> None:
@@ -161,7 +163,7 @@ class OptimizerKinds:
         *,
         is_copied: bool = True,
     ) -> OptimizerKind:
-        """Return the kind of `optimizer` with the options of `group`; see `examine`."""
+        """Return the kind of `optimizer` with the options of `group`. See `examine`."""
         shapes = tuple(_shapes(group))
         numbers = [n for n, each in enumerate(optimizer.param_groups) if each is group]
         place = optimizer, *numbers, device, shapes
@@ -170,7 +172,8 @@ class OptimizerKinds:
         options = {key: value for key, value in settings_of(group).items() if key != "lr"}
         key = optimizer, device, repr(options), shapes
         if key not in self._known:
-            with preserved():  # an optimizer may draw random numbers: keep the user's sequence
+            # an optimizer may draw random numbers, so preserve the user's sequence
+            with preserved():
                 self._known[key] = examine(optimizer, group, device, is_copied=is_copied)
         if not is_known(optimizer):
             self._first[place] = self._known[key]
@@ -179,17 +182,17 @@ class OptimizerKinds:
 
 @dataclass(frozen=True)
 class _OptimizerTrial:
-    """Steps on tensors of `shape`, with gradients of about `scale`."""
+    """A trial: `steps` steps on tensors of `shape`, with gradients of about `scale`."""
 
     shape: tuple[int, ...]
     scale: float = 1.0
     steps: int = 3
     leaps: bool = False
-    """Whether step counts are set far ahead after the middle step."""
+    """True if step counts jump far ahead after the middle step."""
 
 
 def _trials(group: Mapping[str, Any]) -> Iterator[_OptimizerTrial]:
-    """Yield trials, first a short one that most optimizers that need whole tensors fail."""
+    """Yield trials. The first is short, and most optimizers that need full tensors fail it."""
     shapes = _shapes(group)
     yield from (_OptimizerTrial(shape) for shape in shapes)
     yield from (_OptimizerTrial(shapes[0], scale=scale) for scale in (1e-5, 1e5))
@@ -204,22 +207,22 @@ def _shapes(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
 
 
 _SHAPES: list[tuple[int, ...]] = [(24,), (4, 6), (4, 3, 2), (2, 3, 2, 2), (2, 3, 2, 2, 1)]
-"""By number of dims, a shape of 24 elements."""
+"""A shape of 24 elements for each number of dims."""
 
 _AHEAD = 100_000
-"""Steps that a step count leaps ahead: more than a warm-up lasts."""
+"""Number of steps added to a step count when it jumps ahead: longer than any warm-up."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The result of the steps of a trial."""
+    """The result of a trial's steps."""
 
     updates: list[tuple[Tensor, Tensor]]
-    """By tensor, its change up to the middle, and from there to the end."""
+    """For each tensor, its change up to the middle step, and from there to the end."""
     state: dict[str, Any]
     """State of the first tensor."""
     options: dict[str, Any]
-    """Options of the group."""
+    """Options of the parameter group after the steps."""
     attributes: dict[str, Any]
     """Attributes that the steps changed."""
     shape: torch.Size
@@ -234,12 +237,12 @@ class _Outcome:
 
     @property
     def singles(self) -> frozenset[str]:
-        """The other state entries."""
+        """The state entries that do not have the tensor's shape."""
         return frozenset(k for k, v in self.state.items() if v is not None) - self.keys
 
     @property
     def moved(self) -> bool:
-        """Whether the tensor changed at all; otherwise equal results prove nothing."""
+        """True if the tensor changed at all. Otherwise equal results prove nothing."""
         return any(bool(update.any()) for update in self.updates[0])
 
     def is_close(self, other: _Outcome) -> bool:
@@ -262,20 +265,20 @@ class _TrialRunner:
         self._group = group
         self._device = device
         self.reason = ""
-        """The error of the last attempt that failed."""
+        """The error of the last failed attempt."""
         self._gives_state = False
-        """Whether new tensors start with state, as from the constructor (Adagrad's sums)."""
+        """True if new tensors start with state, as some constructors create it (Adagrad's sums)."""
 
     def attempt(self, trial: _OptimizerTrial) -> _Outcome | None:
-        """Run the trial on its first tensor alone; return None if the optimizer raises."""
+        """Run the trial on its first tensor alone. Return None if the optimizer raises."""
         tensors, grads = _draw(trial)
         try:
             return self._run(trial, tensors[:1], grads[:1])
         except ModelError:
             raise
-        except Exception as error:  # it is foreign code, which may raise anything
+        except Exception as error:  # foreign code may raise anything
             self.reason = f"{type(error).__name__}: {error}"
-        # Some constructors make state that `step` relies on: try again with state.
+        # Some constructors create state that `step` relies on, so try again with state.
         if self._gives_state or not self._existing_state():
             return None
         self._gives_state = True
@@ -286,8 +289,9 @@ class _TrialRunner:
     ) -> OptimizerKind:
         """Return the kind that a trial shows.
 
-        Compares `whole`, the result for the first tensor, with both tensors together and with the
-        first one in two parts. Skips properties that earlier trials, in `so_far`, have disproved.
+        Compares `whole`, the result for the first tensor, with the results for both tensors
+        together and for the first tensor in two parts. Skips properties that earlier trials, in
+        `so_far`, have disproved.
         """
         tensors, grads = _draw(trial)
         # If the first trial changed nothing, equal results prove nothing.
@@ -305,13 +309,13 @@ class _TrialRunner:
     def _is_elementwise(
         self, trial: _OptimizerTrial, tensor: Tensor, grads: list[Tensor], whole: _Outcome
     ) -> bool:
-        cut = tensor.numel() // 2 - 1  # unequal parts, across the border of a row
+        cut = tensor.numel() // 2 - 1  # unequal parts, with the cut inside a row
         try:
             parts = [
                 self._run(trial, [tensor.flatten()[half]], [[g.flatten()[half] for g in grads]])
                 for half in (slice(cut), slice(cut, None))
             ]
-        except Exception:  # optimizers that refuse flat tensors raise any kind of error
+        except Exception:  # optimizers that reject flat tensors raise any kind of error
             return False
         joined = [torch.cat(halves) for halves in zip(*(p.updates[0] for p in parts), strict=True)]
         flat = [update.flatten() for update in whole.updates[0]]
@@ -329,7 +333,7 @@ class _TrialRunner:
         inner.param_groups = [options | {"params": params}]
         for param in params if self._gives_state else []:
             inner.state[param] = self._initial_state(param)
-        # Updates are compared in two halves, because step counts may leap in the middle.
+        # Compare updates in two halves, because step counts may jump in the middle.
         middle, marks = trial.steps // 2, [list(tensors)]
         for step in range(trial.steps):
             for param, own in zip(params, grads, strict=True):
@@ -339,7 +343,8 @@ class _TrialRunner:
             if counts is not None:
                 for (place, key), number in _numbers(inner).items():
                     if number - counts.get((place, key), number) == 1.0:
-                        # A number that grew by one counts steps. Not in place: copies share it.
+                        # A number that grew by one counts steps. Replace it, because copies share
+                        # the object.
                         entries = _places(inner)[place]
                         entries[key] = entries[key] + _AHEAD
             if step in (middle, trial.steps - 1):
@@ -355,14 +360,14 @@ class _TrialRunner:
         return _Outcome(updates, dict(inner.state[params[0]]), options, changed, params[0].shape)
 
     def _existing_state(self) -> Mapping[str, Any]:
-        """Return the state of any parameter of the group that has some."""
+        """Return the state of the first parameter in the group that has some."""
         states = (held(self._optimizer).get(p) for p in self._group["params"] if p.ndim)
         return next((state for state in states if state), {})
 
     def _initial_state(self, like: Tensor) -> dict[str, Any]:
-        """Return the state that the constructor might have made for `like`.
+        """Return the state that the constructor might have created for `like`.
 
-        It is the existing state of another parameter, with all elements set to its first one.
+        The state is copied from another parameter, with all elements set to its first one.
         """
         state = self._existing_state()
         owner = next(p for p in self._group["params"] if held(self._optimizer).get(p) is state)
@@ -376,9 +381,9 @@ class _TrialRunner:
 
 
 def _draw(trial: _OptimizerTrial) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Draw two tensors, and the gradients of each by step."""
+    """Draw two tensors, and the gradients of each for every step."""
     draw = torch.Generator().manual_seed(0)
-    # Two halves of different scale, so that a norm over the whole tensor differs from those over
+    # Scale the two halves differently, so that a norm over the full tensor differs from those over
     # its parts.
     numel = math.prod(trial.shape)
     scale = torch.ones(numel)
@@ -393,7 +398,7 @@ def _draw(trial: _OptimizerTrial) -> tuple[list[Tensor], list[list[Tensor]]]:
 
 
 def _visible_rate(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a learning rate that changes tensors noticeably; a warm-up may start at 0."""
+    """Return a learning rate that changes tensors noticeably, because a warm-up may start at 0."""
     rate = group.get("lr")
     if isinstance(rate, Tensor):
         return {"lr": torch.full_like(rate, _RATE)}
@@ -414,9 +419,9 @@ def _step(inner: optim.Optimizer) -> None:
 
 
 def _numbers(inner: optim.Optimizer) -> dict[tuple[int, str], float]:
-    """Return everything that may count steps: the single numbers of states, groups and attributes.
+    """Return everything that may count steps: single numbers in states, groups and attributes.
 
-    Keys are the index in `_places`, and the name of the entry.
+    Keys are the index in `_places` and the name of the entry.
     """
     return {
         (place, key): float(value)
@@ -437,8 +442,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Return whether two updates are equal, except for fp32 noise."""
-    # Relative to the largest update: elements that nearly cancel carry the noise of others.
+    """Return whether two updates are equal, except for fp32 rounding errors."""
+    # Compare relative to the largest update, because elements that nearly cancel carry the rounding
+    # errors of others.
     finite = b[torch.isfinite(b)].abs()
     size = float(finite.max()) if finite.numel() else 0.0
     return torch.allclose(a, b, rtol=_TOLERANCE, atol=1e-2 * _TOLERANCE * size, equal_nan=True)

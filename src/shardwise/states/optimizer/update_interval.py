@@ -1,7 +1,7 @@
-"""The interval of a bucket that a rank updates, cut into segments for an optimizer.
+"""The part of a bucket that this rank updates, divided into segments for an optimizer.
 
 interval      |  a  |  b   |    c     |   d   |      segments: the tensors that it updates
-spans         |         0         |     1     |      parts that are in memory at a time
+spans         |         0         |     1     |      the pieces that are loaded one at a time
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from shardwise.states.storage.storage import Storage
 
 @dataclass(eq=False)
 class UpdatedTensor:
-    """Elements [first, end) of a bucket, which an optimizer updates as one tensor."""
+    """Elements [first, end) of a bucket, which an optimizer updates as a single tensor."""
 
     first: int
     end: int
     pieces: list[Slot]
-    """The parts of parameters in it."""
+    """The parameters, or parts of them, that the segment covers."""
     tensor: Tensor
-    """The tensor in the optimizer's parameter group: (end - first,), or of the parameter's shape if
-    the optimizer needs whole tensors."""
+    """The tensor in the optimizer's parameter group: (end - first,), or the parameter's shape if
+    the optimizer needs full tensors."""
     master: Tensor | None = None
-    """The master of `tensor`, if that is the user's parameter itself and has 16 bits or is on
-    another device. `tensor` holds it during an update."""
+    """The master of `tensor`, if `tensor` is the user's own parameter and has 16 bits or is on a
+    different device. `tensor` holds the master's values during an update."""
 
 
 @dataclass(eq=False)
 class BucketUpdate:
-    """The interval of one bucket that this rank updates, with the storage of its states."""
+    """The interval of a bucket that this rank updates, with the storage of its states."""
 
     bucket: Bucket
     own: Span
     target: Storage
-    """The parameters, elements `own` of the bucket."""
+    """The parameters: elements `own` of the bucket."""
     master: Storage
     """The values that the optimizer updates: `target` itself, or its master."""
     moments: dict[str, Storage]
-    """By key, the optimizer's state, if it is on a disk."""
+    """State entry -> its storage, if the optimizer's state is on a disk."""
     spans: Sequence[Span]
-    """The parts that are in memory at a time, in elements of the interval."""
+    """The pieces that are loaded into memory one at a time, in elements of the interval."""
     gradient: GradientBucket
     """Holds the reduced gradient of the elements `own`."""
     segments: list[UpdatedTensor] = field(default_factory=list)
@@ -60,24 +60,27 @@ class BucketUpdate:
     def segment(self, pieces: list[Slot]) -> UpdatedTensor:
         """Return a flat segment of neighbouring pieces."""
         first, grain = pieces[0].start, self.bucket.grain
-        # Up to a whole grain: an exact sum must not cut it, and the gap belongs to nothing else.
+        # Round up to a full grain: an exact sum must not split it, and the gap is otherwise unused.
         end = min(-(-pieces[-1].end // grain) * grain, self.own[1])
         return UpdatedTensor(first, end, pieces, self.flat(first, end))
 
     def flat(self, first: int, end: int) -> Tensor:
-        """Return elements of the master, counted in the bucket; without memory if on a disk."""
+        """Return elements [first, end) of the master, in bucket coordinates.
+
+        The result has no memory if the master is on a disk.
+        """
         if (memory := self.master.memory) is not None:
             return memory[first - self.own[0] : end - self.own[0]]
         return without_memory(end - first, self.master.dtype)
 
     def within(self, span: Span) -> list[UpdatedTensor]:
-        """Return the segments in a span; no segment crosses its borders."""
+        """Return the segments in a span. No segment crosses a span boundary."""
         first, end = self.own[0] + span[0], self.own[0] + span[1]
         return [s for s in self.segments if first <= s.first < end]
 
     @property
     def in_memory(self) -> bool:
-        """Whether everything that an update needs is permanently in the device's memory."""
+        """True if everything that an update needs is always in the device's memory."""
         states = (self.target, self.master, self.gradient.reduced)
         return not self.moments and all(
             state.memory is not None and state.copy_stream is None and len(state.spans) == 1
@@ -86,22 +89,22 @@ class BucketUpdate:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer updates a master in place of the parameters."""
+        """True if the optimizer updates a master in place of the parameters."""
         return self.master is not self.target
 
     @property
     def pieces(self) -> list[list[Slot]]:
-        """By span, the parts of parameters in it."""
+        """For each span, the parts of parameters that it covers."""
         start = self.own[0]
         return [self.bucket.pieces(start + first, start + end) for first, end in self.spans]
 
     @property
     def all_pieces(self) -> list[Slot]:
-        """The parts of parameters in the interval."""
+        """The parts of parameters that the interval covers."""
         return [piece for pieces in self.pieces for piece in pieces]
 
 
-# One element for each dtype, expanded to any length: its address shows that a tensor has no memory.
+# One element per dtype, expanded to any length. Its address identifies tensors without memory.
 @cache
 def _nothing(dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype)
@@ -113,12 +116,12 @@ def without_memory(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Return whether `tensor` was made by `without_memory`."""
+    """Return whether `tensor` was created by `without_memory`."""
     return tensor.data_ptr() == _nothing(tensor.dtype).data_ptr()
 
 
 def group_consecutive(pieces: Sequence[Slot], mark: Callable[[Slot], Any]) -> list[list[Slot]]:
-    """Group consecutive pieces of equal mark."""
+    """Group consecutive pieces that have equal marks."""
     return [list(run) for _, run in groupby(pieces, mark)]
 
 
@@ -128,10 +131,10 @@ def copy_value(value: Any) -> Any:
 
 
 def cut_by_use(inner: optim.Optimizer, interval: BucketUpdate, used: Sequence[bool]) -> bool:
-    """Cut segments of `interval`, with their state in `inner`, between used and unused parameters.
+    """Split segments of `interval`, and their state in `inner`, between used and unused parameters.
 
-    So an unused parameter keeps its value, its moments and its step count, as torch does with
-    `grad=None`. Returns whether any segment was cut.
+    An unused parameter then keeps its value, moments and step count, as torch does for `grad=None`.
+    Returns whether any segment was split.
     """
     segments: list[UpdatedTensor] = []
     for segment in interval.segments:
@@ -139,14 +142,14 @@ def cut_by_use(inner: optim.Optimizer, interval: BucketUpdate, used: Sequence[bo
         if len(parts) < 2:
             segments.append(segment)
             continue
-        # The key of a state is the tensor, so the state moves to the tensors of the parts.
+        # State is keyed by tensor, so move it to the tensors of the parts.
         state: dict[str, Any] | None = inner.state.pop(segment.tensor, None)
         for pieces in parts:
             child = interval.segment(pieces)
             segments.append(child)
             if state:
                 a, b = child.first - segment.first, child.end - segment.first
-                # Tensors of the segment's shape are cut; everything else is copied to each part.
+                # Split tensors of the segment's shape, and copy everything else to each part.
                 inner.state[child.tensor] = {
                     key: value[a:b]
                     if isinstance(value, Tensor) and value.shape == segment.tensor.shape

@@ -1,9 +1,9 @@
-"""Updates with the user's optimizer itself, if each rank has all states whole.
+"""Updates with the user's optimizer itself, if each rank has the full state.
 
 A copy of an optimizer does not share its attributes, an optimizer that it wraps, or state that
-belongs to no parameter. If nothing is cut, no copy is needed. The engine puts the reduced gradients
-into the user's parameters, and the user's optimizer updates these. Its state stays in the optimizer
-itself, for its own methods and for user code.
+belongs to no parameter. If nothing is sharded, no copy is needed. The engine then puts the reduced
+gradients into the user's parameters, and the user's optimizer updates these. Its state stays in the
+optimizer itself, for its own methods and for user code.
 
     parameter.data ◀─ master (if there is one)
     parameter.grad ◀─ reduced gradient        ─▶  optimizer.step()  ─▶  parameter.data restored
@@ -22,7 +22,7 @@ from shardwise.states.optimizer.optimizer_options import ParameterGroup
 
 
 class UsersOptimizer(InnerOptimizer):
-    """The user's optimizer over `intervals`, which contain everything that it trains."""
+    """The user's own optimizer. `intervals` contain every parameter that it trains."""
 
     def _make_optimizer(self) -> optim.Optimizer:
         return self._groups[0].optimizer
@@ -38,10 +38,10 @@ class UsersOptimizer(InnerOptimizer):
         return group.options
 
     def _set_divisor(self, factor: float) -> None:
-        """No-op: the user's optimizer gets gradients that are already divided."""
+        """No-op: the user's optimizer receives gradients that are already divided."""
 
     def _update(self, parts: Sequence[UpdatePart], used: Sequence[bool], factor: float) -> None:
-        # The optimizer steps even if no parameter had a gradient, as it would in one process.
+        # Step even if no parameter had a gradient, as a single process would.
         with self._masters_shown():
             self._clear(parts)  # `param.grad` still has the guards
             for part in parts:
@@ -50,7 +50,7 @@ class UsersOptimizer(InnerOptimizer):
         self._clear(parts)
 
     def step_often(self, evaluate: Callable[[], float]) -> None:
-        """Make a step of an optimizer that may call `evaluate` several times."""
+        """Run a step of an optimizer that may call `evaluate` several times."""
         for parts in self._parts(self):
             self._call(evaluate)
             self._clear(parts)
@@ -67,7 +67,8 @@ class UsersOptimizer(InnerOptimizer):
     def _masters_shown(self) -> Iterator[None]:
         """Context manager inside which parameters hold their masters, if they have one."""
         segments = [s for i in self.intervals for s in i.segments if s.master is not None]
-        # The tensors, not copies: the update writes masters, which are rounded into these later.
+        # Save the tensors themselves, not copies: the update writes to masters, which are later
+        # rounded into these tensors.
         before = [segment.tensor.data for segment in segments]
         for segment in segments:
             assert segment.master is not None

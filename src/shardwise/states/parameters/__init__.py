@@ -1,10 +1,11 @@
-"""Parameters of one rank, replicated or sharded.
+"""Stores the parameters of one rank, replicated or sharded.
 
-named_parameters.py      parameters of the models, with names and forms
+named_parameters.py      the models' parameters, with their names and layouts in memory
 parameters.py            the base class, and replicated parameters
 sharded_parameters.py    sharded parameters; sharded_bucket.py: one bucket of them
-residency.py             when each unit is whole; unshard.py, bucket_gathers.py: the gathers
-parameters_at_rest.py    sharded parameters between gathers: any use of their values raises
+residency.py             decides when to gather each unit; unshard.py, bucket_gathers.py: how
+parameters_at_rest.py    makes any use of a sharded parameter's values raise between gathers
 saved_references.py      references that autograd saves in place of gathered parameters
-read_only.py             refuses writes into gathered parameters; lost_writes.py detects others
+read_only.py             rejects writes into gathered parameters; lost_writes.py detects others
+torch_calls.py           classifies torch functions: metadata only, or writing
 """

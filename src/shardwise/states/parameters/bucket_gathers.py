@@ -1,9 +1,9 @@
-"""Gathers of whole buckets from the ranks' intervals, for as long as a unit needs them.
+"""Gathers full buckets from the ranks' intervals for as long as a unit needs them.
 
-If ranks share memory, every bucket is already whole there. Otherwise a bucket is gathered into a
-borrowed buffer, so that no pass allocates. User code may still hold a view of a buffer (a unit
-returned its own weight, a hook kept a view). Such a buffer is not borrowed again, so its content
-stays valid for the user.
+If ranks share memory, every full bucket is already there. Otherwise a bucket is gathered into a
+borrowed buffer, so that forward and backward passes allocate no memory. User code may still hold a
+view of a buffer, for example if a unit returned its own weight or a hook stored a view. Such a
+buffer is never borrowed again, so its content stays valid for the user.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from shardwise.tiers.copy_stream import CopyStream
 from shardwise.timeline import recorder
 
 SAVED_VIEWS = 256
-"""Number of views for saved-tensor references that a bucket caches."""
+"""Maximum number of views for saved-tensor references that are cached per bucket."""
 
 
 @dataclass(frozen=True, eq=False)
 class WholeBucket:
-    """A whole bucket, (numel,), and views of it."""
+    """A gathered bucket: its flat memory, shape (numel,), and views of it."""
 
     flat: Tensor
     views: list[Tensor]
-    """By slot, the value of its parameter."""
+    """View of each slot's parameter."""
     addresses: list[int]
-    """By slot, the address of that view."""
+    """Address of each of these views."""
     saved_views: dict[Form, Tensor] = field(default_factory=dict)
-    """Views that saved-tensor references have asked for."""
+    """Cached views for saved-tensor references."""
 
     def in_form(self, form: Form) -> Tensor:
-        """Return the view of `flat` with offset, shape, strides and dtype `form`."""
+        """Return the view of `flat` with the offset, shape, strides and dtype in `form`."""
         if form not in self.saved_views:
-            # A model that slices its weights differently in every step would add views forever.
+            # Limit the cache: a model that slices its weights differently in every step would add
+            # views forever.
             if len(self.saved_views) == SAVED_VIEWS:
                 self.saved_views.clear()
             with outside_of_inference():
@@ -53,7 +54,7 @@ class WholeBucket:
 
 
 def whole_bucket(bucket: ShardedBucket, flat: Tensor) -> WholeBucket:
-    """Make the views of `bucket`, whose values are in `flat`."""
+    """Create the views of `bucket`, whose values are in `flat`."""
     with outside_of_inference():
         views = bucket.views(flat)
     return WholeBucket(flat, views, [view.data_ptr() for view in views])
@@ -63,7 +64,7 @@ def whole_bucket(bucket: ShardedBucket, flat: Tensor) -> WholeBucket:
 class Gather:
     """A pending gather of buckets.
 
-    A bucket that is on a disk is loaded into its buffer first; `send` then starts its collective.
+    A bucket on a disk is first loaded into its buffer; `send` then starts its collective.
     """
 
     buffers: list[_Buffer]
@@ -73,9 +74,9 @@ class Gather:
     handles: list[Handle]
 
     def wait(self) -> list[WholeBucket]:
-        """Wait until all buckets are whole, and return them in order."""
-        # In the order of the buckets, not of the loads' completion: all ranks must start these
-        # collectives in the same order.
+        """Wait until all buckets are gathered, and return them in order."""
+        # Go through the buckets in order, even if loads complete in a different order: all ranks
+        # must start these collectives in the same order.
         for index, load in enumerate(self.loads):
             load.result().wait()
             self.handles.append(self.send(index))
@@ -87,19 +88,19 @@ class Gather:
 
 
 def finished_gather(wholes: list[WholeBucket]) -> Gather:
-    """Return the gather of buckets that are already whole."""
+    """Return a completed gather, for buckets that are already in memory."""
     return Gather([], wholes, [], lambda index: Handle(), [])
 
 
 class BucketGathers(ABC):
-    """Makes the buckets of a unit whole."""
+    """Gathers the buckets of a unit."""
 
     collective: bool
-    """Whether all ranks must gather the same buckets in the same order."""
+    """True if all ranks must gather the same buckets in the same order."""
 
     @abstractmethod
     def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
-        """Start to gather `buckets`."""
+        """Start gathering `buckets`."""
 
     @abstractmethod
     def give_back(self, gather: Gather) -> None:
@@ -107,11 +108,11 @@ class BucketGathers(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release all resources; no gather may follow."""
+        """Release all resources. No gather may follow."""
 
 
 class SharedMemoryGathers(BucketGathers):
-    """Uses buckets in memory that the ranks share: nothing is sent."""
+    """Uses buckets in memory that the ranks share. Nothing is sent."""
 
     collective = False
 
@@ -119,7 +120,7 @@ class SharedMemoryGathers(BucketGathers):
         self._wholes: dict[ShardedBucket, WholeBucket] = {}
 
     def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
-        """Return the buckets in shared memory; nothing has to be gathered."""
+        """Return the buckets in shared memory; there is nothing to gather."""
         for bucket in buckets:
             if bucket not in self._wholes:
                 assert bucket.common is not None
@@ -127,7 +128,7 @@ class SharedMemoryGathers(BucketGathers):
         return finished_gather([self._wholes[bucket] for bucket in buckets])
 
     def give_back(self, gather: Gather) -> None:
-        """No-op: the shared memory stays."""
+        """No-op: the shared memory is permanent."""
 
     def close(self) -> None:
         """No-op: there are no threads or buffers."""
@@ -135,20 +136,20 @@ class SharedMemoryGathers(BucketGathers):
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory for one bucket at a time."""
+    """A buffer that holds one gathered bucket at a time."""
 
     flat: Tensor
     unseen: int
-    """Number of references to the memory while only this object uses it."""
+    """Reference count of the memory if no other code uses it."""
     wholes: dict[ShardedBucket, WholeBucket] = field(default_factory=dict)
-    """The views of every bucket that has been in this buffer."""
+    """The views of every bucket that has used this buffer."""
     last: Handle = field(default_factory=Handle)
-    """The last gather: other ranks may still read this buffer for it."""
+    """The last gather. Other ranks may still be reading this buffer for it."""
 
     def is_seen(self) -> bool:
         """Return whether other code holds a tensor in this memory."""
-        # The count of a larger allocation includes references to its other parts, so it proves
-        # nothing about this buffer, which is reused.
+        # If the buffer is part of a larger allocation, the reference count includes references to
+        # the other parts. It proves nothing about this buffer, which is therefore reused.
         if self.flat.untyped_storage().nbytes() > self.flat.numel() * self.flat.element_size():
             return False
         ours = sum(len(whole.views) + len(whole.saved_views) for whole in self.wholes.values())
@@ -156,7 +157,7 @@ class _Buffer:
 
 
 class AllGathers(BucketGathers):
-    """Gathers buckets over the group, each into a borrowed buffer."""
+    """Gathers buckets across the group, each into a borrowed buffer."""
 
     collective = True
 
@@ -169,7 +170,7 @@ class AllGathers(BucketGathers):
         self._reader: ThreadPoolExecutor | None = None
 
     def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
-        """Start an all-gather of each bucket; a bucket on a disk is read first."""
+        """Start an all-gather of each bucket. Buckets on a disk are read first."""
         buffers = [self._borrow(bucket) for bucket in buckets]
         for bucket, buffer in zip(buckets, buffers, strict=True):
             if bucket not in buffer.wholes:
@@ -179,16 +180,17 @@ class AllGathers(BucketGathers):
         def send(index: int) -> Handle:
             flat = wholes[index].flat
             launched = recorder.launched("all-gather", flat)
-            # Remembered: other ranks may read this buffer after our own wait has ended.
+            # Remember the handle: other ranks may read this buffer after this rank's own wait has
+            # returned.
             buffers[index].last = self._group.all_gather(flat, buckets[index].layout.cuts)
             return buffers[index].last.noted(launched)
 
-        # In memory, this thread can start the copies and collectives at once. A disk must be read
-        # first, in another thread, and `Gather.wait` starts the collectives.
+        # If intervals are in memory, this thread can start the copies and collectives at once. A
+        # disk must be read first, in a separate thread; `Gather.wait` then starts the collectives.
         if all(bucket.storage.memory is not None for bucket in buckets):
             return Gather(buffers, wholes, [], send, self._load_and_send(buckets, wholes, send))
         if self._reader is None:
-            # One thread: the store of a disk serves one user at a time.
+            # A single thread, because only one thread at a time may use a disk store.
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="shardwise-gather")
         loads = []
         for bucket, whole in zip(buckets, wholes, strict=True):
@@ -207,9 +209,10 @@ class AllGathers(BucketGathers):
 
         Intervals in host memory are copied to the accelerator while it computes.
         """
-        # All buckets are on the same tier, so they share one copy stream.
+        # All buckets are on the same tier, so they share a copy stream.
         copy_stream = buckets[0].storage.copy_stream if buckets else None
-        # On the copy stream: the gather of the next unit must not wait for this unit's compute.
+        # Use the copy stream, because the gather of the next unit must not wait for this unit's
+        # compute.
         with nullcontext() if copy_stream is None else copy_stream.from_here():
             for bucket, whole in zip(buckets, wholes, strict=True):
                 bucket.load(whole.flat)
@@ -251,7 +254,7 @@ def _load(
 ) -> Handle:
     """Load an interval from a disk, with the copies to an accelerator in `scope`.
 
-    Returns a handle of the copies. Waiting for it blocks the current stream, not the host.
+    Returns a handle for the copies. Waiting for it blocks the current stream, not the host.
     """
     with scope:
         bucket.load(flat)
@@ -260,9 +263,9 @@ def _load(
 
 
 def _hold(copy_stream: CopyStream | None, flat: Tensor) -> None:
-    """Keep the allocator from reusing the memory of `flat` before the copies into it have ended.
+    """Keep the allocator from reusing the memory of `flat` before the copies into it complete.
 
-    Otherwise it could, after a gather that no rank waited for.
+    Needed because a gather may be discarded without waiting for it.
     """
     if copy_stream is not None:
         copy_stream.used_here(flat)
@@ -275,7 +278,7 @@ def _pending_copies(copy_stream: CopyStream) -> Handle:
 
 @contextmanager
 def outside_of_inference() -> Iterator[None]:
-    """Context manager that makes normal tensors, even inside torch.inference_mode.
+    """Context manager that creates normal tensors, even inside torch.inference_mode.
 
     Tensors that outlive a pass must not be inference tensors, which autograd rejects.
     """
@@ -284,5 +287,5 @@ def outside_of_inference() -> Iterator[None]:
 
 
 def _references(tensor: Tensor) -> int:
-    """Count the tensors and storages that use the memory of `tensor`."""
+    """Return the number of tensors and storages that use the memory of `tensor`."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,13 +1,14 @@
-"""Detects writes into gathered parameters, which would be lost when they are resharded.
+"""Detects writes into gathered parameters, which would be lost when the parameters are resharded.
 
-A write by an operation on the parameter counts up its version. A write through `.data` only changes
-the values. So a sum of each parameter's bits is compared before and after some gathers:
+A write by an operation on the parameter increments its version. A write through `.data` changes
+only the values. The sum of each parameter's bits is therefore compared before and after some
+gathers:
 
     gathers 1 ... FIRST        all, because most code that writes does so from the start
     later gathers              one in INTERVAL, so that a step costs little more
 
-On an accelerator the host waits only for the results of the first gathers. Later results are copied
-to the host asynchronously, and a later gather looks at them.
+On an accelerator, the host waits for the results of the first gathers only. Later results are
+copied to the host asynchronously, and a later gather checks them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from shardwise.tiers.copy_stream import start_to_host
 
 FIRST = 9
 INTERVAL = 31
-"""Odd, so that both gathers of forwards and gathers of backwards are compared."""
+"""Odd, so that both gathers for forward passes and gathers for backward passes are compared."""
 
 
 class _PendingResult(NamedTuple):
-    """By slot, whether the parameter was written; on the host once `event` has happened."""
+    """For each slot, whether the parameter was written. On the host once `event` completes."""
 
     bucket: ShardedBucket
     differ: Tensor
@@ -36,7 +37,7 @@ class _PendingResult(NamedTuple):
 
 
 class LostWrites:
-    """Compares bits around some gathers; calls `report` with the number of a written parameter."""
+    """Compares bits around some gathers. Calls `report` with the index of a written parameter."""
 
     def __init__(self, report: Callable[[int], None]) -> None:
         self._report = report
@@ -45,7 +46,7 @@ class LostWrites:
         self._pending: deque[_PendingResult] = deque()
 
     def begin(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """Sum the bits of `bucket`, which was just gathered into `flat`, if it is its turn."""
+        """Sum the bits of `bucket`, just gathered into `flat`, if this gather will be compared."""
         while self._pending and self._pending[0].event.query():
             self._report_first()
         gathers = self._gathers[bucket] = self._gathers.get(bucket, 0) + 1
@@ -53,7 +54,7 @@ class LostWrites:
             self._before[bucket] = _sums(bucket, flat)
 
     def end(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """Compare the bits of `bucket`, which is about to be resharded, with `begin`."""
+        """Compare the bits of `bucket`, which is about to be resharded, with those at `begin`."""
         before = self._before.pop(bucket, None)
         if before is None:
             return
@@ -64,7 +65,7 @@ class LostWrites:
             self._pending.append(_PendingResult(bucket, *start_to_host(differ)))
 
     def finish(self) -> None:
-        """Wait for all pending results, because there may be no later gather to look at them."""
+        """Wait for all pending results, because there may be no later gather to check them."""
         while self._pending:
             if not self._pending[0].event.query():
                 self._pending[0].event.synchronize()
@@ -80,53 +81,54 @@ class LostWrites:
                 self._report(slot.parameter)
 
     def forget(self) -> None:
-        """Drop the sums so far, after a permitted write by the optimizer or a writing block."""
+        """Discard the sums so far, after a permitted write by the optimizer or a writing block."""
         self._before.clear()
 
 
 def _sums(bucket: ShardedBucket, flat: Tensor) -> Tensor:
-    """Return by slot the sum of the parameter's bits as integers, modulo 2^64."""
+    """For each slot, return the sum of the parameter's bits as integers, modulo 2^64."""
     sums = [total(flat[slot.start : slot.end]) for slot in bucket.layout.slots]
     return torch.stack(sums) if sums else torch.zeros(0)
 
 
 CHUNK = 1 << 16
-"""Elements that are summed at once, in copies of 512 KB. With copies of 8 MB, glibc kept 50 MB per
-rank for a model of 34M parameters."""
+"""Number of elements that are summed at once, in copies of 512 KB. With copies of 8 MB, glibc kept
+50 MB per rank for a model of 34M parameters."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element, the integer dtype of that size."""
+"""Element size in bytes -> integer dtype of that size."""
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2^64 over the golden ratio, as a signed number."""
+"""2^64 divided by the golden ratio, as a signed number."""
 
 
 def integers(tensor: Tensor) -> Tensor:
-    """View `tensor` as integers; a complex number gives two, in an additional last dim."""
+    """View `tensor` as integers. A complex number gives two, in an additional last dim."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def total(tensor: Tensor) -> Tensor:
-    """Sum the bits as integers, modulo 2^64: fast, but the order of elements does not matter."""
+    """Return the sum of the bits as integers, modulo 2^64. Fast, but misses reordering."""
     bits = integers(tensor)
-    # In chunks on the CPU: torch first copies the summands to 64-bit integers, twice their bytes.
+    # Sum in chunks on the CPU, because torch first copies the summands to 64-bit integers, which
+    # take twice the memory.
     if bits.numel() <= CHUNK or bits.device.type != "cpu":
         return bits.sum()
     return torch.stack([part.sum() for part in torch.split(bits.reshape(-1), CHUNK)]).sum()
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Sum the bits as integers, each times a hash of its position, modulo 2^64.
+    """Return the sum of the bits as integers, each times a hash of its position, modulo 2^64.
 
-    Unlike `total`, it changes when elements swap places or signs are flipped.
+    Unlike `total`, it changes when elements are swapped or signs are flipped.
     """
     sums = []
     flat, start = integers(tensor).reshape(-1), 0
     for part in torch.split(flat, CHUNK):
         weights = torch.arange(start + 1, start + 1 + part.numel(), device=part.device).mul_(_ODD)
-        # Mix the bits, as hash functions do: with weights linear in the position, changes at
+        # Mix the bits, as hash functions do. With weights linear in the position, changes at
         # several positions could cancel.
         weights.bitwise_xor_(weights >> 29).mul_(_ODD).bitwise_xor_(weights >> 32)
         sums.append(weights.mul_(part).sum())

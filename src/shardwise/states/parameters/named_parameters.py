@@ -1,4 +1,4 @@
-"""The parameters of the models, with their names, places and forms in memory."""
+"""Finds the models' parameters and records their names, layouts and owning modules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from shardwise.layout.shards import Shard
 
 @dataclass(eq=False)
 class NamedParameter:
-    """A parameter of the models, with its name, its form and every place that registers it.
+    """A parameter of the models, with its name, its layout and the modules that register it.
 
-    `shape`, `strides`, `dtype` and `device` are recorded at construction, because the parameter's
-    data may be swapped later. `shard` says which part of a tensor it is, if its layer is split over
-    ranks.
+    `places` lists each module and attribute name that registers the parameter. `shape`, `strides`,
+    `dtype` and `device` are recorded at construction, because the parameter's data may be swapped
+    later. If the parameter belongs to a layer that is split across ranks, `shard` describes its
+    part of the full tensor.
     """
 
     name: str
@@ -30,37 +31,37 @@ class NamedParameter:
         self.shape = self.parameter.shape
         self.dtype = self.parameter.dtype
         self.device = self.parameter.device
-        # The strides of a dense copy: the parameter itself may be a view with gaps, but keeps its
-        # order of dims in a bucket (channels_last).
+        # Strides of a dense copy. The parameter itself may be a view with gaps, but its order of
+        # dims (channels_last) is preserved in a bucket.
         self.strides = torch.empty_like(self.parameter, device="meta").stride()
 
     @property
     def whole_shape(self) -> torch.Size:
-        """The shape of the whole tensor, if it is a part of one."""
+        """Shape of the full tensor, if the parameter is only a part of it."""
         return self.shape if self.shard is None else torch.Size(self.shard.shape)
 
     @property
     def alias(self) -> str:
-        """Its name in messages."""
+        """The parameter's name in messages."""
         return self.name or "a parameter outside of the models"
 
     @property
     def can_rest(self) -> bool:
-        """Whether it can be sharded: its dtype needs a NaN, the value of a parameter at rest."""
+        """True if the parameter can be sharded: its dtype needs a NaN as the placeholder."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     @property
     def in_order(self) -> bool:
-        """Whether its memory is contiguous in row-major order."""
+        """True if the parameter's memory is contiguous in row-major order."""
         like = torch.empty_strided(self.shape, self.strides, device="meta")
         return like.is_contiguous()
 
     def view(self, flat: Tensor, start: int) -> Tensor:
-        """Return a view of `flat`, from element `start` on, in the form of the parameter."""
+        """Return a view of `flat` from element `start` on, in the parameter's layout."""
         return flat.as_strided(self.shape, self.strides, flat.storage_offset() + start)
 
     def flat(self, value: Tensor) -> Tensor | None:
-        """Return `value` as one dim in memory order, without a copy.
+        """Return `value` as a 1-D tensor in memory order, without a copy.
 
         Returns None if its strides differ from the parameter's.
         """
@@ -69,16 +70,16 @@ class NamedParameter:
         return value.detach().as_strided((value.numel(),), (1,))
 
     def flattened(self, value: Tensor) -> Tensor:
-        """Return a copy of `value`, of the parameter's shape, as one dim in memory order."""
+        """Return a 1-D copy of `value`, which has the parameter's shape, in memory order."""
         flat = value.new_empty(value.numel())
         self.view(flat, 0).copy_(value)
         return flat
 
 
 def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[NamedParameter]:
-    """Find every parameter of `models` once, in registration order, with all of its places.
+    """Return every parameter of `models` once, in registration order, with all of its places.
 
-    Each name starts with its model's entry of `names`, which is empty for a single model. The
+    Each name starts with its model's entry in `names`, which is empty for a single model. The
     prefix that torch.compile adds is removed.
     """
     found: dict[nn.Parameter, NamedParameter] = {}
@@ -87,7 +88,7 @@ def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[NamedParam
             for key, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                # A tied parameter has several places, and the name of the first one.
+                # A tied parameter has several places, and is named after the first one.
                 name = ".".join(part for part in (prefix, path, key) if part)
                 if parameter not in found:
                     found[parameter] = NamedParameter(name.replace("_orig_mod.", ""), parameter)
@@ -96,15 +97,15 @@ def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[NamedParam
 
 
 class Census:
-    """The parameters of `models`, collected again only after a module or parameter has changed."""
+    """The parameters of `models`, collected again only if a module or parameter has changed."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
         self._count()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of each model, in registration order, each once."""
-        # By identity: comparing parameters with == would compute with them.
+        """Return the parameters of all models, in registration order."""
+        # Compare by identity: `==` would run a tensor operation.
         now = self._children()
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             self._count()

@@ -1,7 +1,7 @@
-"""The base class of parameters in buckets, and replicated parameters.
+"""Defines the base class of parameters in buckets, and replicated parameters.
 
-Replicated parameters are views of flat buffers that each rank has for itself. Sharded parameters
-are in `sharded_parameters.py`.
+Replicated parameters are views of flat buffers; each rank has its own copy of these. For sharded
+parameters, see `sharded_parameters.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.timeline import recorder
 
 
 class Parameters(ABC):
-    """The trainable parameters in buckets.
+    """Base class of the trainable parameters, which are packed into buckets.
 
     The parameter objects remain the user's; only the memory of their values changes.
     """
@@ -31,7 +31,8 @@ class Parameters(ABC):
         self.named = named
         self.buckets = buckets
         self.wide: dict[int, Tensor] = {}
-        """By bucket, starting values of this rank's interval in a wider dtype, for masters."""
+        """Bucket index -> initial values of this rank's interval in a wider dtype, for master
+        weights."""
 
     @property
     def frozen(self) -> Sequence[ShardedBucket]:
@@ -49,30 +50,30 @@ class Parameters(ABC):
 
     @abstractmethod
     def publish(self, index: int) -> Handle:
-        """Start to send the elements of bucket `index` that this rank has updated to all ranks."""
+        """Start sending the elements of bucket `index` that this rank has updated to all ranks."""
 
     def begin_update(self) -> None:  # noqa: B027 (only published parameters are read by others)
         """Begin the update of a step: no rank reads parameters until they are published."""
 
     def meet(self) -> None:  # noqa: B027 (private memory needs no wait)
-        """Wait until no rank reads the old values; called before new ones are stored."""
+        """Wait until no rank reads the old values. Called before new values are stored."""
 
     def settle(self) -> None:
-        """Finish an update, after all buckets are published: parameters may be used. Collective."""
-        # User code may hold one autocast block around several steps: its cache would keep casts of
+        """Finish an update after all buckets are published. Collective."""
+        # User code may use a single autocast block for several steps. Its cache would keep casts of
         # the old values.
         torch.clear_autocast_cache()
-        # The update wrote through other tensors. Autograd must notice: a graph that saved the old
-        # values raises in backward instead of computing with new ones.
+        # The update wrote through other tensors, which autograd cannot see. With new versions, a
+        # graph that saved the old values raises in its backward pass instead of using the new ones.
         torch.autograd.graph.increment_version([t.parameter for t in self.named])
         self.remember()
 
     def remember(self) -> None:
-        """Note the present versions, which `written` compares with."""
+        """Record the current versions, for `written` to compare with."""
         self._versions = [named.parameter._version for named in self.named]
 
     def written(self) -> set[int]:
-        """Return the parameters that user code has written since (load_state_dict, clamp_ ...)."""
+        """Return the parameters that user code has written to since `remember`."""
         pairs = zip(self.named, self._versions, strict=True)
         return {
             i for i, (named, version) in enumerate(pairs) if named.parameter._version != version
@@ -80,25 +81,25 @@ class Parameters(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter, or made a write that is lost."""
+        """Raise BrokenView if user code replaced a parameter or wrote values that are lost."""
 
     @abstractmethod
     def check_places(self) -> None:
-        """Raise BrokenView if user code replaced a parameter or its memory; allow writes."""
+        """Raise BrokenView if user code replaced a parameter or its memory. Writes are allowed."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give each parameter separate memory again, so that another layout can take it.
+        """Move each parameter back into separate memory, so that another layout can take it over.
 
         Collective.
         """
 
     @abstractmethod
     def held_bytes(self, index: int) -> int:
-        """Return the bytes of bucket `index` that this rank stores between steps."""
+        """Return the number of bytes of bucket `index` that this rank stores between steps."""
 
     def frozen_bytes(self) -> list[tuple[Sequence[NamedParameter], int]]:
-        """Return the parameters of each frozen bucket, with the bytes that this rank stores of it.
+        """Return each frozen bucket's parameters, with the number of bytes stored on this rank.
 
         Empty if frozen parameters are not in buckets.
         """
@@ -106,7 +107,7 @@ class Parameters(ABC):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of parameters that this rank stores between steps."""
+        """Size in bytes of the parameters that this rank stores between steps."""
         trained = sum(self.held_bytes(index) for index in range(len(self.buckets)))
         return trained + sum(nbytes for _, nbytes in self.frozen_bytes())
 
@@ -114,7 +115,7 @@ class Parameters(ABC):
 class ReplicatedParameters(Parameters):
     """Replicated parameters: each is permanently a view of its bucket's flat buffer.
 
-    If `published`, every step sends updated elements to the other ranks of `group`.
+    If `published` is true, every step sends updated elements to the other ranks of `group`.
     """
 
     def __init__(
@@ -134,15 +135,16 @@ class ReplicatedParameters(Parameters):
         self.remember()
 
     def _adopt(self, index: int) -> Tensor:
-        """Move a bucket's parameters into a buffer, keeping shape, strides and values."""
+        """Move a bucket's parameters into a flat buffer, preserving shapes, strides and values."""
         bucket = self.buckets[index]
         dtype, device = self.kind(index)
         if self._published:
-            # Memory that the transport sends without a copy, and that user code sees.
+            # The transport sends this memory without a copy, and user code sees it.
             flat = self._group.allocate(bucket.numel, dtype, device, forkable=True)
         else:
             flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
-        # Each assignment frees a parameter's old memory, so only one bucket is in memory twice.
+        # Each assignment frees a parameter's old memory, so only one bucket at a time is in memory
+        # twice.
         for slot in bucket.slots:
             named = self.named[slot.parameter]
             view = named.view(flat, slot.start)
@@ -159,13 +161,13 @@ class ReplicatedParameters(Parameters):
             share_again()
 
     def publish(self, index: int) -> Handle:
-        """Start the all-gather of bucket `index`; each rank has updated its interval."""
+        """Start the all-gather of bucket `index`. Each rank has updated its interval."""
         flat = self._flats[index]
         launched = recorder.launched("all-gather", flat, index)
         return self._group.all_gather(flat, self.buckets[index].cuts).noted(launched)
 
     def held_bytes(self, index: int) -> int:
-        """Return the bytes of the whole bucket."""
+        """Return the size of the full bucket in bytes."""
         return self._flats[index].nbytes
 
     def check(self) -> None:
@@ -177,7 +179,7 @@ class ReplicatedParameters(Parameters):
                 check_place(named, address)
 
     def release(self) -> None:
-        """Give each parameter separate memory again, so that another layout can take it."""
+        """Move each parameter back into separate memory, so that another layout can own it."""
         for named in self.named:
             named.parameter.data = named.parameter.detach().clone(
                 memory_format=torch.preserve_format
@@ -187,7 +189,7 @@ class ReplicatedParameters(Parameters):
 class ParameterPlaces:
     """Checks the addresses and registrations of several parameters at once.
 
-    It is cheap enough for every step.
+    Cheap enough to run in every step.
     """
 
     def __init__(self, named: Sequence[NamedParameter]) -> None:
@@ -196,7 +198,7 @@ class ParameterPlaces:
         self._places = [(*place, each.parameter) for each in named for place in each.places]
 
     def are_kept(self, addresses: Sequence[int]) -> bool:
-        """Return whether `check_place` would accept all of them."""
+        """Return whether `check_place` would accept all parameters."""
         return (
             [parameter.data_ptr() for parameter in self._parameters] == addresses
             and [parameter.dtype for parameter in self._parameters] == self._dtypes
@@ -205,7 +207,7 @@ class ParameterPlaces:
 
 
 def check_place(named: NamedParameter, address: int) -> None:
-    """Raise BrokenView unless the parameter has `address` and is registered at its places."""
+    """Raise BrokenView unless the parameter is at `address` and still registered in its modules."""
     parameter = named.parameter
     if parameter.data_ptr() != address or parameter.dtype != named.dtype:
         raise BrokenView(

@@ -1,15 +1,16 @@
-"""Sharded parameters at rest: reading or writing their values raises at the user's line.
+"""Makes any read or write of a sharded parameter's values raise at the user's line.
 
 A parameter is *at rest* while this rank stores only a part of it. It keeps its shape, dtype,
 device, gradient and hooks, but has no values: a NaN or a stale value would spread silently. Code
-can reach values on two levels, and both are guarded:
+can access values on two levels, and both are guarded:
 
     Python      the parameter gets a subclass of its class, whose `__torch_function__` sees every
                 call; `p.data` and `p.detach()` are tensors without memory that raise, too
-    dispatcher  the tensor gets one more dispatch key, whose only kernel raises; this catches
+    dispatcher  the tensor gets an additional dispatch key, whose only kernel raises; this catches
                 tensors that autograd has saved, torch.func and torch.tensor(p)
 
-A whole parameter has its own class and keys again, so it costs nothing.
+A gathered parameter has its own class and keys again, so the guard costs nothing while it is in
+use.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from shardwise.states.parameters.torch_calls import (
 )
 
 unguarded = torch._C.DisableTorchFunctionSubclass
-"""Context manager without `__torch_function__`, for the engine's bookkeeping of many parameters.
-No user code may run inside."""
+"""Context manager that disables `__torch_function__`, for the engine's bookkeeping of many
+parameters. No user code may run inside."""
 
 PASSES_ON = True
 """Marks calls from this module as made for their caller, the frame that
@@ -50,8 +51,8 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 class SwappingData:
     """Context manager that allows swapping parameters' data, to unshard or reshard them."""
 
-    # Does the same as torch._C._ExcludeDispatchKeyGuard in half the time. Every pass enters it
-    # twice for each bucket.
+    # Equivalent to torch._C._ExcludeDispatchKeyGuard in half the time. Every pass enters it twice
+    # per bucket.
     __slots__ = ("_was",)
 
     def __enter__(self) -> None:
@@ -68,21 +69,21 @@ _exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 @dataclass(frozen=True, eq=False)
 class AtRest:
-    """The form of one parameter at rest."""
+    """The placeholder of a parameter at rest: its data and class."""
 
     name: str
-    """Its name in messages."""
+    """The parameter's name in messages."""
     value: Tensor
-    """Its data at rest, with the raising dispatch key."""
+    """The parameter's data at rest, with the raising dispatch key."""
     like: Tensor
-    """A usable tensor of the same form in the same memory."""
+    """A usable tensor with the same shape, dtype and memory."""
     own: type[nn.Parameter]
-    """Its class while it is whole."""
+    """The parameter's class while it is gathered."""
     kind: type[nn.Parameter]
-    """Its class at rest."""
+    """The parameter's class at rest."""
 
     def mark(self, parameter: nn.Parameter) -> None:
-        """Attach this form to `parameter`; deepcopy and pickle of it raise until `unmark`."""
+        """Attach this placeholder to `parameter`. Copying or pickling it raises until `unmark`."""
         values = (self, self._refuse_copy, self._refuse_copy)
         parameter.__dict__.update(zip(_MARKS, values, strict=True))
 
@@ -95,7 +96,7 @@ _MARKS = (_MARK, "__deepcopy__", "__reduce_ex__")
 
 
 def at_rest(parameter: nn.Parameter, name: str, like: Tensor) -> AtRest:
-    """Return the form that `parameter` has at rest: the shape, NaNs and address of `like`."""
+    """Return the placeholder for `parameter`, with the shape, NaNs and address of `like`."""
     own = type(parameter)
     form = AtRest(name, _unusable(like), like, own, _resting(own))
     _known[like.data_ptr()] = form
@@ -103,11 +104,11 @@ def at_rest(parameter: nn.Parameter, name: str, like: Tensor) -> AtRest:
 
 
 _known: WeakValueDictionary[int, AtRest] = WeakValueDictionary()
-"""All forms, by the address of their values."""
+"""Address of the values -> placeholder, for all placeholders."""
 
 
 class _Keyed(Tensor):
-    """A tensor with the raising dispatch key; assigning it to `.data` passes the key on."""
+    """A tensor with the raising dispatch key. Assigning it to `.data` passes the key on."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -136,14 +137,15 @@ def _unusable(like: Tensor) -> Tensor:
 
 @cache
 def _register_fallback() -> Any:
-    """Make every operation on a tensor with the key raise; once for each process."""
+    """Make every operation on a tensor with the key raise. Runs once per process."""
 
     def refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
         raise _refusal(func, args, kwargs)
 
     library: Any = torch.library.Library("_", "IMPL", "DeferredInit")  # type: ignore[no-untyped-call]
     library.fallback(refuse)
-    return library  # the cache keeps it alive: torch removes the kernel together with it
+    # the cache keeps the library alive, because torch removes the kernel together with it
+    return library
 
 
 def unmark(parameter: nn.Parameter) -> None:
@@ -162,13 +164,13 @@ def sharded_copy(name: str) -> UsageError:
 
 
 def name_of(parameter: nn.Parameter) -> str:
-    """Return the name of a sharded parameter in messages."""
+    """Return a sharded parameter's name in messages."""
     form: AtRest = parameter.__dict__[_MARK]
     return form.name
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether `module` has a sharded parameter, whether at rest or gathered for a pass."""
+    """Return whether `module` has a sharded parameter, whether at rest or currently gathered."""
     return any(_MARK in p.__dict__ for p in module.parameters())
 
 
@@ -220,7 +222,7 @@ def _touched(
     del cls
     kwargs = kwargs or {}
     if func in FORMAL:
-        # Without the dispatch key, whose kernel would raise for these operations, too.
+        # Exclude the dispatch key, whose kernel would raise for these operations, too.
         with SwappingData():
             return form_of(func, types, args, kwargs)
     if func in _LIKE:
@@ -240,26 +242,26 @@ def _touched(
     if func in _CASTS:
         return _cast(func, args, kwargs)
     if func == SET_DATA and args[0] is args[1]:
-        return None  # model.to(device) of a model that is already there
+        return None  # model.to(device), when the model is already on that device
     if any(_in_trial(kind) for kind in types):
-        return own_torch_function(types)(func, types, args, kwargs)  # nothing is computed
+        return own_torch_function(types)(func, types, args, kwargs)  # a trial computes no values
     raise _refusal(func, args, kwargs)
 
 
 def _in_trial(kind: Any) -> bool:
-    """Return whether a pipeline is trying a loss without values over parameters of class `kind`.
+    """Return whether a pipeline is testing a loss without values, with parameters of class `kind`.
 
-    Every rank must finish such a trial; all of them then refuse the loss in the same way.
+    Every rank must finish such a test, and then all ranks reject the loss in the same way.
     """
     trial = getattr(getattr(kind, "covers", kind), "in_trial", None)
     return trial is not None and trial()
 
 
 def own_torch_function(types: Any) -> Callable[..., Any]:
-    """Return the function that runs operations on parameters of `types` as if they were whole.
+    """Return the function that runs operations on parameters of `types` while they are gathered.
 
-    It is the `__torch_function__` that they have while they are whole. For parameters of layers
-    that several workers share, parallel/tensor/parameter_uses.py defines one.
+    This is the `__torch_function__` of the parameters' own class. For parameters of layers that
+    several workers share, parallel/tensor/parameter_uses.py defines one.
     """
     for kind in types:
         own = getattr(kind, "covers", kind)
@@ -273,23 +275,23 @@ _STRAIGHTLY: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
 
 def form_of(func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation on a tensor's form; a split parameter answers with its whole size."""
+    """Run an operation that needs only metadata. A split parameter reports its full size."""
     ask = own_torch_function(types) if func in SIZES else _STRAIGHTLY
     return ask(func, types, args, kwargs)
 
 
 def _plain(value: Any) -> Any:
-    """Return a usable tensor of the same form if `value` is at rest, else `value` itself."""
+    """Return a usable tensor with the same metadata if `value` is at rest, else `value` itself."""
     form = _found(value)
     return value if form is None else form.like
 
 
 def _found(value: Any) -> AtRest | None:
-    """Return the form of `value` if it is a parameter at rest, or a value of one."""
+    """Return the placeholder if `value` is a parameter at rest or derived from one, else None."""
     if isinstance(value, ValueAtRest):
         return value.form
-    # Not by its class: a tensor that autograd has saved is of no subclass, but has the key. The
-    # value of every form has a different address.
+    # Checking the class is not sufficient: a tensor that autograd has saved is no subclass, but has
+    # the key. The value of every placeholder has a different address.
     if isinstance(value, Tensor) and torch._C._dispatch_keys(value).has(_KEY):
         with unguarded():
             return _known.get(value.data_ptr())
@@ -306,7 +308,8 @@ def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return a parameter at rest if a cast or move would not change it; otherwise raise."""
     value, *rest = args
     like = _form(value).like
-    # torch returns its argument itself from a cast without effect: try it on an empty tensor.
+    # torch returns its argument itself from a cast without effect, so try the cast on an empty
+    # tensor.
     stand_in = torch.empty((0,) * like.dim(), dtype=like.dtype, device=like.device)
     result = func(stand_in, *rest, **kwargs)
     if result is stand_in and kwargs.get("memory_format") in (None, torch.preserve_format):
@@ -318,10 +321,10 @@ def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _lifted(args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager that gives parameters at rest among the arguments their own class.
+    """Context manager that gives parameters at rest among the arguments their original class.
 
     torch.autograd.grad differentiates with respect to them without reading their values. With their
-    own class, torch does not call `__torch_function__` for them again.
+    original class, torch does not call `__torch_function__` for them again.
     """
     lifted = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _found(leaf) is not None]
     for parameter in lifted:
@@ -330,12 +333,12 @@ def _lifted(args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         for parameter in lifted:
-            if (form := _found(parameter)) is not None:  # not if the backward has unsharded it
+            if (form := _found(parameter)) is not None:  # not if the backward pass has unsharded it
                 parameter.__class__ = form.kind
 
 
 def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
-    """Return the error for an operation that needs values of a parameter at rest."""
+    """Return the error for an operation that needs the values of a parameter at rest."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     name = next((form.name for leaf in leaves if (form := _found(leaf))), "A sharded parameter")
     what = operation_name(func)
@@ -351,7 +354,7 @@ def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
 
 
 def used_outside(parameter: nn.Parameter) -> ParameterAccess:
-    """Return the error for a line that computes with `parameter` outside of any forward."""
+    """Return the error for a line that uses `parameter` outside any forward pass."""
     return _read_error(name_of(parameter), "outside of its module")
 
 
@@ -391,4 +394,4 @@ _LIKE = frozenset(
         torch,
     )
 )
-"""Functions that need no values, but an address, or a tensor whose form a new tensor takes."""
+"""Functions that need no values, but an address, or a tensor whose metadata a new tensor copies."""

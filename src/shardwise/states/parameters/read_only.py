@@ -1,11 +1,11 @@
-"""Makes parameters read-only while they stay gathered between a forward and its backward.
+"""Makes parameters read-only while they stay gathered between a forward pass and its backward pass.
 
-Values that a unit keeps from its forward to its backward are a temporary copy. Reading them is
-correct, in a loss as well. A write would reach no shard, so it raises at its line.
+The values that a unit keeps between the two passes are a temporary copy. Reading them is correct,
+in a loss as well. A write would not reach any shard, so it raises at the user's line.
 
 During that time a parameter, and every view of it, has a subclass of its class, whose
 `__torch_function__` sees every call. It passes reads on to the parameter's own class: with tensor
-or pipeline parallelism all ranks take part in a read (parallel/tensor/parameter_uses.py).
+or pipeline parallelism, all ranks take part in a read (parallel/tensor/parameter_uses.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PASSES_ON = True  # as in parameters_at_rest.py
 
 
 class _ReadOnly:
-    """Refuses writes: the base of parameters and of their views while they are read-only."""
+    """Base class of read-only parameters and their views. Rejects writes."""
 
     @classmethod
     def __torch_function__(
@@ -43,14 +43,14 @@ class _ReadOnly:
         if func in FORMAL:
             return form_of(func, types, args, kwargs)
         if func == SET_DATA and args[0] is args[1]:
-            return None  # model.to(device) of a model that is already there
-        # Before the operation runs: a write must change nothing.
+            return None  # model.to(device), when the model is already on that device
+        # Check before the operation runs, because a rejected write must not change anything.
         what = operation_name(func)
         for target in written_arguments(what, args, kwargs):
             if isinstance(target, _ReadOnly):
                 raise write_error(_name(target), what)
         result = own_torch_function(types)(func, types, args, kwargs)
-        # A write through a view would be lost in the same way, so views are read-only, too.
+        # A write through a view would be lost in the same way, so make views read-only, too.
         with unguarded():
             return pytree.tree_map_only(Tensor, _Views(args, kwargs), result)
 
@@ -63,7 +63,7 @@ class _View(_ReadOnly, Tensor):
 
 @cache
 def read_only(own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the read-only subclass of `own`, a class of parameters."""
+    """Return the read-only subclass of `own`, a parameter class."""
     metaclass: Any = type(own)
     bases, members = (_ReadOnly, own), {"__module__": __name__, "covers": own}
     subclass: type[nn.Parameter] = metaclass(f"{own.__name__}ReadOnly", bases, members)
@@ -82,7 +82,7 @@ class _Views:
         self._names = {_memory(leaf): _name(leaf) for leaf in leaves if isinstance(leaf, _ReadOnly)}
 
     def __call__(self, result: Tensor) -> Tensor:
-        """Return `result`, as a _View if it is one."""
+        """Return `result`, converted to a _View if it is a view of a read-only argument."""
         name = self._names.get(_memory(result))
         if name is None or isinstance(result, _ReadOnly):
             return result
@@ -92,10 +92,11 @@ class _Views:
 
 
 def _memory(tensor: Any) -> int:
-    """Return an identifier of a tensor's storage, or 0 if it has no storage."""
+    """Return an identifier of a tensor's storage, or 0 if it has none."""
     if tensor.layout is not torch.strided:
         return 0
-    # A tensor inside a transform of torch.func. torch itself refuses writes to the tensor in it.
+    # A tensor inside a torch.func transform. torch itself rejects writes to the tensor that it
+    # wraps.
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
     return int(tensor.untyped_storage()._cdata)

@@ -1,9 +1,9 @@
-"""Saved-tensor references, which autograd saves in place of gathered parameters.
+"""Defines the references that autograd saves in place of gathered parameters.
 
-A gathered bucket must not stay in memory from forward to backward. For a tensor in such a bucket,
-autograd therefore saves its position (a `BucketReference`), and backward gathers the bucket again.
-The same holds for the 16-bit cast that autocast makes of a trained parameter: backward repeats the
-cast.
+A gathered bucket must not stay in memory from the forward to the backward pass. For a tensor in
+such a bucket, autograd therefore saves its position (a `BucketReference`), and the backward pass
+gathers the bucket again. The same applies to the 16-bit cast that autocast creates of a trained
+parameter: the backward pass repeats the cast.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from shardwise.model.precision import NARROW
 from shardwise.model.unit_hooks import SavedReference
 
 Form = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
-"""The form of a view: offset in elements of its dtype, shape, strides, dtype."""
+"""Geometry of a view: offset in elements of its dtype, shape, strides, dtype."""
 
 
 class BucketReference(SavedReference):
     """A reference to a tensor in bucket `index` of unit `unit`, or to a cast of that tensor.
 
-    `form` is the tensor's form in the bucket. `cast` is None, or the form of the saved tensor in
-    the memory of the cast. The reference is valid for one `generation` of parameter values.
+    `form` is the tensor's geometry in the bucket. `cast` is the saved tensor's geometry in the
+    memory of the cast, or None if it is not a cast. The reference is valid for one `generation` of
+    parameter values.
     """
 
     __slots__ = ("cast", "form", "generation", "index", "unit")
@@ -46,43 +47,44 @@ class BucketReference(SavedReference):
 
 
 def view_in_form(flat: Tensor, form: Form) -> Tensor:
-    """Return the view of `flat`, a whole bucket, that has `form`."""
+    """Return the view of `flat`, a full bucket, that has the geometry `form`."""
     offset, shape, stride, dtype = form
     flat = flat if flat.dtype == dtype else flat.view(dtype)
     return flat.as_strided(shape, stride, flat.storage_offset() + offset)
 
 
 class CastCache:
-    """Empties autocast's cache when a forward leaves a unit, to free the casts of its weights.
+    """Clears autocast's cache after each unit's forward pass, to free the cast weights.
 
-    Otherwise autocast keeps all casts until the end of the forward. A weight that is used both
-    before and after the cache is emptied would be cast twice. Its gradients would then be summed in
-    fp32 instead of 16 bits, and differ from the bits of the rows that keep parameters whole. The
-    first forward shows whether such a weight exists; if so, the cache is never emptied.
+    Otherwise autocast keeps all casts until the forward pass ends. If the cache is cleared between
+    two uses of the same weight, the weight is cast twice. Its gradients are then summed in fp32
+    instead of 16 bits, and the result is no longer bit-identical to placements that do not shard
+    parameters. The first forward pass shows whether a weight is used again; if so, the cache is
+    never cleared.
     """
 
     def __init__(self) -> None:
         self._first: dict[int, int] = {}
-        """By parameter, the number of units left when its cast was first saved."""
+        """Parameter id -> number of units that had finished when its cast was first saved."""
         self._left = 0
         self._units: set[int] = set()
-        """The units that were left in this forward."""
+        """The units that have finished in this forward pass."""
         self._forwards = 0
         self._is_used_again = False
 
     def begin(self) -> None:
-        """Start a forward of the whole model."""
-        self._first.clear()  # it may have entries from a recomputation, too
+        """Start a forward pass of the full model."""
+        self._first.clear()  # it may contain entries from a recomputation
         self._units.clear()
         self._left = 0
 
     def note_saved(self, parameter: Tensor) -> None:
-        """Note that autograd has saved a cast of `parameter`."""
+        """Record that autograd has saved a cast of `parameter`."""
         if self._first.setdefault(id(parameter), self._left) != self._left:
             self._is_used_again = True
 
     def leave_unit(self, number: int) -> None:
-        """Empty the cache, if that is safe, because the forward has left unit `number`."""
+        """Clear the cache if that is safe, because the forward pass has left unit `number`."""
         if not torch._C._is_any_autocast_enabled():
             return
         self._left += 1
@@ -94,20 +96,20 @@ class CastCache:
             torch.clear_autocast_cache()
 
     def end(self) -> None:
-        """Count the forward, if autocast and autograd were enabled in it."""
+        """Count the forward pass if autocast and autograd were enabled in it."""
         self._forwards += bool(self._left and torch.is_grad_enabled())
 
 
 _Range = tuple[int, int, int, int]
-"""First address, end, unit, index."""
+"""First address, end address, unit, bucket index."""
 
 
 class BucketAddresses:
-    """Finds the whole bucket that contains a tensor's memory, by address."""
+    """Finds the gathered bucket that contains a tensor's memory, by address."""
 
     def __init__(self) -> None:
         self.generation = 0
-        """Counts up when parameter values change."""
+        """Incremented when parameter values change."""
         self.casts = CastCache()
         self._ranges: list[_Range] = []
         self._firsts: list[int] = []
@@ -126,21 +128,21 @@ class BucketAddresses:
             del self._ranges[place], self._firsts[place]
 
     def find(self, tensor: Tensor) -> BucketReference | None:
-        """Return a reference to `tensor`, or None if it is not in the memory of a whole bucket.
+        """Return a reference to `tensor`, or None if it is not in the memory of a gathered bucket.
 
-        The memory of a parameter's cast counts, too. Called for every tensor that autograd saves.
+        Also recognises casts of parameters. Called for every tensor that autograd saves.
         """
         try:
             address = tensor.data_ptr()
-        except RuntimeError:  # no address: sparse, or a wrapper
+        except RuntimeError:  # no address: sparse tensors and wrappers
             return None
         found = self._at(address, tensor)
         return self._cast(tensor) if found is None and tensor.dtype in NARROW else found
 
     def _cast(self, tensor: Tensor) -> BucketReference | None:
-        """Return a reference to `tensor` if it is or views a 16-bit cast of a trained parameter."""
+        """Return a reference to `tensor` if it is (a view of) a parameter's 16-bit cast."""
         cast = tensor if tensor._base is None else tensor._base
-        if cast.dtype != tensor.dtype:  # a view of the bits as another dtype
+        if cast.dtype != tensor.dtype:  # a view of the bits as a different dtype
             return None
         parameter = cast_parameter(cast)
         if parameter is None or (found := self._at(parameter.data_ptr(), parameter)) is None:
@@ -164,9 +166,9 @@ class BucketAddresses:
 
 
 def cast_parameter(cast: Tensor) -> Tensor | None:
-    """Return the parameter that `cast` is a copy of in another dtype, or None.
+    """Return the parameter that was cast to create `cast`, or None.
 
-    Autograd's graph records that. `parameter.to(cast.dtype)` gives the same values, shape and
+    Autograd's graph records the cast. `parameter.to(cast.dtype)` gives the same values, shape and
     strides again.
     """
     node = cast.grad_fn
@@ -174,7 +176,7 @@ def cast_parameter(cast: Tensor) -> Tensor | None:
         return None
     parameter: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
     if parameter is None or cast._version or cast.device != parameter.device:
-        return None  # not the cast of a leaf, written to since, or moved to another device
+        return None  # not the cast of a leaf, written to since, or moved to a different device
     same_form = cast.shape == parameter.shape and cast.stride() == parameter.stride()
     dense = cast.untyped_storage().nbytes() == cast.numel() * cast.element_size()
     return parameter if same_form and dense else None

@@ -1,4 +1,4 @@
-"""A bucket of sharded parameters: each rank stores its interval of it between steps."""
+"""Defines a bucket of sharded parameters. Each rank stores its own interval between steps."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ class ShardedBucket:
 
     layout: Bucket
     named: tuple[NamedParameter, ...]
-    """The parameters, by slot."""
+    """The parameter of each slot."""
     own: Span
     """This rank's interval, in elements of the bucket."""
     storage: Storage
-    """The values of that interval between steps."""
+    """Stores the values of that interval between steps."""
     common: Tensor | None
-    """The whole bucket, if the ranks share memory: (numel,)."""
+    """The full bucket of shape (numel,), if the ranks share memory."""
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameter objects, by slot."""
+        """The parameter object of each slot."""
         return [named.parameter for named in self.named]
 
     @cached_property
     def kind(self) -> tuple[int, torch.dtype, torch.device]:
-        """Length, dtype and device of the whole bucket."""
+        """Length, dtype and device of the full bucket."""
         return self.layout.numel, self.named[0].dtype, self.named[0].device
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return by slot the view of `flat`, a whole bucket, in its parameter's form."""
+        """For each slot, return the view of `flat`, a full bucket, in its parameter's layout."""
         pairs = zip(self.named, self.layout.slots, strict=True)
         return [named.view(flat, slot.start) for named, slot in pairs]
 
     def store(self, flat: Tensor) -> None:
-        """Store this rank's interval of `flat`, a whole bucket."""
+        """Store this rank's interval of `flat`, the flat buffer of the full bucket."""
         self.storage.store(flat[self.own[0] : self.own[1]])
 
     def load(self, flat: Tensor) -> None:
-        """Copy this rank's interval into its place in `flat`, a whole bucket."""
+        """Copy this rank's interval to its offset in `flat`, the flat buffer of the full bucket."""
         self.storage.load(flat[self.own[0] : self.own[1]])
 
     def written(self, flat: Tensor) -> list[int]:
-        """Return the parameters whose elements in this rank's interval differ in `flat`."""
+        """Return the parameters whose values in `flat` differ from this rank's stored values."""
         stored = torch.zeros_like(flat)
         self.load(stored)
-        # As bytes: a NaN equals itself then.
+        # Compare bytes, so that a NaN equals itself.
         now, before = flat.view(torch.uint8), stored.view(torch.uint8)
         size = flat.element_size()
         return [

@@ -1,7 +1,8 @@
-"""Sharded parameters: a rank stores its interval of every bucket and nothing else.
+"""Sharded parameters: a rank stores its own interval of every bucket and nothing else.
 
-A parameter at rest has its shape but no values: `parameters_at_rest.py` makes reads and writes
-raise. `residency.py` gathers the values while a forward or a backward needs them.
+While it is not gathered, a parameter has its shape but no values: `parameters_at_rest.py` makes
+reads and writes raise. `residency.py` gathers the values when a forward or backward pass needs
+them.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from shardwise.states.storage.storage_factory import StorageFactory
 
 
 class ShardedParameters(Parameters):
-    """Sharded parameters, trained and frozen: each rank stores its interval of every bucket.
+    """Sharded parameters, trained and frozen. Each rank stores its own interval of every bucket.
 
-    `sharded_buckets` has the buckets of trained parameters in order, then the frozen ones. A bucket
-    starts with the values that `value_of` returns, each in the shape and dtype of its parameter.
+    `sharded_buckets` lists the buckets of trained parameters in order, then the frozen ones. A
+    bucket is initialised with the values that `value_of` returns, each in its parameter's shape and
+    dtype.
     """
 
     def __init__(
@@ -78,10 +80,13 @@ class ShardedParameters(Parameters):
         self.remember()
 
     def _form_at_rest(self, number: int) -> AtRest:
-        """Return the form that parameter `number` has at rest: one NaN, expanded to its shape."""
-        # One tensor holds the NaNs of all parameters of a dtype and device, so that `check` looks
-        # at them in one call. Each parameter has a different address, because tools recognise tied
-        # parameters by address.
+        """Return the placeholder for parameter `number` while it is not gathered.
+
+        It is a single NaN, expanded to the parameter's shape.
+        """
+        # One tensor holds the NaNs of all parameters with the same dtype and device, so that
+        # `check` tests them in one call. Each parameter has a different address, because tools
+        # recognise tied parameters by address.
         each = self._all[number]
         kind = (each.dtype, each.device)
         if kind not in self._nans:
@@ -122,7 +127,7 @@ class ShardedParameters(Parameters):
         """Store this rank's interval of a bucket, and free the parameters' own memory."""
         own = bucket.own
         _, dtype, device = bucket.kind
-        # Zeros, because the padding is stored and gathered, too.
+        # Initialise with zeros, because the padding is stored and gathered, too.
         interval = torch.zeros(own[1] - own[0], dtype=dtype, device=device)
         wide: Tensor | None = None
         places = zip(bucket.named, bucket.layout.slots, self._at_rest[bucket].each, strict=True)
@@ -133,16 +138,17 @@ class ShardedParameters(Parameters):
                 flat = each.flattened(value)
                 place = slice(low - own[0], high - own[0])
                 interval[place] = flat[low - slot.start : high - slot.start]
-                # A value wider than the parameter is the better start for an fp32 master.
+                # A value wider than the parameter is the better initial value for an fp32 master
+                # weight.
                 if value.dtype != dtype:
                     wide = interval.to(value.dtype) if wide is None else wide
                     wide[place] = flat[low - slot.start : high - slot.start]
             if each.parameter.is_meta:
-                # In place: the user's model and optimizer hold this parameter object.
+                # Change the object in place, because the user's model and optimizer hold it.
                 make_real(each.parameter, rest.like)
             with SwappingData():
                 each.parameter.data = rest.value
-            # Assigned last: with the new class, setting `data` above would raise.
+            # Assign the class last: with the new class, setting `data` above would raise.
             each.parameter.__class__ = rest.kind
             rest.mark(each.parameter)
         bucket.storage.store(interval)
@@ -155,10 +161,10 @@ class ShardedParameters(Parameters):
         return self.sharded_buckets[index].storage
 
     def unshard(self, bucket: ShardedBucket, views: Sequence[Tensor], addresses: list[int]) -> None:
-        """Give the parameters of a bucket their values: by slot, `views` at `addresses`."""
+        """Set the parameters' values: `views` holds the values of each slot, at `addresses`."""
         resting = self._at_rest[bucket]
-        # User code cannot replace the data of a parameter at rest, because that raises. Look only
-        # if a parameter is not at rest.
+        # User code cannot replace the data of a parameter at rest, because that raises. Check only
+        # if some parameter is not at rest.
         if list(map(type, bucket.parameters)) != resting.kinds:
             with unguarded():
                 self._note_replaced(bucket)
@@ -169,14 +175,14 @@ class ShardedParameters(Parameters):
         self._addresses[bucket] = addresses
 
     def allow_writes(self, bucket: ShardedBucket, *, allowed: bool) -> None:
-        """Allow or refuse writes into the parameters of a bucket that is whole."""
+        """Allow or forbid writes to the parameters of a gathered bucket."""
         resting = self._at_rest[bucket]
         kinds = resting.owns if allowed else resting.read_only
         for parameter, kind in zip(bucket.parameters, kinds, strict=True):
             parameter.__class__ = kind
 
     def reshard(self, bucket: ShardedBucket) -> None:
-        """Remove the values of a bucket's parameters; reading or writing them raises then."""
+        """Remove the values of a bucket's parameters. Reading or writing them then raises."""
         resting = self._at_rest[bucket]
         with unguarded(), SwappingData():
             self._note_replaced(bucket)
@@ -197,7 +203,7 @@ class ShardedParameters(Parameters):
             unmark(parameter)
 
     def _note_replaced(self, bucket: ShardedBucket) -> None:
-        """Remember a parameter whose memory user code replaced; `check` reports it."""
+        """Remember a parameter whose memory user code replaced. `check` reports it."""
         now, then = list(map(Tensor.data_ptr, bucket.parameters)), self._addresses[bucket]
         if now != then:
             trios = zip(bucket.named, now, then, strict=True)
@@ -219,23 +225,24 @@ class ShardedParameters(Parameters):
     def meet(self) -> None:
         """Wait until all ranks have finished reading or writing memory that they share."""
         if any(bucket.common is not None for bucket in self.sharded_buckets):
-            # Otherwise a rank could write its interval while another still computes with it.
+            # Without the barrier, a rank could write its interval while another one still computes
+            # with it.
             self._group.barrier()
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call `changed` after every change of parameters, once they may be used again."""
+        """Call `changed` whenever parameters have changed, once they may be used again."""
         self._watchers.append(changed)
 
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter, or made a write that is lost."""
+        """Raise BrokenView if user code replaced a parameter or wrote values that are lost."""
         self.check_places()
         written = self._replaced
         for nans in self._nans.values():
-            # On an accelerator this would make the host wait in every step.
+            # Skip accelerators, where reading the result would make the host wait in every step.
             if nans.device.type == "cpu" and not bool(nans.isnan().all()):
                 written = self._all[int((~nans.isnan()).nonzero()[0])]
-                nans.fill_(torch.nan)  # raise once only
-        # A write through an operation on the parameter counts up its version, also on a device.
+                nans.fill_(torch.nan)  # raise only once
+        # A write through an operation on the parameter increments its version, on every device.
         versions = self._versions_of_all()
         if versions != self._all_versions:
             pairs = zip(self._all, versions, self._all_versions, strict=True)
@@ -251,11 +258,11 @@ class ShardedParameters(Parameters):
         self._replaced = self._all[number]
 
     def check_unwritten(self, shown: Mapping[ShardedBucket, Tensor]) -> None:
-        """Raise BrokenView if one of `shown`, whole buckets for reading, was written.
+        """Raise BrokenView if user code wrote to one of `shown`, full buckets that are read-only.
 
         Collective: each rank compares its own interval.
         """
-        # All ranks must raise: one that continued would wait forever in its next gather.
+        # All ranks must raise: a rank that continued would wait forever in its next gather.
         mine = [number for bucket, flat in shown.items() for number in bucket.written(flat)]
         for number in itertools.chain.from_iterable(self._group.gather_objects(mine)):
             raise self.lost_write_error(self._all[number])
@@ -283,18 +290,19 @@ class ShardedParameters(Parameters):
             return super().written()
 
     def check_places(self) -> None:
-        """Raise BrokenView if user code replaced a parameter; once for each replacement."""
+        """Raise BrokenView if user code replaced a parameter. Each replacement is reported once."""
         with unguarded():
             for bucket, places in self._places.items():
                 addresses = self._addresses[bucket]
                 if not places.are_kept(addresses):
-                    # The next use of the unit repairs it, so it must not raise a second time.
+                    # The next use of the unit repairs the parameter, so it must not raise a second
+                    # time.
                     self._addresses[bucket] = [p.data_ptr() for p in bucket.parameters]
                     for named, address in zip(bucket.named, addresses, strict=True):
                         check_place(named, address)
 
     def release(self) -> None:
-        """Give each parameter its whole value in separate memory again. Collective."""
+        """Give each parameter its full value in separate memory again. Collective."""
         for bucket in self.sharded_buckets:
             flat = self.gathered(bucket)
             assert flat is not None
@@ -305,10 +313,11 @@ class ShardedParameters(Parameters):
     def gathered(self, bucket: ShardedBucket, *, here: bool = True) -> Tensor | None:
         """Gather a bucket into new memory. Collective.
 
-        Returns None on a rank that is not `here`.
+        Returns None on a rank whose `here` is False.
         """
         if bucket.common is not None:
-            # A copy: the caller may write it, and other ranks read the shared memory.
+            # Copy, because the caller may write to the result while other ranks read the shared
+            # memory.
             return bucket.common.clone() if here else None
         numel, dtype, device = bucket.kind
         flat = torch.zeros(numel, dtype=dtype, device=device)
@@ -318,11 +327,11 @@ class ShardedParameters(Parameters):
         return flat if here else None
 
     def held_bytes(self, index: int) -> int:
-        """Return the bytes of this rank's interval of bucket `index`."""
+        """Return the size in bytes of this rank's interval of bucket `index`."""
         return self.sharded_buckets[index].storage.nbytes
 
     def frozen_bytes(self) -> list[tuple[Sequence[NamedParameter], int]]:
-        """Return the frozen buckets' parameters, with the bytes of this rank's intervals."""
+        """Return each frozen bucket's parameters, with the number of bytes stored on this rank."""
         return [(bucket.named, bucket.storage.nbytes) for bucket in self.frozen]
 
     @property
@@ -332,10 +341,10 @@ class ShardedParameters(Parameters):
 
 
 class _BucketAtRest:
-    """The forms that a bucket's parameters have at rest, by slot."""
+    """The placeholders of a bucket's parameters, one per slot."""
 
     def __init__(self, each: list[AtRest]) -> None:
-        # A list for each attribute: every forward reads them for all parameters.
+        # One list per attribute, because every forward pass reads an attribute of all parameters.
         self.each = each
         self.values = [rest.value for rest in each]
         self.kinds = [rest.kind for rest in each]

@@ -1,4 +1,4 @@
-"""Classifies functions of torch: which need only the form of a tensor, and which write.
+"""Classifies torch functions: which need only a tensor's metadata, and which write.
 
 Functions are the objects that `__torch_function__` receives.
 """
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 
 def operation_name(func: Any) -> str:
-    """Return the name of an operation in messages, such as `add_`, `.data` or `.data =`."""
+    """Return an operation's name for messages, such as `add_`, `.data` or `.data =`."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         attribute = f".{func.__self__.__name__}"
@@ -23,11 +23,11 @@ def operation_name(func: Any) -> str:
 
 
 def written_arguments(what: str, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that the operation named `what` writes to: the first, and `out`."""
-    # torch's convention: `add_` writes its first argument, `__iadd__` (+=) does as well.
+    """Return the arguments that the operation named `what` writes to: the first one, and `out`."""
+    # torch's convention: `add_` and `__iadd__` (+=) write to their first argument.
     in_place = what.endswith("_") and not what.endswith("__")
     operator = what.startswith("__i") and what[3:-2] in _OPERATORS
-    first = (*args, *kwargs.values())[:1]  # nn.init names its argument
+    first = (*args, *kwargs.values())[:1]  # torch.nn.init passes its tensor by name
     writes = in_place or operator or what in ("__setitem__", ".data =")
     return pytree.tree_leaves([first if writes else (), kwargs.get("out")])
 
@@ -38,12 +38,12 @@ _OPERATORS = frozenset(
 
 
 def functions(names: str, *of: Any) -> Iterator[Any]:
-    """Yield the functions `names` of the objects `of`, as far as this version of torch has them."""
+    """Yield the functions `names` of the objects `of` that exist in this version of torch."""
     return (getattr(each, name) for each in of for name in names.split() if hasattr(each, name))
 
 
 _READ = frozenset(["T", "H", "mT", "mH", "real", "imag", "data"])
-"""Attributes of tensors that give access to values."""
+"""Tensor attributes that give access to values."""
 
 
 def _attributes() -> Iterator[Any]:

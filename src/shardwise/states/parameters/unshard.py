@@ -1,4 +1,4 @@
-"""Unshards and reshards units of sharded parameters, in the sense of FSDP2.
+"""Unshards and reshards units of sharded parameters, using FSDP2's terms.
 
 A *unit* is a part of the model whose parameters are gathered together. Unsharding a unit makes its
 parameters views of gathered buckets. Resharding it removes their values again:
@@ -6,7 +6,7 @@ parameters views of gathered buckets. Resharding it removes their values again:
     gather ─▶ unshard   parameters become views; register their addresses, sum their bits
               reshard   undo both in reverse order; return the buffers last
 
-`residency.py` decides which unit is whole at what time.
+`residency.py` decides when to unshard and reshard each unit.
 """
 
 from __future__ import annotations
@@ -37,30 +37,31 @@ class Unit:
     name: str
     buckets: list[ShardedBucket]
     lasting: bool = False
-    """Whether it stays whole from the end of a forward to the end of its backward."""
+    """True if the unit stays gathered from the end of a forward pass to the end of its backward
+    pass."""
     always: bool = False
-    """Whether it is whole all the time, because no module shows when it is needed."""
+    """True if the unit is always gathered, because no module shows when it is needed."""
     kept: bool = False
-    """Whether it stays whole until the next backward has ended, because autograd has saved its
-    parameters themselves."""
+    """True if the unit stays gathered until the next backward pass has completed, because autograd
+    has saved its parameters themselves."""
     gather: Gather | None = field(default=None, repr=False)
     wholes: list[WholeBucket] = field(default_factory=list, repr=False)
     depth: int = 0
-    """Number of its modules' forwards that are running, one inside the other."""
+    """Nesting depth of the unit's running module forward passes."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether its parameters have their values now."""
+        """True if the unit's parameters have their values now."""
         return self.gather is not None
 
     @property
     def named(self) -> list[NamedParameter]:
-        """The parameters of all of its buckets."""
+        """The parameters of all the unit's buckets."""
         return [named for bucket in self.buckets for named in bucket.named]
 
 
 class WholeUnits:
-    """Unshards and reshards `units`, whose buckets `gathers` makes whole."""
+    """Unshards and reshards `units`, whose buckets are gathered by `gathers`."""
 
     def __init__(
         self, parameters: ShardedParameters, units: Sequence[Unit], gathers: BucketGathers
@@ -70,14 +71,14 @@ class WholeUnits:
         self._gathers = gathers
         self._whole: dict[Unit, None] = {}
         self._ahead: dict[int, Gather] = {}
-        """By unit number, the gather that was started before its turn."""
+        """Unit index -> gather that was started before its turn."""
         self._addresses = BucketAddresses()
         self._writes = LostWrites(parameters.note_written)
 
     # -- gathers --------------------------------------------------------------------------
 
     def start_ahead(self, number: int) -> None:
-        """Start the gather of unit `number`, which has the next turn."""
+        """Start gathering unit `number`, which has the next turn."""
         if number not in self._ahead:
             self._ahead[number] = self._gathers.start(self._units[number].buckets)
 
@@ -92,12 +93,12 @@ class WholeUnits:
         self._gathers.give_back(gather)
 
     def unshard(self, number: int) -> None:
-        """Gather unit `number` and give its parameters their values."""
+        """Gather unit `number` and set its parameters' values."""
         self._unshard(number, self._started(number))
 
     def _unshard(self, number: int, gather: Gather) -> None:
         unit = self._units[number]
-        assert not unit.is_whole  # a second gather would leave the first one's buffers borrowed
+        assert not unit.is_whole  # a second gather would never return the first one's buffers
         unit.wholes, unit.gather = gather.wait(), gather
         self._whole[unit] = None
         for index, (bucket, whole) in enumerate(zip(unit.buckets, unit.wholes, strict=True)):
@@ -108,30 +109,30 @@ class WholeUnits:
     # -- reshard --------------------------------------------------------------------------
 
     def reshard_if_unneeded(self, unit: Unit) -> None:
-        """Reshard a unit, unless a running forward, the next backward or all code needs it."""
+        """Reshard a unit, unless it must stay gathered (`depth`, `always`, `kept`)."""
         if not (unit.depth or unit.always or unit.kept):
             self._reshard(unit)
 
     def reshard_unneeded(self, *, keep_lasting: bool = False) -> None:
-        """Reshard all units that are not needed; with `keep_lasting`, no lasting unit."""
+        """Reshard all units that are not needed, except lasting ones if `keep_lasting` is true."""
         for unit in list(self._whole):
             if not (keep_lasting and unit.lasting):
                 self.reshard_if_unneeded(unit)
 
     def keep(self, number: int | None) -> None:
-        """Keep unit `number`, or all whole units, until `end_keeping`."""
+        """Keep unit `number` (None: all gathered units) until `end_keeping`."""
         for unit in list(self._whole) if number is None else [self._units[number]]:
             unit.kept = True
 
     def end_keeping(self) -> None:
-        """Treat kept units like the others again."""
+        """Allow kept units to be resharded again."""
         for unit in self._units:
             unit.kept = False
 
     def allow_writes(self, allowed: bool) -> None:
-        """Allow or refuse writes into the units that are whole, except in a running forward.
+        """Allow or forbid writes into gathered units that are not in a running forward pass.
 
-        Between passes a whole unit is a temporary copy, so a write would reach no shard.
+        Between passes a gathered unit is a temporary copy, so a write would not reach any shard.
         """
         for unit in self._whole:
             for bucket in unit.buckets if not unit.depth else ():
@@ -142,31 +143,32 @@ class WholeUnits:
             return
         del self._whole[unit]
         for bucket, whole in zip(unit.buckets, unit.wholes, strict=True):
-            self._writes.end(bucket, whole.flat)  # first: it compares the values
+            self._writes.end(bucket, whole.flat)  # first, because it compares the values
             self._parameters.reshard(bucket)
             self._addresses.remove(whole.flat)
-        # The unit drops its views first: the buffer's reference count must show only other users.
+        # Drop the unit's views before returning the buffer, whose reference count must show only
+        # other users.
         gather, unit.gather, unit.wholes = unit.gather, None, []
-        # Last: the next gather may borrow and overwrite the buffer at once.
+        # Return the buffer last, because the next gather may borrow and overwrite it at once.
         self._gathers.give_back(gather)
 
     # -- separate memory ------------------------------------------------------------------
 
     def make_own(self, number: int, *, here: bool) -> dict[ShardedBucket, Tensor]:
-        """Gather unit `number` into separate memory and unshard it; return its buckets.
+        """Gather unit `number` into separate memory and unshard it. Return its full buckets.
 
-        Collective. A rank that is not `here` only takes part, and returns no buckets.
+        Collective. A rank whose `here` is False only takes part, and returns no buckets.
         """
         unit = self._units[number]
-        # A unit that is always whole is in a gather buffer, or in shared memory. The caller may
-        # write, so it gets separate memory.
+        # A unit that is always gathered is in a gather buffer or in shared memory. The caller may
+        # write to the unit, so move it to separate memory.
         self._reshard(unit)
         flats = {bucket: self._parameters.gathered(bucket, here=here) for bucket in unit.buckets}
         own = {bucket: flat for bucket, flat in flats.items() if flat is not None}
         if here:
             wholes = [whole_bucket(bucket, flat) for bucket, flat in own.items()]
             self._unshard(number, finished_gather(wholes))
-            unit.depth += 1  # as in a forward: nothing may reshard it before `end_own`
+            unit.depth += 1  # as in a forward pass: nothing may reshard the unit before `end_own`
             for bucket in unit.buckets:
                 self._parameters.allow_copies(bucket)
         return own
@@ -183,27 +185,29 @@ class WholeUnits:
             self.unshard(number)
 
     def finish_checks(self) -> None:
-        """Wait for the pending checks whether user code wrote into parameters in a pass."""
+        """Wait for the pending checks that detect user writes during a pass."""
         self._writes.finish()
 
     def forget_writes(self) -> None:
-        """Drop the bit sums so far, after a permitted write by the optimizer or a writing block."""
+        """Discard the bit sums so far, after the optimizer or user code wrote parameters."""
         self._writes.forget()
 
     # -- between steps --------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Reshard all units after a change of parameters, and gather those that are always whole.
+        """Reshard all units after parameters have changed, and gather the permanent ones again.
 
-        Collective.
+        Permanent units are the ones whose `always` is True. Collective.
         """
         self._addresses.generation += 1
         self._writes.forget()
-        # Gathers that were started ahead in an abandoned pass would bring the old values.
+        # Gathers that were started ahead in an abandoned pass contain the old values, so discard
+        # them.
         while self._ahead:
             self.take_part(next(iter(self._ahead)))
         self.reshard_unneeded()
-        # In the order of units, which is equal on all ranks: these gathers have no turns.
+        # Follow the order of units, which is the same on all ranks, because these gathers have no
+        # turns.
         for number, unit in enumerate(self._units):
             if unit.always:
                 self._reshard(unit)
@@ -216,21 +220,22 @@ class WholeUnits:
     def reference_of(self) -> Callable[[Tensor], BucketReference | None]:
         """A function that returns the reference to save in place of a tensor.
 
-        It returns None for a tensor that is not in the memory of a whole unit.
+        It returns None for a tensor outside the memory of gathered units.
         """
-        # The method itself, without a wrapper: autograd calls it for every tensor that it saves.
+        # Return the method itself, without a wrapper, because autograd calls it for every tensor it
+        # saves.
         return self._addresses.find
 
     @property
     def casts(self) -> CastCache:
-        """Control of autocast's cache of a forward's weights."""
+        """Clears autocast's cache of cast weights during a forward pass."""
         return self._addresses.casts
 
     def is_current(self, reference: BucketReference) -> bool:
-        """Return whether parameters are unchanged since `reference` was made."""
+        """Return whether parameters are unchanged since `reference` was created."""
         return reference.generation == self._addresses.generation
 
     def tensor_at(self, reference: BucketReference) -> Tensor:
-        """Return the tensor of `reference`, whose unit must be whole."""
+        """Return the tensor of `reference`, whose unit must be gathered."""
         whole = self._units[reference.unit].wholes[reference.index]
         return reference.of(whole.in_form(reference.form))

@@ -1,1 +1,1 @@
-"""Storage of a state's bytes: in device memory, on the host, or on a disk."""
+"""Stores a state's bytes in device memory, in host memory, or on a disk."""

@@ -1,11 +1,11 @@
-"""Storage in the host's memory for states that an accelerator uses.
+"""Storage in host memory for states that an accelerator uses.
 
     gradients     device ── copied down in parallel with backward ──▶ host
     update        on the CPU, bucket by bucket, each once its gradient is on the host
     parameters    host ── copied up while the next bucket is updated ──▶ device
 
-The rest of the engine needs no knowledge of copies: `take` waits for pending ones, and every method
-that copies orders its copy after them.
+The rest of the engine does not need to know about copies: `take` waits for pending ones, and every
+method that copies orders its copy after them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shardwise.tiers.copy_stream import CopyStream
 
 
 class HostStorage(Storage):
-    """Storage in `tensor`, pinned memory of the host; its spans are used on the CPU.
+    """Storage in `tensor`, pinned host memory. Its spans are used on the CPU.
 
-    `moving` has the events of pending copies, shared by all storages in the same memory.
+    `moving` holds the events of pending copies, shared by all storages in the same memory.
     """
 
     memory: Tensor
@@ -69,7 +69,7 @@ class HostStorage(Storage):
         return value
 
     def loaded(self, device: torch.device | None = None) -> Tensor:
-        """Return the memory itself, or a copy on another device."""
+        """Return the memory itself, or a copy on a different device."""
         return self._settled() if device in (None, self.device) else super().loaded(device)
 
     def load(self, into: Tensor) -> None:
@@ -88,7 +88,7 @@ class HostStorage(Storage):
         self._moves(self.copy_stream.here())
 
     def send(self, index: int, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, a taken span, to the device on the current stream."""
+        """Copy the acquired span `value` to the device on the current stream."""
         del index
         if into.dtype != value.dtype and into.device != value.device:
             self.copy_stream.send_narrowed(value, into)  # cast on the host, to copy fewer bytes
@@ -97,21 +97,21 @@ class HostStorage(Storage):
         self._moves(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor, Handle]:
-        """Add and square on the device of `part`; copy the sum to the host asynchronously."""
+        """Add `part` on its device and square the sum, then start copying the sum to the host."""
         total = part
-        # Added on the device: the host is slower, and would have to wait for `part`.
+        # Add on the device: the host is slower, and would have to wait for `part`.
         if not fresh:
             total, came = self.copy_stream.up(self.memory, self._moving)
             self.copy_stream.await_(came)
             total.add_(part)
         left = self.copy_stream.down(total, self.memory, self._moving)
         self._moves(left)
-        # `part` belongs to a borrowed buffer. If that were overwritten before the event `left`, the
-        # host would get the new content.
+        # `part` is in a borrowed buffer. If that buffer were overwritten before the event `left`,
+        # the host would receive the new content.
         return squared_sum(total), Handle(partial(self.copy_stream.await_, left))
 
     def cut(self, spans: Sequence[Span]) -> HostStorage:
-        """Return storage in the same memory, used in `spans`."""
+        """Return storage in the same memory that is accessed in the pieces `spans`."""
         return HostStorage(self.memory, self.copy_stream, spans, self._moving)
 
     def widened(self) -> HostStorage:
@@ -120,23 +120,23 @@ class HostStorage(Storage):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the whole interval."""
+        """Size of the full interval in bytes."""
         return self.nbytes
 
     def _moves(self, event: Any) -> None:
-        """Note a copy that is pending until `event`; forget those that have ended."""
+        """Add a pending copy that completes with `event`, and drop copies that have completed."""
         self._moving[:] = [other for other in self._moving if not other.query()]
         self._moving.append(event)
 
     def _wait_here(self) -> None:
         """Make the current stream wait for pending copies."""
-        # A value must have arrived on the host before it is copied up again. A copy up must have
-        # read a value before it is overwritten.
+        # A value must have reached the host before it is copied back to the device. A copy to the
+        # device must have read a value before it is overwritten.
         for event in self._moving:
             self.copy_stream.await_(event)
 
     def _settled(self) -> Tensor:
-        """Wait on the host until no copy is pending, and return the memory."""
+        """Block the host until no copy is pending, and return the memory."""
         while self._moving:
             self._moving.pop().synchronize()
         return self.memory
@@ -145,7 +145,7 @@ class HostStorage(Storage):
 class HostCopy(Storage):
     """A temporary copy of accelerator memory on the host, for an update on the CPU.
 
-    A span is copied down for the time of its use. Changes to it are lost.
+    A span is copied to the host only while it is in use. Changes to the copy are lost.
     """
 
     def __init__(self, tensor: Tensor, copy_stream: CopyStream, spans: Sequence[Span]) -> None:
@@ -154,10 +154,10 @@ class HostCopy(Storage):
         self.numel, self.dtype, self.device = tensor.numel(), tensor.dtype, torch.device("cpu")
         self._copy_stream = copy_stream
         self._copies: dict[int, tuple[Tensor, Any]] = {}
-        """By span, its copy and the event that ends it."""
+        """Span index -> copy, and the event that marks its completion."""
 
     def read_ahead(self, index: int) -> None:
-        """Start to copy span `index` to the host."""
+        """Start copying span `index` to the host."""
         if index not in self._copies:
             first, end = self.spans[index]
             memory = self._copy_stream.memory(end - first, self.dtype)
@@ -172,11 +172,11 @@ class HostCopy(Storage):
         return memory
 
     def put(self, index: int, *, changed: bool) -> None:
-        """Free the copy."""
+        """Free the copy of span `index`."""
         assert not changed, "changes to a copy would be lost"
         del self._copies[index]
 
     @property
     def memory_bytes(self) -> int:
-        """Zero: copies exist only during an update."""
+        """Always 0, because copies exist only during an update."""
         return 0

@@ -1,4 +1,4 @@
-"""Sums of squares of a state, in fp64 or exact, for the global gradient norm."""
+"""Computes sums of squares of a state, in fp64 or exactly, for the global gradient norm."""
 
 from __future__ import annotations
 
@@ -16,54 +16,55 @@ CHUNK = 1 << 18
 """Number of elements whose squares are added in the tensor's own precision."""
 
 GRAIN = 64
-"""Number of elements that an exact sum adds together. The CPU's widest vector loops process as many
-at a time (two registers of 64 bytes with 16-bit numbers). So no element is left for the scalar tail
-of a loop, which rounds differently."""
+"""Number of elements that an exact sum adds as a group. The CPU's widest vector loops process this
+many at a time (two registers of 64 bytes with 16-bit numbers), so no element is left for a loop's
+scalar tail, which rounds differently."""
 
 EXACT_CHUNK = 1 << 17
 """Number of elements that an exact sum reads at a time, so that they stay in the CPU's cache."""
 
 _LOWEST = -1073
-"""The smallest exponent that frexp gives for an fp64 number."""
+"""The smallest exponent that frexp returns for an fp64 number."""
 
 _BINS = 1024 - _LOWEST + 1
 
 _DIGITS = 53
-"""Bits of an fp64 number's significand. It is counted in two halves, so that sums of 2**26 of them
-stay below 2**53 and can be sent as fp64 without rounding."""
+"""Bits in the significand of an fp64 number. It is counted in two halves, so that sums of 2**26
+halves stay below 2**53 and can be sent as fp64 without rounding."""
 
 _HALF = 27
 
 
 class Squared(Protocol):
-    """The interface of a storage that sums of squares use."""
+    """Storage interface required to compute sums of squares."""
 
     @property
     def memory(self) -> Tensor | None:
-        """The whole interval, if it is in memory all the time."""
+        """The full interval if it is always in memory, else None."""
 
     @property
     def copy_stream(self) -> object | None:
-        """Copies between the host and the accelerator that uses it, if they are apart."""
+        """Copies between host memory and the accelerator, or None if they are not needed."""
 
     @property
     def device(self) -> torch.device:
-        """The device of a span while it is in use."""
+        """Device of a span while it is in use."""
 
     def read_spans(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the first element of each span and the span, readable until the next one."""
+        """Yield pairs (first element, span). Each span is valid until the next."""
 
 
 def square_span(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
-    """Return the sum of squares of the elements `own` of `storage`, an fp64 scalar.
+    """Return the sum of squares of the elements `own` of `storage` as an fp64 scalar.
 
-    Squares are computed in fp64 if `wide`, or if the storage is not wholly in the device's memory.
+    Squares are computed in fp64 if `wide` is true, or if the storage is not entirely in the
+    device's memory.
     """
     if storage.memory is not None and storage.copy_stream is None and not wide:
         return squared_sum(storage.memory[own[0] : own[1]])
     total = torch.zeros((), dtype=torch.float64)
     for first, value in storage.read_spans():
-        # The part of this span that belongs to `own`.
+        # The part of this span inside `own`.
         low, high = max(first, own[0]), min(first + value.numel(), own[1])
         if low < high:
             part = value[low - first : high - first]
@@ -72,11 +73,11 @@ def square_span(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
 
 
 def squared_sum(values: Tensor) -> Tensor:
-    """Return the sum of squares of a flat tensor, an fp64 scalar on its device.
+    """Return the sum of squares of a flat tensor, as an fp64 scalar on its device.
 
-    Squares are added in the tensor's precision, at least fp32, within chunks that are short enough
-    for an accurate sum, and in fp64 over chunks. On an accelerator this takes a fixed number of
-    kernels and no copy to the host.
+    Within short chunks, squares are added in the tensor's precision (at least fp32), which is
+    accurate enough. The sums of chunks are added in fp64. On an accelerator this takes a fixed
+    number of kernels and no copy to the host.
     """
     values = as_real(values)
     if not values.numel():
@@ -86,7 +87,7 @@ def squared_sum(values: Tensor) -> Tensor:
     if values.device.type == "cpu":
         chunks = torch.split(values, CHUNK)
         return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).double().sum()
-    # One reduction over all chunks, because every kernel launch costs time.
+    # Use a single reduction for all chunks, because every kernel launch costs time.
     whole = values.numel() // CHUNK * CHUNK
     norms = torch.linalg.vector_norm(values[:whole].view(-1, CHUNK), dim=1)
     rest = torch.linalg.vector_norm(values[whole:])
@@ -94,26 +95,27 @@ def squared_sum(values: Tensor) -> Tensor:
 
 
 def as_real(values: Tensor) -> Tensor:
-    """Return `values` as real numbers of 32 bits or more."""
+    """Return `values` as real numbers of at least 32 bits."""
     if values.is_complex():
         values = torch.view_as_real(values).view(-1)
     return values.float() if values.dtype in NARROW else values
 
 
 def exact_row(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
-    """Count the squares of the elements `own` of `storage` by exponent: int64, (2 x bins + 1,).
+    """Sum the squares of the elements `own` of `storage` exactly.
 
-    Rows can be added over buckets and ranks. The last number counts grains that are not finite.
-    With `wide`, squares are fp64, for fp32 numbers whose squares overflow.
+    Returns int64 bins of shape (2 x bins + 1,): two per exponent, and a last one that counts grains
+    that are not finite. Such rows can be added across buckets and ranks. If `wide` is true, squares
+    are fp64, for fp32 numbers whose squares overflow.
 
         s = x * x    (64)  ─▶  s[:32] + s[32:]  ─▶  ...  ─▶  one number per grain
 
-    The result depends only on the elements, not on the borders of buckets and intervals: no
-    interval cuts a grain, and each grain's number is a whole multiple of a power of two. Whole
-    numbers are added exactly in any order, so they are counted by exponent, and rounded once in
-    `exact_total`.
+    The result depends only on the elements, not on the boundaries of buckets and intervals: no
+    interval splits a grain, and each grain's number is an integer multiple of a power of two.
+    Integers can be added exactly in any order, so numbers are summed separately for each exponent,
+    and rounded once in `exact_total`.
     """
-    # A rank on an accelerator reads storage in host memory on the host.
+    # A rank with an accelerator reads storage in host memory on the host.
     device = torch.device("cpu") if storage.copy_stream is not None else storage.device
     row = torch.zeros(2 * _BINS + 1, dtype=torch.int64, device=device)
     for first, value in storage.read_spans():
@@ -128,7 +130,7 @@ def _count(values: Tensor, row: Tensor, *, wide: bool) -> None:
     values = as_real(values).double() if wide else as_real(values)
     squares = values.view(-1, GRAIN)
     squares = squares * squares
-    # Halves are added in a fixed order. `sum` could choose another order on another CPU.
+    # Add halves in a fixed order. `sum` could choose a different order on a different CPU.
     while squares.shape[1] > 1:
         half = squares.shape[1] // 2
         squares = squares[:, :half] + squares[:, half:]
@@ -136,7 +138,7 @@ def _count(values: Tensor, row: Tensor, *, wide: bool) -> None:
     finite = torch.isfinite(sums)
     row[-1] += (~finite).sum()
     fraction, exponent = torch.frexp(torch.where(finite, sums, 0.0))
-    # The significand of 53 bits in two halves, so that sums of 2**26 of them stay exact in fp64.
+    # Split the 53-bit significand into two halves, so that sums of 2**26 halves stay exact in fp64.
     whole = (fraction * 2.0**_DIGITS).long()
     bins = exponent.long() - _LOWEST
     row[:_BINS].index_add_(0, bins, whole >> _HALF)
@@ -154,5 +156,5 @@ def exact_total(rows: Sequence[Sequence[float]]) -> float:
                 whole += int(count) << (place + _HALF if place < _BINS else place - _BINS)
     try:
         return whole / (1 << (_DIGITS - _LOWEST))
-    except OverflowError:  # more than an fp64 number can represent
+    except OverflowError:  # larger than any fp64 number
         return math.inf

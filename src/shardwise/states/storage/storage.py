@@ -1,9 +1,9 @@
-"""Storage of one bucket's interval between steps: in memory or on a disk.
+"""Stores a bucket's interval between steps, in memory or on a disk.
 
-`host_storage.py` has storage in the host's memory for states that an accelerator uses.
+For storage in host memory of states that an accelerator uses, see `host_storage.py`.
 
-Storage is used span by span. In memory there is one span, the whole interval. On a disk the
-interval is cut into several spans, and only a few of them are in memory at a time:
+Storage is used span by span. In memory there is a single span, the full interval. On a disk the
+interval is split into several spans, and only a few of them are in memory at a time:
 
     take(0)   use   put(0)
       read_ahead(1)      take(1)   use   put(1)      `put` writes asynchronously
@@ -27,54 +27,55 @@ from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.nvme import BufferLease, Store
 
 SPAN = 4 * 2**20
-"""Elements of a span on a disk: large enough for the disk's full rate, small next to any model."""
+"""Number of elements in a span on a disk: enough to use the disk's full bandwidth, but small
+compared with any model."""
 
 
 class Storage(ABC):
-    """Storage of one bucket's interval; `spans` are counted from the interval's start."""
+    """Stores a bucket's interval. `spans` are relative to the interval's start."""
 
     spans: Sequence[Span]
     numel: int
     dtype: torch.dtype
     device: torch.device
-    """The device of a span while it is in use."""
+    """Device of a span while it is in use."""
     memory: Tensor | None = None
-    """The whole interval, if it is in memory all the time."""
+    """The full interval if it is always in memory, else None."""
     copy_stream: CopyStream | None = None
-    """Copies between the host and the accelerator that uses it, if they are apart."""
+    """Copies between host memory and the accelerator, or None if they are not needed."""
 
     @abstractmethod
     def read_ahead(self, index: int) -> None:
-        """Start to read span `index`, which will be taken soon."""
+        """Start reading span `index`, which the caller will `take` soon."""
 
     @abstractmethod
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Return span `index`, (elements of the span,), to be read and changed until it is `put`.
+        """Return span `index`, shape (elements of the span,), to read and modify until `put`.
 
-        With `fresh` its content is arbitrary: the caller overwrites it, so nothing is read.
+        If `fresh` is true its content is arbitrary: the caller overwrites it, so nothing is read.
         """
 
     @abstractmethod
     def put(self, index: int, *, changed: bool) -> None:
-        """Release span `index`; if it `changed`, store it."""
+        """Release span `index`. If `changed` is true, store it."""
 
     @property
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Bytes of memory in use between steps."""
+        """Number of bytes that occupy memory between steps."""
 
     def read_spans(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the first element of each span and the span, readable until the next one."""
+        """Yield pairs (first element, span). Each span is valid until the next."""
         for index, (first, _) in enumerate(self.spans):
             yield first, self.take(index)
             self.put(index, changed=False)
 
     def take_on(self, index: int, device: torch.device) -> Tensor:
-        """Return span `index` on `device`, which may be read until it is `put`."""
+        """Return span `index` on `device`, to read until `put`."""
         return self.take(index).to(device)
 
     def load(self, into: Tensor) -> None:
-        """Copy the whole interval `into` a tensor of its length, on the current stream."""
+        """Copy the full interval to `into`, a tensor of the same length, on the current stream."""
         for index, (first, end) in enumerate(self.spans):
             if index + 1 < len(self.spans):
                 self.read_ahead(index + 1)
@@ -82,27 +83,29 @@ class Storage(ABC):
             self.put(index, changed=False)
 
     def store(self, value: Tensor) -> None:
-        """Set the whole interval to `value`."""
+        """Set the full interval to `value`."""
         for index, (first, end) in enumerate(self.spans):
             self.take(index, fresh=True).copy_(value[first:end])
             self.put(index, changed=True)
 
     def send(self, index: int, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, the taken span `index`, `into` the span of another storage."""
+        """Copy `value`, the acquired span `index`, to `into`, a span of another storage."""
         del index
         into.copy_(value)
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add `part`, (numel,) of the interval, to the stored values; replace them if `fresh`.
+        """Add `part`, shape (numel of the interval,), to the stored values.
 
-        Returns the sum of squares of the result (None in memory), and a handle that is `reusable`
-        once `part` may be written again.
+        If `fresh` is true, `part` replaces them. Returns the sum of squares of the result (None in
+        memory), and a handle whose `reusable` returns once `part` may be overwritten.
         """
-        # Square the values now: reading the disk again for the gradient norm would cost more.
+        # Square the values now, because reading the disk again for the gradient norm would cost
+        # more.
         squares = []
         for index, (first, end) in enumerate(self.spans):
             value = self.take(index, fresh=fresh)
-            # Written, not added to zeros: that saves clearing the storage after every step.
+            # Overwrite instead of adding to zeros, which saves clearing the storage after every
+            # step.
             if fresh:
                 value.copy_(part[first:end])
             else:
@@ -112,7 +115,7 @@ class Storage(ABC):
         return torch.stack(squares).sum() if squares else None, Handle()
 
     def cut(self, spans: Sequence[Span]) -> Storage:
-        """Return the same storage, used in `spans`."""
+        """Return a view of this storage that is accessed in the pieces `spans`."""
         assert list(self.spans) == list(spans), "all spans on a disk are cut in the same way"
         return self
 
@@ -121,9 +124,9 @@ class Storage(ABC):
         raise AssertionError("a disk keeps 16-bit sums in fp32 from the start")
 
     def loaded(self, device: torch.device | None = None) -> Tensor:
-        """Return the whole interval, on `device` if given.
+        """Return the full interval, on `device` if given.
 
-        It is the stored tensor itself if that is in the right memory, else a copy.
+        The result is the stored tensor itself if that is in the right memory, else a copy.
         """
         value = torch.empty(self.numel, dtype=self.dtype, device=device or self.device)
         self.load(value)
@@ -138,12 +141,12 @@ class Storage(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the interval, in memory or on the disk."""
+        """Size of the interval in bytes, in memory or on the disk."""
         return self.numel * self.dtype.itemsize
 
 
 class MemoryStorage(Storage):
-    """Storage in memory; in one span, unless it is updated together with storage on a disk."""
+    """Storage in memory. It has one span, unless it is updated together with storage on a disk."""
 
     def __init__(self, tensor: Tensor, spans: Sequence[Span] | None = None) -> None:
         self.tensor = self.memory = tensor
@@ -154,7 +157,7 @@ class MemoryStorage(Storage):
         """No-op: the data is already in memory."""
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Return the span, a view."""
+        """Return a view of the span."""
         del fresh
         first, end = self.spans[index]
         return self.tensor[first:end]
@@ -163,7 +166,7 @@ class MemoryStorage(Storage):
         """No-op: the data stays in memory."""
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add `part` in one call; return no sum of squares."""
+        """Add `part` in one call. Returns no sum of squares."""
         # In memory the norm can be computed later, and costs nothing if it is skipped.
         if fresh:
             self.tensor.copy_(part)
@@ -172,7 +175,7 @@ class MemoryStorage(Storage):
         return None, Handle()
 
     def cut(self, spans: Sequence[Span]) -> MemoryStorage:
-        """Return storage in the same memory, used in `spans`."""
+        """Return storage in the same memory that is accessed in the pieces `spans`."""
         return MemoryStorage(self.tensor, spans)
 
     def widened(self) -> MemoryStorage:
@@ -180,21 +183,21 @@ class MemoryStorage(Storage):
         return MemoryStorage(self.tensor.float())
 
     def loaded(self, device: torch.device | None = None) -> Tensor:
-        """Return the tensor itself, or a copy on another device."""
+        """Return the tensor itself, or a copy on a different device."""
         return self.tensor if device is None else self.tensor.to(device)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the whole interval."""
+        """Size of the full interval in bytes."""
         return self.nbytes
 
 
 class DiskStorage(Storage):
-    """Storage on a disk: its spans are the records of a store, from record `first` on.
+    """Storage on a disk. Its spans are the records of a store, from record `first` on.
 
     With a copy stream, the store's buffers are pinned memory, and copies between them and the
-    accelerator are asynchronous. The host waits only for reads of the disk. The disk's threads wait
-    for copies before they write or reuse a buffer.
+    accelerator are asynchronous. The host waits only for disk reads. The disk's threads wait for
+    copies before they write or reuse a buffer.
     """
 
     def __init__(
@@ -213,28 +216,28 @@ class DiskStorage(Storage):
         self._leases: dict[int, BufferLease] = {}
 
     def read_ahead(self, index: int) -> None:
-        """Start to read span `index`."""
+        """Start reading span `index`."""
         if index not in self._leases:
             self._leases[index] = self._store.read(self._first + index)
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Wait until span `index` is read, and return it."""
+        """Wait until span `index` has been read, and return it."""
         if index not in self._leases:
             start = self._store.blank if fresh else self._store.read
             self._leases[index] = start(self._first + index)
         return self._leases[index].wait().view(self.dtype)
 
     def put(self, index: int, *, changed: bool) -> None:
-        """Release span `index`; if it changed, write it back asynchronously."""
+        """Release span `index`. If it changed, write it back asynchronously."""
         lease = self._leases.pop(index)
-        # Both end the lease: another record may get the buffer, so no view of it may be used.
+        # Both calls end the lease. Another record may get the buffer, so no view of it may be used.
         if changed:
             lease.write()
         else:
             lease.give_back()
 
     def take_on(self, index: int, device: torch.device) -> Tensor:
-        """Wait until span `index` is read, and return a copy on `device`."""
+        """Wait until span `index` has been read, and return a copy on `device`."""
         if self.copy_stream is None or device != self.copy_stream.device:
             return super().take_on(index, device)
         # A lease that was just read has no earlier copies to wait for.
@@ -243,8 +246,8 @@ class DiskStorage(Storage):
         return value
 
     def load(self, into: Tensor) -> None:
-        """Copy the interval to the device on the current stream, each span once it is read."""
-        # Between the host and itself there are no asynchronous copies.
+        """Copy each span of the interval to the device, on the current stream, once it is read."""
+        # Copies within host memory are not asynchronous.
         if not self.is_apart(into):
             super().load(into)
             return
@@ -255,7 +258,7 @@ class DiskStorage(Storage):
                 into[first:end].copy_(memory, non_blocking=True)
 
     def store(self, value: Tensor) -> None:
-        """Copy the interval to the host on the current stream; write each span after its copy."""
+        """Copy the interval to the host on the current stream. Write each span after its copy."""
         if not self.is_apart(value):
             super().store(value)
             return
@@ -264,9 +267,9 @@ class DiskStorage(Storage):
                 memory.copy_(value[first:end], non_blocking=True)
 
     def send(self, index: int, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, the taken span `index`, `into` the span of another storage.
+        """Copy `value`, the acquired span `index`, to `into`, a span of another storage.
 
-        If that is on the accelerator, the copy runs on the current stream.
+        If `into` is on the accelerator, the copy runs on the current stream.
         """
         if self.copy_stream is None or not self.is_apart(into):
             into.copy_(value)
@@ -277,7 +280,7 @@ class DiskStorage(Storage):
             self._leases[index].add_copy(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add and square on the accelerator, then copy the sum to the host and write it."""
+        """Add `part` on the accelerator and square the sum, then store the sum on the disk."""
         if not self.is_apart(part):
             return super().add(part, fresh=fresh)
         squares, read = [], Handle()
@@ -286,7 +289,7 @@ class DiskStorage(Storage):
                 self.read_ahead(index + 1)
             total, left = self._add(index, part[first:end], fresh=fresh)
             assert self.copy_stream is not None
-            # One stream makes all copies in order, so the last event stands for all of them.
+            # A single stream runs all copies in order, so the last event covers all of them.
             read = Handle(partial(self.copy_stream.await_, left))
             squares.append(squared_sum(total))
         return torch.stack(squares).sum() if squares else None, read
@@ -296,7 +299,7 @@ class DiskStorage(Storage):
         copy_stream = self.copy_stream
         assert copy_stream is not None
         memory, lease = self._taken(index, fresh=fresh), self._leases[index]
-        # On the device, which adds and squares faster than the host.
+        # Work on the device, which adds and squares faster than the host.
         if fresh:
             total = part.to(self.dtype)
         else:
@@ -309,7 +312,7 @@ class DiskStorage(Storage):
         return total, left
 
     def _taken(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Return span `index` once its bytes are read; copies of its lease may still be pending."""
+        """Return span `index` once its bytes have been read. Copies may still be pending."""
         if index not in self._leases:
             start = self._store.blank if fresh else self._store.read
             self._leases[index] = start(self._first + index)
@@ -320,7 +323,7 @@ class DiskStorage(Storage):
         """Context manager for a copy on the current stream from or to span `index`."""
         assert self.copy_stream is not None
         memory = self._taken(index, fresh=fresh)
-        # The stream of an earlier copy may differ from the current one, so order this one after it.
+        # An earlier copy may have run on a different stream, so order this copy after it.
         for event in self._leases[index].copies:
             self.copy_stream.await_(event)
         yield memory
@@ -329,22 +332,22 @@ class DiskStorage(Storage):
 
     @property
     def memory_bytes(self) -> int:
-        """Zero: the few buffers of the store serve all intervals."""
+        """Always 0, because the store's few buffers serve all intervals."""
         return 0
 
 
 def spans_of(numel: int) -> list[Span]:
-    """Cut `numel` elements into spans for a disk."""
+    """Split `numel` elements into spans for a disk."""
     return [(first, min(first + SPAN, numel)) for first in range(0, numel, SPAN)]
 
 
 def record_bytes(numels: Sequence[int], itemsize: int) -> list[int]:
-    """Return the sizes of a store's records for intervals of `numels` elements."""
+    """Return the sizes in bytes of a store's records for intervals of `numels` elements."""
     return [(end - first) * itemsize for numel in numels for first, end in spans_of(numel)]
 
 
 def in_spans(storage: Storage, spans: Sequence[Span]) -> Storage:
-    """Return `storage`, used in `spans`."""
+    """Return a view of `storage` that is accessed in the pieces `spans`."""
     return storage if list(storage.spans) == list(spans) else storage.cut(spans)
 
 
@@ -354,7 +357,7 @@ def on_disk(
     dtypes: Sequence[torch.dtype],
     copy_streams: Sequence[CopyStream | None],
 ) -> list[DiskStorage]:
-    """Return the storages of the intervals that `store` was made for, in order."""
+    """Return the storages of the intervals that `store` was created for, in order."""
     storages, first = [], 0
     for numel, dtype, copy_stream in zip(numels, dtypes, copy_streams, strict=True):
         storages.append(DiskStorage(store, first, numel, dtype, copy_stream))

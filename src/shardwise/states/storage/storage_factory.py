@@ -1,4 +1,4 @@
-"""Makes the storage of a state on its tier: in memory, on the host, or on a disk (NVMe)."""
+"""Creates the storage of a state on its tier: device memory, host memory, or a disk (NVMe)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TensorKind = tuple[torch.dtype, torch.device]
 
 
 class StorageFactory:
-    """Makes storage for one state of one rank on `tier`.
+    """Creates storage for one state of one rank on `tier`.
 
-    On a rank that computes on the CPU, the tier `cpu` is the memory of the device itself.
+    On a rank that computes on the CPU, the tier `cpu` is the device's own memory.
     """
 
     def __init__(self, tier: Tier, group: Collectives) -> None:
@@ -32,20 +32,20 @@ class StorageFactory:
 
     @property
     def is_device(self) -> bool:
-        """Whether the tier is the device's memory."""
+        """True if the tier is the device's memory."""
         return self.tier.kind == "device"
 
     @property
     def on_disk(self) -> bool:
-        """Whether the tier is a disk, so that the state takes no memory between steps."""
+        """True if the tier is a disk, so that the state takes no memory between steps."""
         return self.tier.kind == "nvme"
 
     def is_apart(self, device: torch.device) -> bool:
-        """Return whether a state that is used on `device` is stored outside its memory."""
+        """Return whether this tier's memory is separate from the memory of `device`."""
         return not self.is_device and device.type != "cpu"
 
     def copy_stream(self, device: torch.device) -> CopyStream | None:
-        """Return the copy stream between this tier and `device`; None if both are one memory."""
+        """Return the copy stream between this tier and `device`, or None if they share memory."""
         if not self.is_apart(device):
             return None
         if device not in self._copy_streams:
@@ -55,7 +55,7 @@ class StorageFactory:
     def make(
         self, label: str, lengths: Sequence[int], kinds: Sequence[TensorKind], *, width: int = 1
     ) -> list[Storage]:
-        """Make storage with arbitrary content for intervals of `lengths` elements.
+        """Create storage with arbitrary content for intervals of `lengths` elements.
 
         `width` is the number of intervals in use at a time. Raises TierError if a disk has no space
         for them.
@@ -75,7 +75,8 @@ class StorageFactory:
             label,
             records,
             rank=self._group.rank,
-            # For each interval one span in use, one being read and one being written; plus one.
+            # Per interval: one span in use, one being read and one being written. Plus one in
+            # total.
             in_flight=3 * width + 1,
             pages=None if apart is None else apart.pages,
         )
@@ -84,7 +85,8 @@ class StorageFactory:
 
     def _in_memory(self, lengths: Sequence[int], kinds: Sequence[TensorKind]) -> list[Storage]:
         storages: list[Storage | None] = [None] * len(kinds)
-        # Kind by kind, since pinned memory is allocated in one block for all intervals of a kind.
+        # One kind at a time, because pinned memory is allocated in one block for all intervals of a
+        # kind.
         for kind in dict.fromkeys(kinds):
             indices = [index for index, each in enumerate(kinds) if each == kind]
             for index, storage in zip(
@@ -105,12 +107,12 @@ class StorageFactory:
                 yield HostStorage(memory, copy_stream)
 
     def close(self) -> None:
-        """Free the space on disks: all of it, even if closing one store fails.
+        """Free all disk space, even if closing a store fails.
 
         Raises the first error.
         """
         failures = []
-        # Popped first: a second `close` after an error does not try the same store again.
+        # Pop first, so that a second `close` after an error does not try the same store again.
         while self._stores:
             try:
                 self._stores.pop().close()
