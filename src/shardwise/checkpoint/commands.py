@@ -1,6 +1,6 @@
-"""Commands `shardwise checkpoint inspect|verify|accept|export PATH`, and `zero-to-fp32 FOLDER OUT`.
+"""Implements `shardwise checkpoint inspect|verify|accept|export` and `shardwise zero-to-fp32`.
 
-torch is imported only once a command runs, so that `--help` is fast.
+torch is imported only when a command runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.tools import TensorLine
 
 NOT_WHOLE = 1
-"""Exit code of `verify` for a checkpoint that fails verification."""
+"""Exit code of `verify` if a checkpoint fails verification."""
 
 
 @click.group(
@@ -45,21 +45,21 @@ def checkpoint(ctx: click.Context) -> None:
 
 
 def _report_errors(command: Callable[..., int]) -> Callable[..., int]:
-    """Decorate a command to print our errors as one line, without a traceback."""
+    """Decorate a command so that a CheckpointError prints one line instead of a traceback."""
 
     @wraps(command)
     def run(*args: Any, **options: Any) -> int:
         try:
             return command(*args, **options)
         except CheckpointError as error:
-            # A path in the message may contain control characters.
+            # Escape the message, because a path in it may contain control characters.
             raise click.ClickException(printable(error)) from error
 
     return run
 
 
 def _print_line(console: Console, line: str) -> None:
-    """Print a line literally: brackets in names are not markup."""
+    """Print a line literally, because rich would interpret brackets in names as markup."""
     console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
@@ -166,7 +166,7 @@ def export(path: Path, to: Path, average: bool) -> int:
 
 
 def _open_deepspeed(path: Path) -> Save | None:
-    """Return the DeepSpeed checkpoint at `path`, or None."""
+    """Return the DeepSpeed checkpoint at `path`, or None if there is none."""
     from shardwise.checkpoint.deepspeed.folders import find
     from shardwise.checkpoint.deepspeed.save import Save
 
@@ -241,7 +241,11 @@ def zero_to_fp32(folder: Path, out: Path, tag: str | None) -> int:
 
 
 def _convert(folder: Path, out: Path) -> int:
-    """Write the weights in `folder`, and print a summary. Raises CheckpointError."""
+    """Write the weights of the DeepSpeed checkpoint `folder` to `out`, and print a summary.
+
+    Returns the exit code. Raises CheckpointError if the checkpoint cannot be read, or the file
+    cannot be written.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
