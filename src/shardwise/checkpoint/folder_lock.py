@@ -92,10 +92,10 @@ class FolderClaim:
 
 
 def take(folder: Path, patience: float | None = None) -> FolderClaim:
-    """Claim `folder`, which is created if it does not exist.
+    """Claim `folder` for this job. Creates the folder if it does not exist.
 
     Raises FolderInUse if another job still holds it after `patience` seconds (default PATIENCE),
-    OSError if no file can be created in it.
+    and OSError if no file can be created in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     patience = PATIENCE if patience is None else patience
@@ -115,7 +115,7 @@ def take(folder: Path, patience: float | None = None) -> FolderClaim:
 
 
 def _try_to_claim(folder: Path) -> FolderClaim | str:
-    """Return a claim, or the name of the job that holds the folder."""
+    """Return a claim, or the name of the job that holds the lock."""
     path = folder.resolve() / LOCK
     held = _locks.get(path)
     if held is not None and held.process == os.getpid() and held.holds():
