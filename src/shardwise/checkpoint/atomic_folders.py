@@ -88,7 +88,7 @@ def incomplete_checkpoints(folder: Path) -> list[StepFolder]:
 
 
 def lacks_document(path: Path) -> bool:
-    """Return whether `path` is a checkpoint whose DOCUMENT is missing."""
+    """Return whether `path` looks like a checkpoint but its DOCUMENT is missing."""
     if not path.is_dir() or os.path.lexists(path / DOCUMENT):
         return False
     named = _STEP.fullmatch(path.name) or _HIDDEN.fullmatch(path.name)

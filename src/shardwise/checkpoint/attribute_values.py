@@ -92,7 +92,7 @@ class AttributeValues:
     marks: dict[str, list[Any]]
 
     def changed_since(self, initial: AttributeValues) -> AttributeValues:
-        """Return only the attributes that differ from `initial`."""
+        """Return a snapshot with only the attributes that differ from those in `initial`."""
         names = [
             name
             for name, value in self.fields.items()
@@ -212,7 +212,7 @@ class _Encoder:
         self._values = AttributeValues({}, {}, {}, {})
 
     def encode(self) -> AttributeValues:
-        """Encode every attribute."""
+        """Return the encoded attributes."""
         found = attributes_of(self._optimizer) | {_COMMON: common_state(held(self._optimizer))}
         for self._name, value in found.items():
             self._values.fields[self._name] = self._encode(value, self._name)
@@ -335,7 +335,7 @@ class _Encoder:
             self._depth_in_objects -= 1
 
     def _skip(self, value: Any, place: str) -> Any:
-        """Record that `value` cannot be saved."""
+        """Record that the value at path `place` cannot be saved, and return its encoding."""
         # Changes of a mutable value cannot be detected, so assume that it has changed.
         counts = isinstance(value, Iterator) or hasattr(value, "__array__")
         is_constant = isinstance(value, Hashable) and not counts
@@ -391,7 +391,7 @@ class _Restorer:
         self._places: dict[str, Any] = dict(_objects_saved_elsewhere(optimizer))
 
     def restore(self, name: str, saved: Any) -> None:
-        """Restore attribute `name` from its `saved` value."""
+        """Restore the attribute `name` from its encoded value `saved`."""
         if name == _COMMON:
             common, state = common_state(held(self._optimizer)), held(self._optimizer)
             # Restore before removing the old keys, because old values may be filled in place.

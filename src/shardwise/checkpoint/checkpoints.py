@@ -123,7 +123,8 @@ class Checkpoints:
             _refuse_fresh_start(folder, incomplete)
             line = f"no checkpoint in {folder}: starting at step {self._state.steps}"
         else:
-            # An incomplete checkpoint older than the loaded one was of no use, so do not report it.
+            # Report only incomplete checkpoints that are newer than the loaded one. The others
+            # would not have been used anyway.
             for found in incomplete:
                 if found.step > self._state.steps:
                     self._report_skipped(f"{found.path} is incomplete: it has no {DOCUMENT}.")

@@ -36,8 +36,8 @@ NOT_WHOLE = 1
 def checkpoint(ctx: click.Context) -> None:
     """Inspect, verify or export a checkpoint.
 
-    PATH is the folder of one step, or the folder of a run's checkpoints, whose newest is used.
-    inspect, verify and export also take DeepSpeed checkpoints.
+    PATH is the folder of one step, or a folder of several checkpoints, of which the newest is used.
+    inspect, verify and export also accept DeepSpeed checkpoints.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
@@ -94,7 +94,7 @@ def inspect(path: Path) -> int:
 @_PATH
 @_report_errors
 def verify(path: Path) -> int:
-    """Read all files and compare the checksums; exit with 1 if any file has changed."""
+    """Read all files and compare the checksums. The exit code is 1 if any file has changed."""
     from rich.console import Console
 
     from shardwise.checkpoint.tools import OpenedCheckpoint
@@ -130,7 +130,7 @@ def verify(path: Path) -> int:
 def accept(path: Path) -> int:
     """Accept deliberate edits of checkpoint.json and the small files next to it.
 
-    Writes new checksums of these files. The checksums of tensors do not change.
+    Writes new checksums for these files. The checksums of tensors do not change.
     """
     from shardwise.checkpoint import document
     from shardwise.checkpoint.atomic_folders import newest
@@ -150,7 +150,7 @@ def accept(path: Path) -> int:
 @click.option("--average", is_flag=True, help="write the moving average of the weights instead")
 @_report_errors
 def export(path: Path, to: Path, average: bool) -> int:
-    """Write the model to one plain file. TO ends in .safetensors or .pt."""
+    """Write the model to a single file. TO must end in .safetensors or .pt."""
     from shardwise.checkpoint.tools import export as write_file
 
     if _open_deepspeed(path) is not None:
@@ -231,8 +231,8 @@ def _table(lines: Iterable[TensorLine], title: str | None = None) -> Table:
 def zero_to_fp32(folder: Path, out: Path, tag: str | None) -> int:
     """Write the weights of the DeepSpeed checkpoint in FOLDER to one fp32 file, without DeepSpeed.
 
-    OUT ends in .safetensors, .pt, .pth or .bin, or is a folder, for model.safetensors in it. To
-    continue training from FOLDER, no conversion is needed: engine.load("FOLDER").
+    OUT must end in .safetensors, .pt, .pth or .bin, or be a folder, in which model.safetensors is
+    written. To continue training from FOLDER, no conversion is needed: engine.load("FOLDER").
     """
     try:
         return _convert(folder if tag is None else folder / tag, out)

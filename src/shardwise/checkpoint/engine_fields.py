@@ -38,7 +38,7 @@ class EngineField(ABC):
 
     @abstractmethod
     def restore(self, engine: EngineView, parsed: Any) -> None:
-        """Restore the engine from a parsed value."""
+        """Restore the engine's state from a value that `parse` returned."""
 
 
 class _Seed(EngineField):

@@ -67,7 +67,7 @@ class CheckpointSaver:
         """See Engine.save. Raises CheckpointNotWritten even with `--save-failure continue`."""
         group = self._spec.world_group
         # With elastic groups, write in the foreground. If a group left during a background save,
-        # its part would be missing, and there would be no copy to repeat the save from.
+        # its part would be missing, and the save would have to be repeated.
         in_background = background and not group.has_changing_ranks
 
         def save() -> Path:
@@ -307,7 +307,7 @@ class CheckpointSaver:
             atomic_folders.end_removals(folder)
 
     def leave(self) -> None:
-        """Release the folders for other jobs."""
+        """Release the locks on all folders, so that other jobs can save there."""
         _release(self._claims)
 
     def tolerate(self, error: CheckpointNotWritten) -> None:
@@ -321,7 +321,7 @@ class CheckpointSaver:
         """True if this rank knows that the background save has failed."""
         return self._job is not None and not self._job.is_alive() and bool(self._job.failure)
 
-    # -- leaving at a step boundary ---------------------------------------------------------
+    # -- saving at a step boundary ----------------------------------------------------------
 
     def mark_boundary(self) -> None:
         """Copy the model's buffers, for a save between this step and the next."""

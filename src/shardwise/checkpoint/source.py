@@ -31,13 +31,13 @@ class CheckpointSource:
     """Opened checkpoint that locates the values of an engine's tensors."""
 
     read: SetsToRead
-    """Sets and fields that this rank reads."""
+    """Tensor sets and fields that this rank reads."""
     names: Mapping[str, str]
-    """Maps the model's tensor names to those in the files."""
+    """Map from the model's tensor names to the names in the files."""
     foreign: Save | None
     """The DeepSpeed checkpoint to load, or None if it is not one."""
     written: Sets
-    """All sets of the checkpoint."""
+    """All tensor sets of the checkpoint, including those that other ranks read."""
 
     @property
     def sets(self) -> Sets:

@@ -103,7 +103,7 @@ def _named_tensors(spec: SpecView) -> Iterator[tuple[str, Tensor, nn.Module]]:
             for key, value in [*module._parameters.items(), *buffers.items()]:
                 if value is not None:
                     name = ".".join(part for part in (prefix, path, key) if part)
-                    # torch.compile's wrapper must not change the names in the file.
+                    # Names in the file must not depend on whether a module is compiled.
                     yield name.replace("_orig_mod.", ""), value, module
 
 
@@ -223,7 +223,11 @@ def _frozen_states(spec: SpecView, states: StatesView) -> Iterator[FrozenState]:
 
 
 def _position(rank: int, selected: list[bool]) -> tuple[int, int]:
-    """Return the position of `rank` among the `selected` ranks, and their number."""
+    """Return the position of `rank` among the selected ranks, and their number.
+
+    Args:
+        selected: For each rank, whether it is selected.
+    """
     return sum(selected[:rank]), sum(selected)
 
 

@@ -23,7 +23,7 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismat
 from shardwise.world.current_batch import LoaderStream
 
 _all: WeakSet[Tracking] = WeakSet()
-"""The Tracking of every engine in this process."""
+"""The Tracking objects of all engines in this process."""
 
 
 class Tracking:
@@ -248,7 +248,7 @@ def trackable(name: str, value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return _StateAdapter(value.get_state, value.set_state)
     if isinstance(value, random.Random):
-        # The state is (version, words, gauss). Decoding JSON returns a list instead of the tuple.
+        # The state is (version, words, gauss). `setstate` accepts only a tuple of words.
         return _StateAdapter(
             lambda: list(value.getstate()), lambda s: value.setstate((s[0], tuple(s[1]), s[2]))
         )

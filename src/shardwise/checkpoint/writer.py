@@ -30,7 +30,7 @@ WORTH_STARTING = 2**20
 """Minimum size in bytes of a range whose writeback is started early."""
 
 TensorKey = tuple[str, str]
-"""Name of a set, and name of a tensor in it."""
+"""Key of a tensor: the name of its set, and its name in the set."""
 
 
 class TensorSink(Protocol):

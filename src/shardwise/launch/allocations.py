@@ -82,7 +82,7 @@ class _Source:
 
 
 def _per_slot(text: str) -> list[str]:
-    """Parse a list with one entry per slot."""
+    """Parse a list of host names, with one entry per slot."""
     words = text.split()
     return [f"{name}:{words.count(name)}" for name in dict.fromkeys(words)]
 

@@ -190,7 +190,7 @@ def last_words(tail: str) -> str:
 
 def _two_stacks(text: str) -> str:
     """Reduce a dump from faulthandler to the stacks of the current and the main thread."""
-    # faulthandler writes the main thread last.
+    # faulthandler writes the main thread last, so keep the last stack and the current thread's.
     stacks = [match[0] for match in _STACK.finditer(text)]
     others = [stack for stack in stacks[:-1] if not stack.startswith("Current")]
     for stack in others:

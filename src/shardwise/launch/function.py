@@ -350,7 +350,7 @@ def _pickled_by_value(
     return dumped
 
 
-# -- output, and the end ------------------------------------------------------------------------
+# -- output and errors --------------------------------------------------------------------------
 
 
 def _streams() -> dict[int, TextIO]:

@@ -71,7 +71,7 @@ class OrphanReaper:
         self._write(f"-{group}")
 
     def beat(self) -> None:
-        """Tell the reaper that this process is running."""
+        """Tell the reaper that this process is still running."""
         self._write("")
 
     def __enter__(self) -> "OrphanReaper":

@@ -94,7 +94,7 @@ def set_up_python(words: Sequence[str]) -> bool:
 
 
 def put_first_on_path(folder: str) -> None:
-    """Make Python search `folder` for modules first, as for a script in that folder."""
+    """Make Python search `folder` for modules first, as if it ran a script in that folder."""
     if os.environ.get("PYTHONSAFEPATH"):
         return  # the user has disabled such entries of sys.path
     if sys.flags.safe_path:

@@ -182,7 +182,7 @@ class Tail:
         self._cutter = Lines(b"")
 
     def feed(self, data: bytes) -> None:
-        """Append `data`."""
+        """Append `data` to the stream."""
         self._lines.extend(self._cutter.feed(data).splitlines())
 
     def text(self) -> str:
@@ -192,5 +192,5 @@ class Tail:
 
 
 def plain(text: bytes) -> bytes:
-    """Return `text` without colours and other control sequences, but with its newlines."""
+    """Return `text` without colours and other control sequences. Newlines are kept."""
     return _ESCAPES.sub(b"", text)

@@ -117,7 +117,7 @@ class WorkerOutput:
                 self._console.say(f"shardwise: {self._log.fault}\n")
 
     def hide_interrupt(self) -> None:
-        """Hide tracebacks of KeyboardInterrupt from now on, because the user pressed Ctrl-C."""
+        """Hide tracebacks of KeyboardInterrupt from now on. Called after Ctrl-C."""
         self._filters = {}
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from shardwise.checkpoint.format import TensorSpec, dtype_of
 from shardwise.errors import CheckpointError
 
 _CHUNK = 2**22
-"""Maximum number of elements in memory at a time."""
+"""Maximum number of elements that are held in memory at a time."""
 
 Advance = Callable[[int], None]
 """Progress callback. Receives the number of elements written since the previous call."""

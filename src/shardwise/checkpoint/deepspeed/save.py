@@ -194,7 +194,7 @@ class Save:
 
     @property
     def twins(self) -> dict[str, str]:
-        """Maps each alias of a tied weight to its canonical name."""
+        """Map from each alias of a tied weight to its canonical name."""
         shared = self._rank_0.get("shared_params")
         # At stage 3, an empty map means that no weights are tied. At other stages it may be empty
         # even if weights are tied.

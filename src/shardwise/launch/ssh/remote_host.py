@@ -213,7 +213,7 @@ class RemoteHost:
             self._stop_sending()
 
     def _stop_sending(self) -> None:
-        """Drop unsent messages."""
+        """Discard unsent messages, and stop waiting until the connection accepts them."""
         self._unsent = b""
         with suppress(KeyError):  # registered only while there are unsent messages
             self._selector.unregister(self.input_fd)
