@@ -110,7 +110,10 @@ def end_removals(folder: Path) -> None:
 
 
 def newest(path: Path) -> Path:
-    """Return the newest checkpoint in `path`, or `path` if it is a checkpoint or has none."""
+    """Return the newest checkpoint in `path`.
+
+    Returns `path` itself if it is a checkpoint, or if it contains no checkpoints.
+    """
     steps = [] if os.path.lexists(path / DOCUMENT) else complete(path)
     return steps[-1].path if steps else path
 
@@ -205,7 +208,7 @@ class Draft:
         )
 
     def _advice(self, error: OSError, place: Path) -> str:
-        """Return what the user can do about an error at the path `place`."""
+        """Return advice for the user about an error at the path `place`."""
         if error.errno == errno.EEXIST and place.is_dir():
             return "Another run may be saving there: give each run its own folder."
         if error.errno in (errno.EEXIST, errno.ENOTDIR):

@@ -194,7 +194,7 @@ class _Encoder:
     """Encodes the attributes of one optimizer.
 
     Args:
-        number: Index of the optimizer in the engine, with which its tensors' names start.
+        number: Index of the optimizer in the engine. The names of its tensors start with it.
     """
 
     def __init__(self, optimizer: optim.Optimizer, number: int, spec: SpecView) -> None:
@@ -377,7 +377,7 @@ class _Restorer:
         read: Returns the stored tensor with a given name.
 
     Attributes:
-        lost: Paths of saved values for which the optimizer has no matching object.
+        lost: Paths of saved values that match no object of the optimizer.
     """
 
     def __init__(
@@ -602,7 +602,7 @@ class OptimizerAttributes:
             )
 
     def plain(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        """Return the changed attributes in a form for a `state_dict`, or {} if there are none."""
+        """Return the changed attributes in a form for a `state_dict`. May be {}."""
         values = self.changed(optimizer)
         # State that belongs to no parameter is already in torch's own part of the state_dict.
         fields = {} if values is None else {k: v for k, v in values.fields.items() if k != _COMMON}

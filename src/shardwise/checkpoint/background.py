@@ -59,7 +59,7 @@ class Copies:
         """No-op, because `write` has already copied the memory."""
 
     def play(self, sink: TensorSink) -> None:
-        """Write all copies to `sink`, in the order in which they were made."""
+        """Write all copies to `sink`, in their original order."""
         for kind, ranges, memory in self._copied:
             sink.write(kind, ranges, memory)
         sink.settle()
@@ -157,7 +157,7 @@ class BackgroundSave(threading.Thread):
         deadline = time.monotonic() + self._limit
         end = _note_path(self.draft.path, "end")
         while time.monotonic() < deadline:
-            # Only the rename shows success, because rank 0 may fail until then. Check both paths:
+            # Only the rename shows success, because rank 0 may fail before it. Check both paths:
             # before the rename, an older checkpoint of the same step may have the final name.
             if not self.draft.path.exists() and (self.draft.final / DOCUMENT).exists():
                 return
@@ -215,6 +215,6 @@ def _write_note(path: Path, note: Mapping[str, Any]) -> None:
     data = json.dumps(note).encode()
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(data)
-        # Cut off what a failed write of a longer note left beyond the reserved block, but never
-        # free part of the block itself.
+        # A failed write of a longer note may have left data beyond the reserved block. Cut it off,
+        # but never free part of the block itself.
         file.truncate(max(len(data), RESERVED))

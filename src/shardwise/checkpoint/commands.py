@@ -36,7 +36,7 @@ NOT_WHOLE = 1
 def checkpoint(ctx: click.Context) -> None:
     """Inspect, verify or export a checkpoint.
 
-    PATH is the folder of one step, or a folder of several checkpoints, of which the newest is used.
+    PATH is the folder of one step, or a folder of several checkpoints, whose newest one is used.
     inspect, verify and export also accept DeepSpeed checkpoints.
     """
     if ctx.invoked_subcommand is None:
@@ -166,7 +166,7 @@ def export(path: Path, to: Path, average: bool) -> int:
 
 
 def _open_deepspeed(path: Path) -> Save | None:
-    """Return the DeepSpeed checkpoint at `path`, or None if there is none."""
+    """Return the DeepSpeed checkpoint at `path`, or None if it is not one."""
     from shardwise.checkpoint.deepspeed.folders import find
     from shardwise.checkpoint.deepspeed.save import Save
 
@@ -231,8 +231,8 @@ def _table(lines: Iterable[TensorLine], title: str | None = None) -> Table:
 def zero_to_fp32(folder: Path, out: Path, tag: str | None) -> int:
     """Write the weights of the DeepSpeed checkpoint in FOLDER to one fp32 file, without DeepSpeed.
 
-    OUT must end in .safetensors, .pt, .pth or .bin, or be a folder, in which model.safetensors is
-    written. To continue training from FOLDER, no conversion is needed: engine.load("FOLDER").
+    OUT is a file that ends in .safetensors, .pt, .pth or .bin, or a folder for model.safetensors.
+    To continue training from FOLDER, no conversion is needed: engine.load("FOLDER").
     """
     try:
         return _convert(folder if tag is None else folder / tag, out)

@@ -74,6 +74,7 @@ class _Scaling(EngineField):
         return engine.scale.state() | {"unit": engine.weighting.unit, "wide": wide}
 
     def restore(self, engine: EngineView, parsed: Mapping[str, Any]) -> None:
+        # Without the saved loss scale, a resumed fp16 run might skip steps to find it again.
         engine.scale.restore(parsed)
         engine.weighting.unit = parsed["unit"]
         # If the run had switched to fp32 sums, switch too, so that the results are bit-identical.
@@ -82,7 +83,7 @@ class _Scaling(EngineField):
 
 
 class _Draws(EngineField):
-    """Position in the common random stream, from which all ranks draw."""
+    """Position in the random stream that all ranks share."""
 
     name = "draws"
 

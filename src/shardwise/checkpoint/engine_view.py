@@ -81,4 +81,4 @@ class EngineView(Protocol):
         """Set the step counter to `steps`, the step of a loaded checkpoint."""
 
     def anchored(self) -> AbstractContextManager[None]:
-        """Return a context manager in which all groups of ranks have the same weights."""
+        """Return a context manager that gives all groups of ranks the same weights inside it."""

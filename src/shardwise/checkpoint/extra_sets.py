@@ -95,7 +95,7 @@ class ExtraSets:
         return kind
 
     def tensors(self, places: Mapping[str, Places]) -> ExtraTensors | None:
-        """Return the feature's current tensors, or None if there are none. Collective.
+        """Return the feature's current tensors, or None if the feature is not used. Collective.
 
         Args:
             places: This rank's position among the ranks that hold the same elements, by kind.
@@ -122,7 +122,7 @@ class ExtraSets:
     def select_sets(
         self, sets: Sets, fields: Mapping[str, Any], buffers: Set[str], *, model_only: bool
     ) -> SetsToRead:
-        """Choose the sets and fields that this rank reads from among those of all groups.
+        """Choose the sets and fields that this rank reads, out of the sets of all groups.
 
         Args:
             sets: All sets of the checkpoint.

@@ -105,7 +105,7 @@ def not_removed(path: Path, error: OSError) -> str:
 
 
 def gone_name(folder: Path, step: int | str) -> Path:
-    """Return an unused path in `folder` to which a checkpoint of `step` moves for removal."""
+    """Return an unused path in `folder` for a checkpoint of `step` that is being removed."""
     first = f".step-{step}.gone"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(1)))
     return next(folder / name for name in names if not os.path.lexists(folder / name))

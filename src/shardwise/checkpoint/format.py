@@ -93,14 +93,14 @@ def lay_out(
     """Compute the layout of a set of tensors, in one or more files.
 
     A file contains at most `limit` bytes of tensors and MOST_TENSORS tensors. A tensor larger than
-    the limit has a file of its own.
+    the limit has a separate file.
 
     Args:
-        stem: Name of the set, with which its file names start.
+        stem: Name of the set. Its file names start with it.
         specs: Tensors of the set. All ranks must pass them in the same order.
         limit: Maximum size of a file's tensors in bytes.
-        aliases: Maps each further name of a tied weight to the name under which it is written. They
-            are stored in the metadata, as safetensors' own `save_model` does.
+        aliases: Maps each further name of a tied weight to its name in `specs`. Stored in the
+            metadata, as safetensors' own `save_model` does.
     """
     # sorted() is stable, so all ranks compute the same layout from the same list.
     ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
@@ -248,7 +248,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_entry(key: str, value: Any, name: str, start: int) -> PlacedTensor:
-    """Parse one entry of a header. Raises BrokenCheckpoint if the entry by itself is invalid."""
+    """Parse one entry of a header. Raises BrokenCheckpoint if it is invalid."""
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise _broken(name, f"tensor {key!r} does not have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]

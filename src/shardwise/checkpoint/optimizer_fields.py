@@ -154,7 +154,7 @@ def _check_steps(steps: Mapping[str, Any]) -> None:
 def check(
     engine_tensors: EngineTensors, fields: Mapping[str, Any], numbers: OptimizerFields
 ) -> None:
-    """Check that the saved optimizers match those of this engine.
+    """Check that the saved optimizers match this engine's optimizers.
 
     Raises CheckpointMismatch if the optimizers, their parameter groups or their parameters differ,
     and BrokenCheckpoint if an option has the wrong type.
@@ -173,6 +173,7 @@ def check(
             f"{describe(classes)}. Build the same ones, or load only the model: "
             "engine.load(path, model_only=True)."
         )
+    # From the most general to the most specific check, so that the message names the real cause.
     _check_groups(engine_tensors, fields)
     _check_kind(engine_tensors.spec.optimizers, fields, numbers)
     _check_options(engine_tensors.spec.optimizers, numbers)
@@ -231,6 +232,7 @@ def _check_kind(
         if described["class"]:
             continue
         for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+            # An option that this class does not have shows that the saved class is a different one.
             odd = sorted(set(saved) - set(group) - _OF_SCHEDULERS)
             if saved.get(_ADAMW, group.get(_ADAMW)) != group.get(_ADAMW):
                 odd.append(_ADAMW)
@@ -269,7 +271,7 @@ def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFiel
 
 
 def _fits(now: Any, saved: Any) -> bool:
-    """Return whether the type of the saved option may replace that of the current value `now`."""
+    """Return whether an option with the current value `now` may be set to the value `saved`."""
     if now is None or (saved is None and not isinstance(now, int | float)):
         return True
     if saved is None:

@@ -1,4 +1,4 @@
-"""Reads tensors from files by ranges of elements, so that each rank reads only what it holds."""
+"""Reads ranges of elements from files, so that each rank reads only its part of a tensor."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def plan(
     singles |= {e.name: e.numbers for e in engine_tensors.frozen_states if e.numbers or e.tensors}
     for part in gather_from_layers(singles):
         numbers |= part
-    # Segments were cut where a parameter had no gradient. A load must cut at the same parameters,
+    # Segments were cut at parameters without a gradient. A load must cut at the same parameters,
     # because optimizers store one step count per segment.
     borders = _concatenate(
         gather_from_layers([named[number].name for number in sorted(reported.borders)])
@@ -170,7 +170,7 @@ def lend(engine_tensors: EngineTensors, save_plan: SavePlan, sink: TensorSink) -
     # Sets that are empty on all ranks are not in the plan, so skip their tensors.
     known = {(kind, n) for kind, files in save_plan.sets.items() for f in files for n in f.tensors}
     # If a tensor is in channels_last order, no rank's part is contiguous in the file. Such tensors
-    # are gathered and written in full, after all others, which are written from where they are.
+    # are gathered and written in full, after all others, which are written without a copy.
     out_of_order = engine_tensors.out_of_order(save_plan.reported)
     out_of_order = {(engine_tensors.set_of(kind), name) for kind, name in out_of_order}
     window = HostWindow()

@@ -218,8 +218,8 @@ class CheckpointSaver:
         writer = Writer(draft.path, save_plan.sets)
         sums: Sums = {}
         try:
-            # Do not catch OSErrors here. They come from reading offloaded state, because the writer
-            # reports its errors only in `finish`.
+            # Do not catch OSErrors here. They are errors in reading offloaded state, because the
+            # writer raises its errors only in `finish`.
             save_tensors.lend(tensors, save_plan, writer)
             try:
                 sums = writer.finish()
@@ -341,7 +341,7 @@ class CheckpointSaver:
         """Return a context manager for a save that other ranks will load.
 
         Inside it, the common random stream is rewound to the last step boundary, because the other
-        ranks will repeat the draws that this process has made since then.
+        ranks will repeat the draws that this process has made after it.
         """
         in_loop = self._world.current_batch.in_loop()
         return nullcontext() if in_loop else self._world.draws.at_boundary()

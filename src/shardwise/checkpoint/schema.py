@@ -111,6 +111,7 @@ def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = N
             if name not in value:
                 raise Fault(f"it has no {here}")
             check(here, value[name])
+        # Optional fields may be missing, but must be valid if they exist.
         for name, check in (optional or {}).items():
             if name in value:
                 check(f"{place}.{name}" if place else name, value[name])

@@ -46,7 +46,7 @@ class CheckpointSource:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Fields of checkpoint.json, or those of a DeepSpeed checkpoint. Empty for other files."""
+        """Fields of checkpoint.json or of a DeepSpeed checkpoint. Empty for other files."""
         return self.read.fields
 
     def has(self, kind: str, name: str) -> bool:

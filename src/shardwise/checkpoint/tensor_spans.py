@@ -1,7 +1,7 @@
 """Maps intervals of flat buckets to named tensors, so that checkpoints can read and write them.
 
 An engine's states are intervals of flat buckets. A checkpoint stores tensors by name, and each rank
-holds some of their elements. A StoredTensors describes which elements of which tensors are in an
+holds some of their elements. A StoredTensors describes the elements of named tensors in such an
 interval.
 """
 
@@ -48,7 +48,7 @@ class StoredTensors:
     Args:
         kind: Kind of the set.
         storage: Storage of the interval.
-        extents: Which elements of which tensor are where in the interval. The rest is padding.
+        extents: Positions of tensor elements in the interval. The rest is padding.
         copy: Index of this rank among the ranks that hold the same interval.
         copies: Number of ranks that hold the same interval.
         as_counted: True if elements are in their tensor's own order, even if the memory order of

@@ -130,6 +130,7 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
             )
         tensors = opened.sets[kind]
         values = {name: tensors.whole(name) for name in sorted(tensors.specs)}
+        # An exported file has no checksums of its tensors, so verify them before writing it.
         _check_all(opened, kind, values)
         aliases = {k: v for k, v in tensors.metadata.items() if v in values}
         try:

@@ -143,8 +143,8 @@ class Tracking:
     def match_schedulers(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Return a DeepSpeed checkpoint's scheduler states under the names of tracked schedulers.
 
-        If there is exactly one state and one tracked scheduler, they match whatever their names
-        are. Otherwise the names are unchanged.
+        If there is exactly one state and one tracked scheduler, they match regardless of their
+        names. Otherwise the names are unchanged.
         """
         schedulers = [n for n, tracked in self._tracked.items() if hasattr(tracked, "get_last_lr")]
         if len(schedulers) == len(states) == 1:

@@ -61,11 +61,11 @@ def create(folder: Path, files: Iterable[TensorFile]) -> None:
 class Writer:
     """TensorSink that writes ranges to files, and computes their checksums.
 
-    Only `finish` raises disk errors. Until then this rank must not fail, because other ranks may
-    wait for it in a collective.
+    Only `finish` raises disk errors. An earlier error would keep this rank from its next
+    collective, and other ranks would wait for it.
 
     Args:
-        folder: Folder in which `create` has created the files.
+        folder: Folder with the files from `create`.
         sets: Layout of the files of each set.
     """
 
@@ -110,7 +110,7 @@ class Writer:
         """
         self.settle()
         if self._failure is None:
-            # Every rank calls fsync, because it flushes only the page cache of its own host.
+            # Every rank calls fsync, because the call flushes only the page cache of one host.
             for fd in self._files.values():
                 os.fsync(fd)
         self.close()
@@ -151,14 +151,14 @@ class Writer:
             data, offset = data[written:], offset + written
         start = _sync_file_range()
         if start is not None and offset - first >= WORTH_STARTING:
-            # Let the disk write while the next ranges are processed. This is only a hint. The final
-            # fsync waits for all data and reports errors.
+            # The disk then writes while the next ranges are processed. This is only a hint, because
+            # the final fsync waits for all data and reports errors.
             start(fd, ctypes.c_int64(first), ctypes.c_int64(offset - first), _WRITE)
 
 
 @cache
 def _sync_file_range() -> Callable[..., int] | None:
-    """Return Linux's sync_file_range, for which Python has no wrapper, or None elsewhere."""
+    """Return Linux's sync_file_range, which Python does not wrap, or None on other systems."""
     function: Callable[..., int] | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
     return function
 

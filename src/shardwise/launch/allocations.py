@@ -84,6 +84,7 @@ class _Source:
 def _per_slot(text: str) -> list[str]:
     """Parse a list of host names, with one entry per slot."""
     words = text.split()
+    # dict.fromkeys removes duplicates but keeps the order, so that rank 0 is on the first host.
     return [f"{name}:{words.count(name)}" for name in dict.fromkeys(words)]
 
 
@@ -99,6 +100,7 @@ def _grid_engine(text: str) -> list[str]:
 
 
 def _per_host(text: str) -> list[str]:
+    # In the syntax of -H, an IPv6 address must be in brackets.
     return [f"[{word}]" if word.count(":") > 1 else word for word in dict.fromkeys(text.split())]
 
 
@@ -118,7 +120,7 @@ _SOURCES = (
 
 
 VARIABLES = frozenset(source.variable for source in _SOURCES)
-"""The environment variables from which `shardwise run` takes the hosts of a job."""
+"""The environment variables that list the hosts of a job."""
 
 
 def find(environ: Mapping[str, str]) -> Allocation | None:

@@ -37,13 +37,13 @@ def check_settings(flags: dict[str, str]) -> None:
 
 
 def mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
-    """Warn about flags of shardwise after the script's name, which are passed to the script.
+    """Warn about flags of shardwise after the script's name, because the script receives them.
 
     Skips a flag if the script's source mentions it, because the script then has such a flag too.
 
     Args:
         words: The script and its arguments.
-        more: Flags to warn about besides those of the settings.
+        more: Additional flags to warn about. Flags of settings are always included.
     """
     ours = {*(config.flag(name) for name in config.FIELDS), *more}
     text = program.text_of(words[0])
@@ -67,7 +67,7 @@ def adopting(names: Sequence[str], words: Sequence[str], *, module: bool) -> tup
     Raises LaunchError if a library or the program is missing, or the program is not Python.
 
     Args:
-        names: Libraries whose classes are replaced by those of shardwise.
+        names: Libraries whose classes are replaced by shardwise's classes.
         words: The program and its arguments.
         module: True if the program is a module.
     """
@@ -80,6 +80,7 @@ def adopting(names: Sequence[str], words: Sequence[str], *, module: bool) -> tup
     program.command(words[0], tuple(words[1:]), module=module)  # raises if it does not exist
     if not module and not program.is_script(words[0]):
         raise LaunchError(f"--adopt needs a Python script, and {words[0]} is not one.")
+    # The module replaces the classes first and then runs the program in the same process.
     return ("shardwise.adopt", ",".join(names), *(("-m",) if module else ()), *words)
 
 
@@ -132,6 +133,7 @@ def help_all() -> click.Option:
             click.echo(formatter.getvalue(), nl=False)
             ctx.exit()
 
+    # Eager, so that the help is printed even if other arguments are missing or invalid.
     return click.Option(
         ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=show
     )

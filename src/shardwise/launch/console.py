@@ -103,6 +103,7 @@ class Console:
             self._write(self._terminals[0], self._live.close())
 
     def _write(self, fd: int, data: bytes) -> None:
+        # A notebook's streams accept only text, so decode incrementally.
         if data and fd in self._streams:
             self._streams[fd].write(self._decoders[fd].decode(data))
             self._streams[fd].flush()

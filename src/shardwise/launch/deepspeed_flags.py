@@ -138,6 +138,7 @@ def _named(flag: str, value: object) -> list[str]:
 
 
 def _refuse(flags: Mapping[str, Any]) -> None:
+    # Ignoring such a flag would run the script in a different way than the user expects.
     for name, instead in REFUSED.items():
         if flags.get(name):
             raise LaunchError(f"--{name} of DeepSpeed's launcher is not supported: {instead}.")
@@ -330,6 +331,7 @@ def adopts(words: Sequence[str], flags: Mapping[str, Any]) -> bool:
     """
     known = DEEPSPEED in ADOPTED and not flags.get("module") and not flags.get("no_python")
     text = program.text_of(words[0]) if known else ""
+    # A script that mentions shardwise already uses it directly.
     if not text or program.names_us(text):
         return False
     given = any(word.partition("=")[0] in ("--deepspeed", "--deepspeed_config") for word in words)

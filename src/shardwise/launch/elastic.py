@@ -88,7 +88,7 @@ def agent_command(
         command: The command of each rank.
         per_host: Number of ranks on this host.
         restarts: Maximum number of restarts.
-        address: Address at which other hosts reach this one, or None to let torch choose.
+        address: Address of this host for the other hosts, or None to let torch choose.
         log_dir: Folder for the output of each rank, or None.
     """
     found = [*python_words("torch.distributed.run")]
@@ -109,7 +109,7 @@ def agent_command(
 
 
 def own_address(meeting: ElasticRendezvous, name: str | None) -> str | None:
-    """Return the address at which other hosts reach this one.
+    """Return the address that other hosts use to reach this one.
 
     This is its address on interface `name`, if given, otherwise on the route to the rendezvous.
     Returns None if the route does not determine it: on the rendezvous host, the host's own name may
@@ -121,6 +121,7 @@ def own_address(meeting: ElasticRendezvous, name: str | None) -> str | None:
         return None
     found = network.address_towards(meeting.host)
     local = ipaddress.ip_address(found.partition("%")[0]).is_loopback
+    # Other hosts cannot reach a loopback address, so let torch choose one.
     return None if local and meeting.most > 1 else found
 
 
@@ -160,6 +161,7 @@ def open_agent_warning(meeting: ElasticRendezvous, environ: Mapping[str, str]) -
 
 def run(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     """Replace this process with the agent, which then handles Ctrl-C and sets the exit code."""
+    # exec discards buffered output.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], list(command), dict(environ))

@@ -28,8 +28,8 @@ _CHAINED = (
 _LINES_WITHOUT_TRACE = 20
 
 _LINES_OF_TRACE = 250
-"""Number of lines at the end of the output in which to look for the start of a traceback. Enough
-for two stacks from faulthandler, which have up to 100 lines each."""
+"""Number of lines to search, at the end of the output, for the start of a traceback. Enough for two
+stacks from faulthandler, which have up to 100 lines each."""
 
 _CRASH = "Fatal Python error:"
 
@@ -89,7 +89,7 @@ def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Ver
 
     1. the first rank that failed for a reason other than a lost peer
     2. the first rank that exited with code 0 on its own, which was too early
-    3. a rank that reported nothing, and for which other ranks waited
+    3. a rank that reported nothing, and that other ranks waited for
     4. the first rank that failed
     """
     # A rank that the launcher stopped counts as failed only if it had reported an error before.
@@ -99,6 +99,7 @@ def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Ver
     first = min(failures, key=lambda end: _moment(end, reports))
     # If the first failure (causes sort first) is a lost peer, no rank has any other reason.
     if _is_secondary(first, reports):
+        # A rank that exits with code 0 leaves no error, but its peers still wait for it.
         left = [end for end in ends if end.code == 0 and not end.stopped]
         if left:
             early = min(left, key=lambda end: end.time)
@@ -113,7 +114,7 @@ def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Ver
 def _silent_rank(
     ends: Sequence[ExitStatus], failures: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]
 ) -> Verdict | None:
-    """Blame a rank that reported nothing before it was stopped, and for which others waited.
+    """Blame a rank that others waited for, and that reported nothing before it was stopped.
 
     If the waiting ranks do not name such a rank, blame the only rank that reported nothing. Returns
     None if there are several.
@@ -146,6 +147,7 @@ def common_refusal(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport
     Returns "" if a rank exited for a different reason. Ranks that the launcher stopped before they
     could report an error do not count.
     """
+    # All ranks make the same wrong call, but not at the same time.
     own = [end.rank for end in ends if not end.stopped or end.rank in reports]
     found = {reports[rank].refusal if rank in reports else "" for rank in own}
     return found.pop() if len(found) == 1 else ""
@@ -181,7 +183,7 @@ def last_words(tail: str) -> str:
     """Extract the cause of failure from the output of a rank that left no error report.
 
     After a crash in native code, this is the stacks of the current and the main thread. Otherwise
-    it is the last traceback or, if there is none, the last lines.
+    it is the last traceback. Without a traceback, it is the last lines.
     """
     before, crash, after = tail.rpartition(_CRASH)
     text = before + crash + (_two_stacks(after) if crash else after)
@@ -212,7 +214,7 @@ def closing_words(
         how: Its exit status in words.
         trace: The traceback of the rank that failed or waited.
         size: Number of ranks.
-        where: The line of user code in which the waiting rank was.
+        where: The line of user code that the waiting rank was executing.
         host: The host of the blamed rank, or "" on a single host.
 
     Returns:
@@ -250,7 +252,7 @@ def unjoined_copies(size: int) -> str:
 
 
 def refusal_words(sentence: str, ranks: Sequence[int], size: int) -> str:
-    """Return the last lines of a run in which ranks failed with the same refusal.
+    """Return the last lines of a run that failed with the same refusal on several ranks.
 
     Args:
         sentence: The error message.
@@ -264,7 +266,7 @@ def refusal_words(sentence: str, ranks: Sequence[int], size: int) -> str:
 def in_few_words(
     judged: Verdict, how: str, size: int, report: ErrorReport | None
 ) -> tuple[str, str]:
-    """Return a short description of what happened to which rank, and of the cause."""
+    """Return two short texts for a failure: the event (with the rank), and the cause."""
     who = "the program" if size == 1 else f"rank {judged.rank} of {size}"
     if judged.late:
         return f"{who} did not arrive", report.message.partition("\n")[0] if report else ""

@@ -1,4 +1,4 @@
-"""Defines each command's own flags, in the order in which its help lists them.
+"""Defines each command's own flags, in the order of its help.
 
 Flags of settings are not defined here, because `command_line.py` derives them from `Settings`.
 """
@@ -47,7 +47,7 @@ def row(
 
 
 def flags_of(command: str) -> Iterator[Flag]:
-    """Yield the own flags of `command`, without those of settings."""
+    """Yield the own flags of `command`. Flags of settings are not included."""
     for group, rows in TABLE[command].items():
         for each in rows:
             yield Flag(

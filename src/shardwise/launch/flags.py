@@ -70,7 +70,7 @@ class Typed(click.ParamType):  # type: ignore[type-arg]
 
 
 ADOPTED = ("accelerate", "deepspeed", "transformers", "lightning")
-"""Libraries whose classes `--adopt` replaces with those of shardwise (see adopt.py)."""
+"""Libraries whose classes `--adopt` replaces with shardwise's classes (see adopt.py)."""
 
 
 def parse_adopted(text: str) -> tuple[str, ...]:
@@ -85,10 +85,10 @@ def refuse_twice(order: Iterable[click.Parameter]) -> None:
     """Raise ConfigError if a flag that takes a list is given twice.
 
     The user may have meant to combine the lists. For any other flag, the last value is used, so
-    that arguments can override those of a wrapper such as `shardwise run --zero 2 "$@"`.
+    that a wrapper such as `shardwise run --zero 2 "$@"` can be overridden by its arguments.
 
     Args:
-        order: The flags in the order in which they were given.
+        order: All flags on the command line, in order.
     """
     seen: set[click.Parameter] = set()
     for each in order:
@@ -166,6 +166,7 @@ def refuse_without_effect(way: str, given: Mapping[str, Any]) -> None:
         way: How the run starts, a key of NO_EFFECT.
         given: Values of the flags by name. None if a flag was not given.
     """
+    # Raise instead of ignoring the flag, because the user expects an effect.
     for name, instead in NO_EFFECT[way].items():
         if given.get(name) is not None:
             raise LaunchError(

@@ -196,6 +196,7 @@ def _check_call(function: Any, args: tuple[Any, ...]) -> None:
     except ValueError:  # a function written in C has no signature
         return
     try:
+        # Report wrong arguments here, once, rather than as a failure of every rank.
         signature.bind(*args)
     except TypeError as error:
         raise UsageError(
@@ -328,7 +329,7 @@ def _is_importable(function: Callable[..., Any]) -> bool:
     if getattr(plain, "__module__", None) != "__main__":
         return True  # pickle itself checks functions in other modules
     script, code = function_rank.main_file(), getattr(plain, "__code__", None)
-    # With `python -i train.py` the function may come from the prompt rather than from train.py.
+    # With `python -i train.py` the function may be defined at the prompt, not in train.py.
     return script is not None and (code is None or os.path.abspath(code.co_filename) == script)
 
 

@@ -21,6 +21,7 @@ def main(arguments: list[str]) -> None:
     place = int(count)
     local_rank = launcher_detection.identify().local_rank
     line = [*words[:place], f"--local_rank={local_rank}", *words[place:]]
+    # exec discards buffered output.
     sys.stdout.flush()
     os.execvp(line[0], line)
 

@@ -122,7 +122,7 @@ class LocalWorkers:
 
     @property
     def _meets_at(self) -> int:
-        """The rank to which the other ranks connect."""
+        """The rank that the other ranks connect to."""
         return 0
 
     def _start(
@@ -214,6 +214,7 @@ class LocalWorkers:
         )
 
     def _relay(self, source: OutputSource) -> None:
+        # An earlier event in the same turn may have drained and closed the source.
         if source.open and not source.read():
             source.open = False
             self._ignore(source)

@@ -51,7 +51,7 @@ _VERBS = {
 
 @dataclass(frozen=True)
 class Waited:
-    """A collective in which a rank waited until the timeout.
+    """A collective that a rank waited in until the timeout.
 
     Args:
         call: The call in words, such as "all-reduce number 7". Each process group counts its own
@@ -103,6 +103,7 @@ def parse(tail: str) -> Waited | Failed | None:
         name = "" if group is None else group["name"]
         return Waited(f"{verb} number {late['number']}", int(late["ms"]) / 1000, name)
     if ended is None:
+        # If the watchdog itself hangs, it reports nothing, but the thread that monitors it does.
         stuck = _STUCK.search(tail)
         return (
             None
@@ -120,7 +121,7 @@ def reports(tails: Mapping[int, str], times: Mapping[int, float], size: int) -> 
 
     Args:
         tails: Last lines of each rank's output, by rank.
-        times: Time at which each rank exited, in seconds since the epoch, by rank.
+        times: Exit time of each rank, in seconds since the epoch, by rank.
         size: Number of ranks.
     """
     told = {rank: found for rank, text in tails.items() if (found := parse(text)) is not None}
@@ -153,7 +154,7 @@ def _words(rank: int, told: Mapping[int, Waited | Failed]) -> str:
 
 
 def _others(rank: int, mine: Waited, told: Mapping[int, Waited | Failed]) -> str:
-    """Return a sentence about ranks that waited in other calls, or "" if there are none."""
+    """Return a sentence about ranks that waited in other calls, or "" if no rank did."""
     apart = [
         f"rank {other} waited in {found.call}"
         + (" of another process group" if found.is_unrelated_to(mine) else "")
@@ -173,6 +174,7 @@ def _report(
     tails: Mapping[int, str],
 ) -> ErrorReport:
     where = users_line(tails[rank])
+    # A device error is not the fault of the collective that happened to notice it.
     if isinstance(found, Waited) or not found.is_of_device:
         message = f"CollectiveError: {message}"
     text = f"{message} [{where}]" if where else message
@@ -181,6 +183,7 @@ def _report(
     return ErrorReport(
         rank=rank,
         time=times[rank],
+        # In both cases the cause is on another rank.
         secondary=isinstance(found, Waited) or found.is_loss,
         message=message,
         text=text,
@@ -190,6 +193,7 @@ def _report(
 
 def users_line(tail: str) -> str:
     """Return the innermost line of user code on the main thread's stack, or "" if unknown."""
+    # faulthandler writes the main thread last.
     *_, main = _THREAD.split(tail)
     for frame in _FRAME.finditer(main):
         if is_users(Path(frame["file"])):

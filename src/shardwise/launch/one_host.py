@@ -25,6 +25,7 @@ def run(spec: RunSpec, part_runner: PartRunner | None) -> int:
 
     Raises LaunchError if the ranks cannot be started.
     """
+    # Find the program first, so that a typo is reported once and not by every rank.
     words = program.command(spec.words[0], spec.words[1:], module=spec.module)
     console = spec.console(os.environ)
     ending = run_begun(spec, console, worker.program(words), part_runner)

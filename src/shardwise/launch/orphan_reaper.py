@@ -25,11 +25,11 @@ from pathlib import Path
 from types import TracebackType
 
 PATIENCE = 2.0
-"""Seconds between SIGTERM and SIGKILL, in which helper processes can free shared memory."""
+"""Seconds between SIGTERM and SIGKILL. Helper processes use this time to free shared memory."""
 
 
 LAST_WAIT = PATIENCE + 3.0
-"""Seconds in which the reaper must kill the remaining processes. After that the launcher does."""
+"""Time limit in seconds for the reaper to kill the remaining processes. Then the launcher does."""
 
 
 class OrphanReaper:
@@ -53,7 +53,7 @@ class OrphanReaper:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C on the terminal must not kill the reaper
         )
         assert self._process.stdin is not None
         # If the reaper is stopped, its pipe fills up. That must not block this process.
@@ -131,8 +131,8 @@ def watch(fd: int, limit: float | None) -> None:
 
 def _lines(fd: int, limit: float | None) -> Iterator[str | None]:
     """Yield the lines from `fd`, and None after `limit` seconds without one."""
-    # Count waits of one second instead of comparing clocks, because the time in which the entire
-    # host is suspended must not count as silence.
+    # Count waits of one second instead of comparing clocks. A clock may advance while the entire
+    # host is suspended, but that time must not count as silence.
     rest, silent = b"", 0
     while limit is None or silent < limit:
         if limit is not None and not select.select([fd], [], [], 1.0)[0]:

@@ -25,6 +25,7 @@ def visible_gpus(present: int, listed: str | None) -> int:
         present: Number of GPUs in this host.
         listed: Value of CUDA_VISIBLE_DEVICES, or None if it is not set.
     """
+    # An empty variable hides all GPUs, but an unset one hides none.
     if listed is None or present == 0:
         return present
     seen = 0
@@ -107,6 +108,7 @@ def _text(path: Path) -> str:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
+    # The affinity accounts for taskset and cpusets, but not every Unix has it.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

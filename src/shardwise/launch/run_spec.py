@@ -29,16 +29,16 @@ class RunSpec:
         words: The program or module and its arguments, as given by the user.
         module: True if it is a module.
         flags: Settings from the command line, as text.
-        passed: Environment variables for all ranks. They override those of a host.
+        passed: Environment variables for all ranks. They override variables of the host.
         size: Number of ranks.
-        shares: The ranks of each host. An agent receives only the share of its own host.
+        shares: The ranks of each host. An agent receives only its host's share.
         port: Port of rank 0, or 0 to let the kernel choose.
         interface: Network interface between hosts, or None if the user did not choose one.
         folder: Working directory of agents and ranks on other hosts.
         python: Python interpreter for the agents.
         ssh: The ssh command, including the user's flags.
         ssh_port: Port of the ssh servers, or None for the default.
-        patience: Seconds of silence after which a host is considered lost.
+        patience: Maximum number of seconds without a message before a host is considered lost.
         grace: Seconds between SIGTERM and SIGKILL when ranks are stopped.
         restarts: Maximum number of restarts after failures.
         parts: Number of parts that stop and restart independently, or 0 if there are no parts.
@@ -46,7 +46,7 @@ class RunSpec:
         shown: Ranks whose output is shown, or None for all.
         log_dir: Folder for log files, or None.
         run: Unique name of the run. It stays the same across restarts.
-        secret: Key with which the processes of the run authenticate each other.
+        secret: Key that the processes of the run use to authenticate each other.
     """
 
     words: tuple[str, ...]
@@ -128,7 +128,7 @@ class RunSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Address and ports at which the ranks connect to rank 0.
+    """Address and ports that the ranks use to connect to rank 0.
 
     Args:
         address: Address of rank 0.
@@ -167,7 +167,7 @@ def rank_environment(
         cores: Number of cores of this host.
         columns: Width of the terminal without the prefix, or None if there is no terminal.
     """
-    # Drop variables of an outer run, from which the rank would take a wrong identity.
+    # Drop variables of an outer run, because they would give the rank a wrong identity.
     kept = {
         name: value
         for name, value in {**base, **spec.passed}.items()

@@ -56,7 +56,7 @@ class Lines:
         return b"".join(self._line(line) for line in whole)
 
     def close(self) -> bytes:
-        """Return the last, incomplete line, or b"" if there is none."""
+        """Return the last line if it is incomplete, else b""."""
         rest, self._rest = self._rest, b""
         return self._line(rest) if rest else b""
 

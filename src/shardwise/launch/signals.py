@@ -41,6 +41,7 @@ class Signals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # Restore everything before closing the pipe, because a signal may still arrive.
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._before_fd)
@@ -82,5 +83,6 @@ class SignalSchedule:
         """Remove and return the signals that are due."""
         now = self._clock()
         ready = [number for moment, number in self._steps if moment <= now]
+        # The steps are in ascending order, so those that are due come first.
         self._steps = self._steps[len(ready) :]
         return ready

@@ -32,7 +32,7 @@ GRACE = 5.0
 """Default number of seconds between asking ranks to exit and killing them."""
 
 HOST_TIMEOUT = 10.0
-"""Default number of seconds of silence after which a host is considered lost."""
+"""Default number of seconds without a message before a host is considered lost."""
 
 LaunchRequest = SimpleNamespace
 """Values of the launcher's own flags by name (see flag_table.py), or None for flags that were not
@@ -195,7 +195,7 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 
 
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables, and add a secret for the ranks if there is none."""
+    """Return the environment variables, and add a secret for the ranks if it is missing."""
     return {environment.SECRET_VARIABLE: environment.draw_secret()} | dict(environ)
 
 

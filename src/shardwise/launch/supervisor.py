@@ -125,7 +125,7 @@ class Supervisor:
             self._stop(signal.SIGPIPE)
 
     def _waits(self) -> list[float | None]:
-        """Return the seconds until each scheduled event, or None where nothing is scheduled."""
+        """Return the seconds until each scheduled event. An entry without an event is None."""
         # Run the callbacks before reading the schedule, because they may declare a host lost, which
         # changes the schedule.
         return [*[call() for call in self.every_turn], self._plan.wait()]

@@ -83,7 +83,7 @@ def program(words: Sequence[str]) -> Begin:
 
 
 class OutputSource:
-    """The launcher's end of a pipe or terminal to which a rank writes."""
+    """The launcher's end of a pipe or terminal that a rank writes to."""
 
     def __init__(self, fd: int, take: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
@@ -110,7 +110,7 @@ class OutputSource:
     def _read(self) -> bytes | None:
         """Forward and return the available data.
 
-        Returns None if there is none, and b"" at the end of the stream.
+        Returns None if no data is available, and b"" at the end of the stream.
         """
         try:
             data = os.read(self.fd, READ_SIZE)
@@ -228,7 +228,7 @@ class Worker:
             self.send_signal(signal.SIGWINCH)
 
     def _connect(self, outlet: WorkerStreams) -> None:
-        """Open the terminal and the pipes to which the process will write."""
+        """Open the terminal and the pipes for the process's output."""
         # Both drawn streams share a single terminal, as they do on a real screen. If a stream of
         # the launcher is not a terminal, the rank's stream is a pipe too, so that the rank does not
         # write control sequences to a file.

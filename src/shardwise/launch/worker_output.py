@@ -30,6 +30,7 @@ class WorkerLog:
         self.fault = ""
         """Error message once the file cannot be written any more, "" before that."""
         self._path = path
+        # Unbuffered, so that the log is complete even if the launcher is killed.
         self._file: BinaryIO = path.open("ab", buffering=0)
         self._file.write(as_utf8(f"== {head}\n"))
         self._lines: dict[int, Lines] = {}
@@ -113,6 +114,7 @@ class WorkerOutput:
         """Write output to the log, but not to the screen."""
         if self._log and not self._log.fault:
             self._log.feed(stream, data)
+            # Report the error only once: the next call finds `fault` set and returns early.
             if self._log.fault:
                 self._console.say(f"shardwise: {self._log.fault}\n")
 
@@ -127,6 +129,7 @@ class WorkerOutput:
 
     def _show(self, stream: int, data: bytes) -> None:
         self.keep(stream, data)
+        # Tracebacks are on standard error, or on the terminal, where both streams are mixed.
         if stream != STDOUT:
             self.tail.feed(data)
         if not self._shown:
@@ -137,6 +140,7 @@ class WorkerOutput:
             self._console.lines(self._lines[stream].feed(data), stream)
 
     def _end(self, stream: int) -> None:
+        # Show the output that the filter still holds back, because no more will follow.
         filtered = (self._filters or {}).pop(stream, None)
         if filtered is not None:
             self._show(stream, filtered.close())

@@ -63,6 +63,7 @@ def verify(save: Save, rank: int, size: int) -> None:
 
     Raises BrokenCheckpoint if a file has changed since it was written.
     """
+    # The ranks divide the files among themselves, so that each file is read once.
     for path in save.files.all[rank::size]:
         if (fault := inert.damage(path)) is not None:
             raise BrokenCheckpoint(
@@ -153,7 +154,7 @@ def _read_optimizer(
 
     At stage 0 the state is stored without parameter names, so parameters are identified by their
     position in the groups, as in torch's `load_state_dict`. Raises CheckpointMismatch if the groups
-    differ. The arguments are those of `fields_of`.
+    differ. `fields_of` describes the arguments.
     """
     optimizer = SavedOptimizer()
     if save.partitions is not None:
@@ -241,7 +242,7 @@ def _read_by_place(
     names: Mapping[str, Sequence[str]],
     groups: Sequence[Sequence[str]],
 ) -> None:
-    """Read a plain state_dict, in which parameters are identified by position.
+    """Read a plain state_dict, which identifies parameters by position.
 
     With fp16, DeepSpeed stores the master weights in its `fp32_groups`.
     """

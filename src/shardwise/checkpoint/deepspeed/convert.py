@@ -61,6 +61,7 @@ def write_fp32(save: Save, out: Path, advance: Advance = lambda _: None) -> int:
         BrokenCheckpoint: The save is incomplete.
     """
     tensors, twins = save.fp32(), save.twins
+    # Only the dtype in the file changes here. `read` converts the values.
     specs = [
         TensorSpec(spec.name, "F32", spec.shape) if dtype_of(spec.dtype).is_floating_point else spec
         for spec in tensors.specs.values()
@@ -95,6 +96,7 @@ def _write_pickled(
     torch.save needs all tensors at once, so they are memory-mapped from temporary files in
     `folder`.
     """
+    # Use the folder of the output, whose disk must have room for the model anyway.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".zero-to-fp32-") as aside:
         values: dict[str, Tensor] = {}
         for number, spec in enumerate(specs):

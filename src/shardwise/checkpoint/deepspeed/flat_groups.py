@@ -5,7 +5,7 @@ rank. Stage 3 splits each parameter separately; a rank's partition is the concat
 parts:
 
     stages 1, 2   | first.weight   first.bia|s  second.weight  pad |     rank 0 | rank 1
-    stage 3       | first.weight[:half]  first.bias[:half] ... |         rank 0 (others alike)
+    stage 3       | first.weight[:half]  first.bias[:half] ... |         rank 0 of 2
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cut:
 
 
 Shapes = Mapping[str, Sequence[int]]
-"""Shapes of a group's parameters by name, in the order in which they are concatenated."""
+"""Shapes of a group's parameters by name, in order of concatenation."""
 
 
 def end_to_end(

@@ -26,7 +26,7 @@ _SCRIPT = "zero_to_fp32.py"
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]{2,})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]{2,})_?optim_states\.pt")
 _UNIVERSAL = "zero"
-"""Folder in which ds_to_universal.py puts the tensors, next to a model_states.pt."""
+"""Folder that ds_to_universal.py creates for the tensors, next to a model_states.pt."""
 
 # Files that DeepSpeed writes only with pipeline or expert parallelism, which is not supported.
 _PARTS = re.compile(r"(layer_[0-9]|expp_rank_|layer_[0-9]+_expert_).*_states\.pt")
@@ -123,6 +123,7 @@ def files_of(folder: Path) -> SaveFiles:
                 found[int(named[1] or 0)] = path
     if 0 not in models:
         raise _missing(folder, "its model_states.pt of rank 0")
+    # A gap in the rank numbers shows a missing file. `check_count` detects missing last ranks.
     for found, kind in ((models, "model"), (optimizers, "optim")):
         if lost := sorted(set(range(max(found, default=0))) - set(found)):
             raise _missing(folder, f"zero_pp_rank_{lost[0]}_mp_rank_00_{kind}_states.pt")

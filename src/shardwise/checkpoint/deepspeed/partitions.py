@@ -68,6 +68,7 @@ class FragmentReader(TensorReader):
                 f"The ranks' parts of {name} do not add up to its {prod(shape)} elements. Use "
                 "another checkpoint."
             )
+        # The dtype is the same on all ranks, so use any of them.
         dtype = flats[min(flats)].dtype
         self.specs[name] = TensorSpec(name, dtype_name(dtype), tuple(shape))
         self._fragments[name] = found
@@ -85,6 +86,7 @@ class FragmentReader(TensorReader):
             high = min(end, fragment.first + fragment.values.numel())
             if low < high:
                 values = fragment.values[low - fragment.first : high - fragment.first]
+                # copy_ converts the dtype if `into` has a different one.
                 into[low - first : high - first].copy_(values)
 
 
@@ -213,7 +215,7 @@ class Partitions:
 
 
 def stage_of(folder: Path, saved: Mapping[int, Mapping[str, Any]]) -> int:
-    """Return the ZeRO stage of the `saved` partitions, or 0 if there are none.
+    """Return the ZeRO stage of the `saved` partitions, or 0 if `saved` is empty.
 
     Raises CheckpointError if the stage is unknown.
     """

@@ -214,8 +214,8 @@ class Save:
     def fp32(self) -> FragmentReader:
         """Return the model's tensors, with fp32 master weights in place of 16-bit parameters.
 
-        A tied weight appears once. A stage 0 save does not record which master belongs to which
-        parameter, so its masters are not used.
+        A tied weight appears once. A stage 0 save does not record the parameter that each master
+        belongs to, so its masters are not used.
         """
         found = FragmentReader()
         masters = FragmentReader()

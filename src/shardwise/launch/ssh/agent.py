@@ -80,7 +80,7 @@ class Agent:
         self._starts = count()
         self._patience = FIRST_PATIENCE
         self._last_sign = time.monotonic()
-        """Time at which the last data from the launcher arrived."""
+        """Arrival time of the last data from the launcher."""
         self._open = True
         self._receiver = protocol.MessageReader(self.kinds, self._obey, lambda noise: None)
 
@@ -138,7 +138,7 @@ class Agent:
         Args:
             spec: Fields of the RunSpec, with the share of this host.
             listens: True if ranks connect to this host, so that it must listen.
-            address: Address at which to listen unless an interface is given. "" if unknown.
+            address: Address to listen at unless an interface is given. "" if unknown.
             towards: A different host. If `address` is unknown, listen at the address that this host
                 uses on the route to it.
         """

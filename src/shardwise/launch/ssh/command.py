@@ -63,6 +63,7 @@ def remote_command(spec: RunSpec) -> str:
     needed = [f"{name}={spec.passed[name]}" for name in NEEDED if name in spec.passed]
     env = ["env", *needed] if needed else []
     agent = shlex.join([*env, *agent_words(spec, spec.python)])
+    # exec replaces the shell, so that no additional process has to wait for the agent.
     return f"cd {shlex.quote(spec.folder)} || exit {NO_FOLDER}; exec {agent}"
 
 

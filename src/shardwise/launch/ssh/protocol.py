@@ -108,6 +108,7 @@ class MessageReader:
                 self._noise(noise + b"\n")
             if mark:
                 self._take(_checked(message, self._kinds))
+        # Without a limit, a peer that never sends a newline would fill the memory.
         if len(self._rest) > MOST:
             raise ProtocolError(f"a line of more than {MOST} bytes")
 
@@ -127,6 +128,7 @@ def _checked(text: bytes, kinds: Kinds) -> Message:
 
 
 def _check(what: str, fields: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    # Both sides run the same version, so unknown fields are errors too.
     if fields.keys() != types.keys():
         raise ProtocolError(f"{what!r} has the fields {sorted(fields)}, not {sorted(types)}")
     for name, value in fields.items():
@@ -188,6 +190,7 @@ def signal_of(number: int) -> signal.Signals:
 
 def text_of(data: bytes) -> str:
     """Encode arbitrary bytes as a string for JSON. `bytes_of` decodes it."""
+    # latin-1 maps each byte to the character with the same code, so every byte string is valid.
     return data.decode("latin-1")
 
 

@@ -75,7 +75,7 @@ class RemoteHost:
         self._lines = Lines(f"{share.host.name}: ".encode())
         self._offset = 0.0
         self._last_sign = time.monotonic()
-        """Time at which the last data from the agent arrived."""
+        """Arrival time of the last data from the agent."""
         self._is_silent = False
         self._unsent = b""
         self._receiver = protocol.MessageReader(
@@ -269,6 +269,7 @@ class RemoteHost:
         self.hello = message
         # Errors from several hosts are sorted by time, so correct for differences between clocks.
         self._offset = time.time() - message["time"]
+        # The protocol may differ between versions, so do not even try to start ranks.
         if message["version"] != __version__:
             self.fault = (
                 f"{self.share.host.name} has shardwise {message['version']}, this host "
@@ -307,6 +308,7 @@ class RemoteHost:
         if self.fault is not None:
             return
         self.fault = why
+        # If all ranks had already exited, the loss of the host does not affect the run.
         gone = [rank for rank in self.share.numbers if rank not in self._left]
         if self._supervisor is not None and gone:
             self._supervisor.lost(gone, why)
