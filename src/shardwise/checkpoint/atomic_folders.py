@@ -70,7 +70,7 @@ def _has_document(path: Path) -> bool:
 
 
 def incomplete_checkpoints(folder: Path) -> list[StepFolder]:
-    """Return the non-empty folders named like a checkpoint but without a DOCUMENT, by step."""
+    """Return the folders that look like checkpoints but have no DOCUMENT, in order of steps."""
     if not folder.is_dir():
         return []
     found = []
@@ -147,7 +147,7 @@ class Draft:
         """One message for each file or folder that could not be removed."""
 
     def begin(self) -> None:
-        """Create the draft's folder, and remove what killed runs left behind.
+        """Create the draft's folder, and clean up after killed runs.
 
         Raises OSError if the disk fails (ENOSPC if it has too little free space for the tensors).
         """
@@ -261,7 +261,11 @@ class Draft:
                 self._remove(gone)
 
     def _sweep(self) -> None:
-        """Remove what killed saves left behind, or rename what cannot be removed."""
+        """Clean up the hidden folders that killed saves left behind.
+
+        Removes them, or renames those that cannot be removed. Restores a replaced checkpoint if its
+        replacement was not completed.
+        """
         for path in list(self.folder.iterdir()):
             hidden = _HIDDEN.fullmatch(path.name)
             if not hidden:

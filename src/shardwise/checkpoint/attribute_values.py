@@ -346,7 +346,7 @@ class _Encoder:
 
 
 class _Identity:
-    """Mark that equals another mark of the same object, unless a tensor was written in between."""
+    """Compares equal to another instance for the same object, unless a tensor has been written."""
 
     def __init__(self, value: Any) -> None:
         self._version = value._version if isinstance(value, Tensor) else 0
@@ -541,7 +541,7 @@ class OptimizerAttributes:
         return now.changed_since(self._initial[optimizer])
 
     def describe_losses(self) -> Iterator[str]:
-        """Yield a warning for each attribute that a save now could not store."""
+        """Yield a warning for each attribute whose value would be lost in a save now."""
         for optimizer in self._initial:
             values = self.changed(optimizer)
             for name, places in values.unsaved.items() if values is not None else ():
@@ -602,7 +602,7 @@ class OptimizerAttributes:
             )
 
     def plain(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        """Return the changed attributes in a form for a `state_dict`. May be {}."""
+        """Return the changed attributes for use in a `state_dict`, or {} if nothing has changed."""
         values = self.changed(optimizer)
         # State that belongs to no parameter is already in torch's own part of the state_dict.
         fields = {} if values is None else {k: v for k, v in values.fields.items() if k != _COMMON}

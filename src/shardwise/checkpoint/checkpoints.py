@@ -83,7 +83,7 @@ class Checkpoints:
         background: bool = False,
         split_gb: float = 5.0,
     ) -> Path | None:
-        """Save like `save`, but do not exit even if this process has been asked to shut down."""
+        """Save without exiting afterwards, even if this process has been asked to shut down."""
         self._state.refuse_in_step("engine.save")
         target, split = Path(target), int(split_gb * 1e9)
         if self._world.settings.trial:
@@ -145,7 +145,7 @@ class Checkpoints:
         self._continue_in(folder, _SaveOptions(), is_saved=path is not None)
 
     def _continue_in(self, folder: Path, options: _SaveOptions, *, is_saved: bool) -> None:
-        """Make the final save in `folder`, and tell the launcher that a restart can resume."""
+        """Use `folder` for the final save, and tell the launcher that a restart can resume."""
         self._resumes, self._saved = True, self._moment() if is_saved else None
         self._use_folder(folder, options)
         self._world.progress.resumes()

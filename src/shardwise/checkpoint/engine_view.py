@@ -19,7 +19,7 @@ from shardwise.world.world import World
 
 
 class Objects(Protocol):
-    """An engine's view of the user's models and optimizers."""
+    """The user's models and optimizers in an engine, with their states."""
 
     buffers: Buffers
     attributes: OptimizerAttributes
@@ -75,7 +75,7 @@ class EngineView(Protocol):
         """True if the engine can be saved now."""
 
     def refuse_in_step(self, call: str) -> None:
-        """Raise UsageError if a step is in progress. `call` is the user's call, for the message."""
+        """Raise UsageError if a step is in progress. The message names the user's call, `call`."""
 
     def continue_at(self, steps: int) -> None:
         """Set the step counter to `steps`, the step of a loaded checkpoint."""

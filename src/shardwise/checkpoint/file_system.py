@@ -50,7 +50,10 @@ def read_whole(path: Path) -> bytes:
 
 
 def must_be_file(path: Path) -> None:
-    """Raise the errors of `open_to_read` for a file that a library will open by its path."""
+    """Check that `path` is a regular file, before a library opens it.
+
+    Raises the errors of `open_to_read`.
+    """
     os.close(open_to_read(path))
 
 

@@ -70,6 +70,6 @@ def _uncompiled(name: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the names as text for a message. Beyond the first 20, show only how many there are."""
+    """Return a comma-separated list of names for a message, shortened after 20 names."""
     shown = ", ".join(names[:20])
     return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"

@@ -201,7 +201,7 @@ class FrozenState:
         return state
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Replace the parameter's state with `state`."""
+        """Replace the parameter's optimizer state with `state`."""
         # If `state` is empty, only remove the old one. The optimizer then creates a new state.
         held(self.group.optimizer).pop(self.parameter, None)
         if state:
@@ -232,7 +232,7 @@ def _position(rank: int, selected: list[bool]) -> tuple[int, int]:
 
 
 def _all_hold(*conditions: list[bool]) -> list[bool]:
-    """Return, for each rank, whether all conditions hold. A condition is a list by rank."""
+    """Combine conditions, each a list with one value per rank, with a logical and."""
     return [all(flags) for flags in zip(*conditions, strict=True)]
 
 

@@ -77,7 +77,7 @@ class Tracking:
     def describe_losses(
         self, optimizers: Iterable[optim.Optimizer], streams: Iterable[LoaderStream]
     ) -> Iterator[str]:
-        """Yield a warning for each object whose state a save now would not contain."""
+        """Yield a warning for each object whose state would be lost in a save now."""
         known = list(self._tracked.values())
         for optimizer in optimizers:
             is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)

@@ -73,7 +73,10 @@ class Console:
         return prefix(rank, self.size, color=self._color and fd in self._terminals)
 
     def window(self) -> tuple[int, int] | None:
-        """Return the terminal's rows and its columns without the prefix, or None."""
+        """Return the space for output on the terminal (rows, columns), or None without a terminal.
+
+        The columns of the prefix are not included. Also None if the terminal is too narrow.
+        """
         if not self._terminals:
             return None
         columns, rows = os.get_terminal_size(self._terminals[0])

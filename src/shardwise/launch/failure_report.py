@@ -136,7 +136,7 @@ def is_explained(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport])
 
 
 def is_consequence(judged: Verdict, reports: Mapping[int, ErrorReport]) -> bool:
-    """Return whether the rank that `judged` refers to failed only because it lost a peer."""
+    """Return whether the failure in `judged` is only a rank that lost a peer."""
     found = reports.get(judged.rank if judged.waiting is None else judged.waiting)
     return found is not None and found.secondary
 
@@ -266,7 +266,7 @@ def refusal_words(sentence: str, ranks: Sequence[int], size: int) -> str:
 def in_few_words(
     judged: Verdict, how: str, size: int, report: ErrorReport | None
 ) -> tuple[str, str]:
-    """Return two short texts for a failure: the event (with the rank), and the cause."""
+    """Describe a failure in two short texts: what happened to which rank, and why."""
     who = "the program" if size == 1 else f"rank {judged.rank} of {size}"
     if judged.late:
         return f"{who} did not arrive", report.message.partition("\n")[0] if report else ""

@@ -41,13 +41,13 @@ def row(
     names: str = "",
     **options: Any,
 ) -> FlagRow:
-    """Return the row of a flag. `names` (default: the first word of `shown`) is passed to click."""
+    """Return the row of a flag. The default for `names` is the first word of `shown`."""
     takes = parse if parse is None or isinstance(parse, click.ParamType) else Typed(parse)
     return FlagRow(shown, help, takes, (names or shown.split()[0]).split(), options)
 
 
 def flags_of(command: str) -> Iterator[Flag]:
-    """Yield the own flags of `command`. Flags of settings are not included."""
+    """Yield the flags in TABLE for `command`. Flags of settings are not included."""
     for group, rows in TABLE[command].items():
         for each in rows:
             yield Flag(

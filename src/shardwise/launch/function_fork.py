@@ -64,7 +64,7 @@ def fork(run: Callable[[], None], kept: Collection[int], stack: ExitStack) -> Be
 
 
 class _ForkedRank(ForkProcess):
-    """A rank that multiprocessing forks."""
+    """A rank as a process that multiprocessing forks."""
 
     # None lets processes that the rank itself starts use the default start method.
     _start_method = None  # type: ignore[assignment]

@@ -168,7 +168,7 @@ class LocalWorkers:
                 worker.send_to_process(signal.SIGKILL)
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Forward the signal `number`, which asks the run to shut down. Some ranks save first."""
+        """Ask the ranks to shut down by sending the signal `number`. Some ranks save first."""
         saving = [
             worker for worker in self._workers if worker.end is None and self._saves_first(worker)
         ]

@@ -65,7 +65,7 @@ class Waited:
     group: str = ""
 
     def is_unrelated_to(self, other: Waited) -> bool:
-        """Return True if the calls belong to different process groups, so numbers do not match."""
+        """Return True if the calls are in different process groups, which count separately."""
         return "" not in (self.group, other.group) and self.group != other.group
 
 

@@ -71,7 +71,10 @@ def joins_itself(name: str) -> bool:
 
 
 def names_us(text: str) -> bool:
-    """Return whether a script's source mentions shardwise or Horovod, so may call their `init`."""
+    """Return whether a script's source mentions shardwise or Horovod.
+
+    If it does, the script may call `sw.init` or `hvd.init`.
+    """
     return re.search("shardwise|horovod", text) is not None
 
 

@@ -241,7 +241,7 @@ def _refuse_in_every_rank(outer: Identity) -> None:
 
 
 def _shares(request: LaunchRequest, allocation: Allocation | None) -> tuple[Share, ...]:
-    """Return the ranks of each host, from the request or the allocation."""
+    """Return the ranks of each host, from the hosts in the request or in the allocation."""
     size, each = request.size, request.per_host
     if request.hosts is not None and request.hostfile is not None:
         raise LaunchError(

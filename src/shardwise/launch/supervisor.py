@@ -125,7 +125,7 @@ class Supervisor:
             self._stop(signal.SIGPIPE)
 
     def _waits(self) -> list[float | None]:
-        """Return the seconds until each scheduled event. An entry without an event is None."""
+        """Return the seconds until each scheduled event. None means that there is no such event."""
         # Run the callbacks before reading the schedule, because they may declare a host lost, which
         # changes the schedule.
         return [*[call() for call in self.every_turn], self._plan.wait()]
@@ -197,7 +197,10 @@ class Supervisor:
                 self._stop(number)
 
     def _settle(self) -> None:
-        """If a rank has failed, schedule signals that stop the others once the cause is known."""
+        """If a rank has failed, schedule the signals that stop the other ranks.
+
+        The delay gives ranks time to report the cause of the failure.
+        """
         ends = self._ends()
         if all(end.code == 0 for end in ends):
             return

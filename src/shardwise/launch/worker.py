@@ -182,7 +182,7 @@ class Worker:
 
     @property
     def group(self) -> int:
-        """Id of the rank's process group, which contains the process and its children."""
+        """Id of the rank's process group, which contains the process and all its descendants."""
         return self._process.pid
 
     def send_signal(self, number: signal.Signals) -> None:

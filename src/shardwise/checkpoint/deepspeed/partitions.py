@@ -74,7 +74,7 @@ class FragmentReader(TensorReader):
         self._fragments[name] = found
 
     def add_from(self, name: str, other: FragmentReader, other_name: str) -> None:
-        """Add the tensor `other_name` of the reader `other` under `name`."""
+        """Add a tensor of the reader `other` under a new name. The values are not copied."""
         spec = other.specs[other_name]
         self.specs[name] = TensorSpec(name, spec.dtype, spec.shape)
         self._fragments[name] = other._fragments[other_name]
@@ -95,7 +95,7 @@ STAGE_3 = 3
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of the fp32 partitions (`flats`) and of torch's state_dict (`base`) in a save."""
+    """Keys, in a saved optimizer, of its fp32 partitions (`flats`) and its state_dict (`base`)."""
 
     flats: str
     base: str

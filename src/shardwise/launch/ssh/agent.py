@@ -311,7 +311,7 @@ def _hello(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _machine() -> str | None:
-    """Return text that is the same in all agents on this host and in no others, or None."""
+    """Return text that identifies this host (or container), or None if it is unknown."""
     try:
         # The network and mount namespaces distinguish containers on the same machine.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

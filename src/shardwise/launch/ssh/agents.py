@@ -87,7 +87,7 @@ class Agents(Generic[H]):
         return min(waits, default=None)
 
     def forget(self, remote: H, since: float) -> None:
-        """Wait until an agent exits that was asked to at time `since`, and remove it."""
+        """Remove an agent and wait until it exits. It was asked to exit at time `since`."""
         if remote in self._remotes:
             self._remotes.remove(remote)
             remote.disconnect()
@@ -152,7 +152,10 @@ def prepare(
 
 
 def address(remote: RemoteHost) -> str:
-    """Return the host's address that ssh used, as reported by its agent, or "" for this host."""
+    """Return the address under which ssh reached the host, as its agent reports it.
+
+    Returns "" for this host, or if the address is unknown.
+    """
     return remote.hello["address"] if remote.hello and not remote.is_here else ""
 
 

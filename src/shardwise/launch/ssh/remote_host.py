@@ -174,7 +174,11 @@ class RemoteHost:
             self._process.stdin.close()
 
     def wait(self, since: float) -> None:
-        """Wait until the agent exits, which was asked to at time `since`. Kill it if it is late."""
+        """Wait until the agent exits, and kill it if it takes too long.
+
+        Args:
+            since: Time at which the agent was asked to exit, on the monotonic clock.
+        """
         is_brief = self._supervisor is None or self._is_silent
         until = since + (FIRST_WAIT if is_brief else LAST_WAIT)
         orphan_reaper.end_within(self._process, until - time.monotonic())
@@ -304,7 +308,7 @@ class RemoteHost:
         return self._supervisor
 
     def give_up(self, why: str) -> None:
-        """Declare the host lost. `why` is the reason, as a sentence."""
+        """Declare the host lost, for the reason `why` (a sentence)."""
         if self.fault is not None:
             return
         self.fault = why
