@@ -1,4 +1,4 @@
-"""Error agreement: raises the error of one rank on all ranks, so that no rank waits forever."""
+"""Raises one rank's error on every rank, so that no rank waits forever for the failed one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ T = TypeVar("T")
 def agree(
     group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
 ) -> None:
-    """Raise `kind` on all ranks if one has a `failure`. Collective."""
-    # The first failing rank decides, so that all ranks raise the same message.
+    """Raise `kind` on every rank if any rank passes a `failure` message. Collective."""
+    # Every rank raises the message of the lowest failing rank, so all messages are identical.
     for rank, message in enumerate(group.gather_objects(failure)):
         if message is not None:
             raise kind(message if group.size == 1 else f"Rank {rank}: {message}")
 
 
 def read_on_all(group: Collectives, path: Path, read: Callable[[], T]) -> T:
-    """Return the result of `read` once it has succeeded on all ranks. Collective.
+    """Call `read` on every rank and return its result if all calls succeed. Collective.
 
-    If a rank fails, raises its error on all ranks. BrokenCheckpoint takes precedence over
-    CheckpointMismatch, because a damaged file may look like a file of another model.
+    If a rank fails, every rank raises its error. BrokenCheckpoint takes precedence over
+    CheckpointMismatch, because a damaged file may look like the file of a different model.
     """
     result, failure = None, None
     try:
@@ -40,7 +40,7 @@ def read_on_all(group: Collectives, path: Path, read: Callable[[], T]) -> T:
     for kind in (BrokenCheckpoint, CheckpointMismatch, CheckpointError):
         for rank, rank_failure in enumerate(failures):
             if rank_failure is not None and rank_failure[0] == kind.__name__:
-                # The same error on every rank is about the file: naming one rank would mislead.
+                # If all ranks have the same error, its cause is the file: do not name a rank.
                 known = all(other == rank_failure for other in failures)
                 raise kind(rank_failure[1] if known else f"Rank {rank}: {rank_failure[1]}")
     assert result is not None

@@ -1,11 +1,13 @@
-"""Atomic checkpoints: a draft becomes complete at one moment, and only complete ones are loaded.
+"""Publishes checkpoints atomically: a rename turns a draft into a complete checkpoint.
+
+Only complete checkpoints are loaded.
 
 checkpoints/
 ├── step-100/            complete: it has its final name
-├── .step-200.partial/   being written; renamed when all of it is on disk
-├── .step-100.replaced/  previous checkpoint of a step, until the new one has its name
+├── .step-200.partial/   being written; renamed once all its data is on disk
+├── .step-100.replaced/  previous checkpoint of step 100, kept until the new one is in place
 ├── .step-50.gone/       being removed; .gone.1 and so on if the name is taken
-└── .lock                held by the job that saves here (folder_lock.py)
+└── .lock                locked by the job that saves here (folder_lock.py)
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from shardwise.checkpoint import file_system
 from shardwise.launch import failure_report
 
 DOCUMENT = "checkpoint.json"
-"""File that only a complete checkpoint has next to its tensors."""
+"""Name of a checkpoint's main file. A folder without it is not a complete checkpoint."""
 
 _REFUSED = frozenset(
     {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ESPIPE, errno.EPERM, errno.EIO}
 )
-"""Errors of file systems that do not support writes at an offset."""
+"""Error numbers of file systems that do not support writing at an offset."""
 
 _STEP = re.compile(r"step-([0-9]+)")
 _HIDDEN = re.compile(r"\.step-([0-9]+)\.(partial|replaced|gone)(\.[0-9]+)?")
@@ -37,14 +39,14 @@ _HIDDEN = re.compile(r"\.step-([0-9]+)\.(partial|replaced|gone)(\.[0-9]+)?")
 
 @dataclass(frozen=True, order=True)
 class StepFolder:
-    """A checkpoint in a folder."""
+    """Step and path of a checkpoint."""
 
     step: int
     path: Path
 
 
 def complete(folder: Path) -> list[StepFolder]:
-    """Return the complete checkpoints in `folder`, oldest step first."""
+    """Return the complete checkpoints in `folder`, in ascending order of their steps."""
     if not folder.is_dir():
         return []
     found: dict[int, Path] = {}
@@ -55,7 +57,7 @@ def complete(folder: Path) -> list[StepFolder]:
         if named:
             found[int(named[1])] = path
         elif hidden and hidden[2] == "replaced":
-            # A save of the same step was killed between its two renames.
+            # A save that replaced this checkpoint was killed between its two renames.
             found.setdefault(int(hidden[1]), path)
     return [StepFolder(step, found[step]) for step in sorted(found)]
 
@@ -63,13 +65,12 @@ def complete(folder: Path) -> list[StepFolder]:
 def _has_document(path: Path) -> bool:
     try:
         return (path / DOCUMENT).is_file()
-    except OSError:  # a folder of another user
+    except OSError:  # for example, a folder that belongs to another user
         return False
 
 
 def incomplete_checkpoints(folder: Path) -> list[StepFolder]:
-    """Return the folders with the name and contents of a checkpoint but no DOCUMENT, oldest
-    first."""
+    """Return the folders that look like checkpoints but have no DOCUMENT, in order of steps."""
     if not folder.is_dir():
         return []
     found = []
@@ -79,7 +80,7 @@ def incomplete_checkpoints(folder: Path) -> list[StepFolder]:
             continue
         try:
             is_empty = next(path.iterdir(), None) is None
-        except OSError:  # an unreadable folder may contain anything
+        except OSError:  # an unreadable folder may contain a checkpoint
             is_empty = False
         if not is_empty:
             found.append(StepFolder(int(named[1]), path))
@@ -87,18 +88,19 @@ def incomplete_checkpoints(folder: Path) -> list[StepFolder]:
 
 
 def lacks_document(path: Path) -> bool:
-    """Return whether `path` is a checkpoint whose DOCUMENT is missing."""
+    """Return whether `path` looks like a checkpoint but its DOCUMENT is missing."""
     if not path.is_dir() or os.path.lexists(path / DOCUMENT):
         return False
     named = _STEP.fullmatch(path.name) or _HIDDEN.fullmatch(path.name)
-    # A model's own folder may have safetensors too; only ours has optimizer*.safetensors.
+    # Other libraries' model folders contain safetensors too. Only ours have optimizer*.safetensors.
     return any(path.glob("*.safetensors" if named else "optimizer*.safetensors"))
 
 
 def end_removals(folder: Path) -> None:
-    """Finish removals in `folder` that a kill interrupted. The next save reports failures.
+    """Finish removing checkpoints in `folder` if a kill interrupted their removal.
 
-    Call it only on the main rank of the job that saves there.
+    Ignores failures; the next save reports them. Only the main rank of the job that saves to
+    `folder` may call this.
     """
     with suppress(OSError):  # the folder does not exist or cannot be read
         for path in list(folder.iterdir()):
@@ -108,25 +110,30 @@ def end_removals(folder: Path) -> None:
 
 
 def newest(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, else the newest checkpoint in it, if any."""
+    """Return the newest checkpoint in `path`.
+
+    Returns `path` itself if it is a checkpoint, or if it contains no checkpoints.
+    """
     steps = [] if os.path.lexists(path / DOCUMENT) else complete(path)
     return steps[-1].path if steps else path
 
 
 def place_of(folder: Path, step: int) -> Path:
-    """Return the path of the complete checkpoint of `step`."""
+    """Return the final path of the checkpoint of `step`."""
     return folder / f"step-{step}"
 
 
 class Draft:
-    """A checkpoint of `step` at `path`, before it is published as `final`.
+    """An unpublished checkpoint of `step`: its files are in `path` until it becomes `final`.
 
-    Only the main rank uses it. After `begin`, the other ranks need the main rank's `path`: if the
-    file system does not support writes at an offset (object stores), the ranks of one host write
-    into a temporary folder, and the main rank copies the files.
+    Every rank has a Draft, but only the main rank creates, publishes and removes the files. `begin`
+    may change `path`, so the main rank must then send it to the other ranks. If the file system
+    does not support writing at an offset (as with object stores), `path` is a temporary folder on
+    the main rank's host, and `finish` copies the files from there.
 
     Args:
-        nbytes: Size of the tensors in bytes.
+        folder: Folder that contains the checkpoints of the run.
+        nbytes: Total size of the tensors in bytes.
     """
 
     def __init__(self, folder: Path, step: int, nbytes: int) -> None:
@@ -137,32 +144,37 @@ class Draft:
         self.path = self._partial = folder / f".step-{step}.partial"
         self._replaced = folder / f".step-{step}.replaced"
         self.warnings: list[str] = []
-        """Messages about files that could not be removed."""
+        """One message for each file or folder that could not be removed."""
 
     def begin(self) -> None:
-        """Create the folder, and remove the remains of killed runs.
+        """Create the draft's folder, and clean up after killed runs.
 
-        Raises OSError, with ENOSPC if the disk has less free space than the tensors need.
+        Raises OSError if the disk fails (ENOSPC if it has too little free space for the tensors).
         """
         if not self.folder.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            # The new folder itself must survive a power failure, or its checkpoints would be lost
-            # with it.
+            # The entry of the new folder must survive a power failure. Otherwise the checkpoints
+            # in it would be lost too.
             file_system.sync(self.folder.parent)
         self._sweep()
-        # Files are sparse until written, so a full disk would otherwise be noticed only halfway.
+        # Files are sparse until they are written, so without this check the disk could fill up
+        # halfway through the save.
         if self.nbytes > self._free():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         self._partial.mkdir()
         if not _supports_offsets(self._partial):
-            # Ranks of one host share its temporary folder. Ranks of others fail in
-            # `CheckpointSaver._begin`.
+            # Only ranks on this host see the temporary folder. `CheckpointSaver._begin` raises an
+            # error if there are others.
             self.path = Path(tempfile.mkdtemp(prefix="shardwise-checkpoint-"))
 
     def finish(self, documents: Mapping[str, bytes]) -> None:
-        """Write the small files, wait until everything is on disk, and publish by a rename.
+        """Write the small files, flush everything to disk, and publish the draft by renaming it.
 
-        Until then an older checkpoint of the same step stays complete. Raises OSError.
+        Until the rename, an older checkpoint of the same step stays complete. Raises OSError if
+        the disk fails.
+
+        Args:
+            documents: Contents of the small files by name.
         """
         if self.path != self._partial:
             for path in sorted(self.path.iterdir()):
@@ -172,22 +184,23 @@ class Draft:
                     os.fsync(file.fileno())
         for name, data in documents.items():
             file_system.write_synced(self._partial / name, data)
-        # Contents and names must be on disk before the rename is: after a power failure, a folder
-        # with the final name must be complete.
+        # Contents and names must reach the disk before the rename does, so that a folder with the
+        # final name is complete even after a power failure.
         file_system.sync(self._partial)
-        # A rename cannot replace a folder that is not empty, so there are two. After a kill between
-        # them the old one is hidden; `complete` still finds it, and the next save restores it.
+        # A rename cannot replace a non-empty folder, so two renames are needed. If the process is
+        # killed between them, the old checkpoint has a hidden name. `complete` still finds it, and
+        # the next save gives it its final name again.
         if os.path.lexists(self.final):
             self.final.rename(self._replaced)
         self._partial.rename(self.final)
         file_system.sync(self.folder)
-        # Only now: until the rename is on disk, the old checkpoint is the only complete one.
+        # Not earlier: until the rename is on disk, the old checkpoint is the only complete one.
         self._remove(self._replaced)
         if self.path != self._partial:
             self._remove(self.path)
 
     def describe_error(self, error: OSError) -> str:
-        """Return the message for a disk error."""
+        """Return the error message for a save that failed with a disk error."""
         place = Path(error.filename or self.path)
         return (
             f"The checkpoint of step {self.step} was not written: {error.strerror or error} "
@@ -195,7 +208,7 @@ class Draft:
         )
 
     def _advice(self, error: OSError, place: Path) -> str:
-        """Return advice for an error at `place`."""
+        """Return advice for the user about an error at the path `place`."""
         if error.errno == errno.EEXIST and place.is_dir():
             return "Another run may be saving there: give each run its own folder."
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
@@ -214,29 +227,31 @@ class Draft:
         return room
 
     def _free(self) -> int:
-        """Return the number of free bytes on the disk."""
+        """Return the free disk space in bytes."""
         folder = next(f for f in (self.folder, *self.folder.absolute().parents) if f.is_dir())
         status = os.statvfs(folder)
         return status.f_bavail * status.f_frsize
 
     def empty(self) -> None:
-        """Delete the tensors to free space. Notes stay, because other ranks read them."""
+        """Delete the tensor files to free space. Keep the notes, because other ranks read them."""
         for path in self.path.glob("*.safetensors"):
             with suppress(OSError):
                 path.unlink()
 
     def discard(self) -> None:
-        """Remove the draft. Complete checkpoints are not touched."""
+        """Remove the draft. Complete checkpoints stay as they are."""
         for path in {self.path, self._partial}:
             shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints up to this step, where possible."""
-        # Checkpoints of later steps are from an earlier run that went further; they are not ours to
-        # remove.
+        """Remove all but the newest `keep` checkpoints up to this step.
+
+        A checkpoint that cannot be removed only adds a warning.
+        """
+        # Checkpoints of later steps belong to an earlier run that got further, so keep them.
         older = [found for found in complete(self.folder) if found.step <= self.step]
         for found in older[:-keep]:
-            # Rename first: a kill during the removal must not leave a folder that looks complete.
+            # Rename it first: if the removal is interrupted, the rest must not look complete.
             gone = file_system.gone_name(self.folder, found.step)
             try:
                 found.path.rename(gone)
@@ -246,20 +261,24 @@ class Draft:
                 self._remove(gone)
 
     def _sweep(self) -> None:
-        """Remove the remains of killed saves, or rename those that cannot be removed."""
+        """Clean up the hidden folders that killed saves left behind.
+
+        Removes them, or renames those that cannot be removed. Restores a replaced checkpoint if its
+        replacement was not completed.
+        """
         for path in list(self.folder.iterdir()):
             hidden = _HIDDEN.fullmatch(path.name)
             if not hidden:
                 continue
             named = self.folder / f"step-{hidden[1]}"
-            # A save was killed between its two renames: this is the only checkpoint of its step.
+            # A save was killed between its two renames, so this is the only checkpoint of its step.
             if hidden[2] == "replaced" and not os.path.lexists(named):
                 path.rename(named)
             elif not self._remove(path) and hidden[2] != "gone":
                 path.rename(file_system.gone_name(self.folder, hidden[1]))
 
     def _remove(self, path: Path) -> bool:
-        """Remove `path`; return whether it is gone."""
+        """Remove `path`. Return False and add a warning if that fails."""
         why = file_system.remove(path)
         if why is not None:
             self.warnings.append(why)
@@ -267,12 +286,12 @@ class Draft:
 
 
 def _supports_offsets(folder: Path) -> bool:
-    """Return whether files in `folder` can be written at any offset."""
+    """Return whether files in `folder` can be written at arbitrary offsets."""
     path = folder / ".probe"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(fd, 2)
-        # Backwards on purpose: object stores accept only appended writes.
+        # Write the second byte first, because object stores accept only sequential writes.
         os.pwrite(fd, b"1", 1)
         os.pwrite(fd, b"0", 0)
     except OSError as error:

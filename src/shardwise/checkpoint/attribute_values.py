@@ -1,17 +1,18 @@
-"""Attributes of optimizers, and optimizer state that belongs to no parameter.
+"""Saves and restores optimizers' attributes, and state that belongs to no parameter.
 
 Such attributes are counters, lists, tensors, or a wrapped optimizer. torch's `state_dict()` does
-not contain them, so a resume would restart them. They are saved as JSON, which refers by name to
-larger tensors that are stored next to it:
+not contain them, so they would be reset on resume. They are saved as JSON. Larger tensors are
+stored separately, and the JSON refers to them by name:
 
     optimizer.count = 7            "count": 7
     optimizer.slow = {w: tensor}   "slow": {"$map": [[{"$parameter": "0.weight"},
                                                       {"$stored": ["0.slow.0.weight", false]}]]}
     optimizer.base = AdamW(...)    "base": {"$optimizer": {"groups": ..., "state": ..., ...}}
 
-A save contains only attributes that have changed since the engine was created; the script sets the
-others. A load fills existing containers, tensors and objects in place, so references between them
-stay valid. It constructs only containers and tensors.
+A save contains only the attributes that have changed since the engine was created, because the
+script sets all others. A load fills existing containers, tensors and objects in place, so
+references between them stay valid. If one is missing, the load can create only containers and
+tensors.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from shardwise.model.optimizer_access import held
 from shardwise.states.optimizer.optimizer_kind import attributes_of, common_state, is_known
 
 _COMMON = "state"
-"""Key, among the attributes, of the state that belongs to no parameter."""
+"""Key of the state that belongs to no parameter. It is stored like an attribute."""
 
 _MOST = 100_000
-"""Maximum number of values saved per optimizer. One with more probably refers to a dataset."""
+"""Maximum number of values per optimizer. An attribute beyond it probably refers to a dataset."""
 
 _STATELESS = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
@@ -50,13 +51,14 @@ _STATELESS = (
 )
 
 _OTHERS = {"_io", "_thread", "_weakref", "logging", "re", "shardwise", "threading", "torch"}
-"""Packages whose objects (locks, loggers, groups of ranks) a resume does not need."""
+"""Packages whose objects (such as locks, loggers and groups of ranks) need not be saved."""
 
 _MISSING = object()
 
 
 def _objects_saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield objects that attributes may refer to and that are saved elsewhere, with their paths."""
+    """Yield path and object for everything that attributes may refer to but that is saved
+    elsewhere."""
     yield "optimizer", optimizer
     yield "held", held(optimizer)
     yield "param_groups", optimizer.param_groups
@@ -66,7 +68,7 @@ def _objects_saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, 
 
 
 def _path_of(place: str, key: Any) -> str:
-    """Return the path of the value under the encoded `key` at `place`."""
+    """Return the path of the value with the encoded key `key` in the map at path `place`."""
     if isinstance(key, dict):
         key = next(iter(key.values()))
     return f"{place}.{key}" if isinstance(key, str) else f"{place}[{key}]"
@@ -74,14 +76,14 @@ def _path_of(place: str, key: Any) -> str:
 
 @dataclass
 class AttributeValues:
-    """The values of an optimizer's attributes at one moment.
+    """Snapshot of an optimizer's attributes.
 
     Args:
-        fields: JSON by attribute.
-        tensors: Stored tensors by name.
-        unsaved: Paths of values that cannot be saved, by attribute.
-        marks: Objects by attribute that compare unequal once the attribute has changed in a way
-            that its field does not show.
+        fields: JSON encoding of each attribute, by its name.
+        tensors: Separately stored tensors by name.
+        unsaved: For each attribute, the paths of the values in it that cannot be saved.
+        marks: For each attribute, objects to compare between snapshots. They are unequal if the
+            attribute changed in a way that its JSON does not show.
     """
 
     fields: dict[str, Any]
@@ -90,7 +92,7 @@ class AttributeValues:
     marks: dict[str, list[Any]]
 
     def changed_since(self, initial: AttributeValues) -> AttributeValues:
-        """Return only the attributes that differ from `initial`."""
+        """Return a snapshot with only the attributes that differ from those in `initial`."""
         names = [
             name
             for name, value in self.fields.items()
@@ -98,7 +100,7 @@ class AttributeValues:
             or self.marks.get(name) != initial.marks.get(name)
         ]
         fields = {name: self.fields[name] for name in names}
-        # Tensors of unchanged attributes are dropped, so that they take no space in the checkpoint.
+        # Drop the tensors of unchanged attributes, so that they use no space in the checkpoint.
         wanted = {name for value in fields.values() for name in _stored_names(value)}
         return AttributeValues(
             fields,
@@ -109,7 +111,7 @@ class AttributeValues:
 
 
 def _stored_names(value: Any) -> Iterator[str]:
-    """Yield the names of the stored tensors in an encoded `value`."""
+    """Yield the names of the stored tensors that an encoded value refers to."""
     if isinstance(value, dict):
         if "$stored" in value:
             yield value["$stored"][0]
@@ -146,11 +148,11 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
         and isinstance(content["attributes"], dict)
     ),
 }
-"""Checks by tag whether a save can have written the value under that tag."""
+"""For each tag, a function that returns whether a save could have written its content."""
 
 
 def check(fields: Mapping[str, Any]) -> None:
-    """Raise BrokenCheckpoint for `fields` that no save writes."""
+    """Raise BrokenCheckpoint if no save could have written `fields`."""
     for name, value in fields.items():
         try:
             _check(value)
@@ -166,7 +168,7 @@ def _check(value: Any) -> None:
         if isinstance(value, list):
             raise TypeError("a list without a tag")
         return
-    # Every encoded container has one tag; unpacking raises for anything else.
+    # Every encoded container is a dict with exactly one tag. Unpacking raises for anything else.
     ((tag, content),) = value.items()
     if tag not in _FORMS:
         json_values.decode(value)
@@ -189,7 +191,11 @@ def _check(value: Any) -> None:
 
 
 class _Encoder:
-    """Encodes the attributes of `optimizer`; the names of its tensors start with `number`."""
+    """Encodes the attributes of one optimizer.
+
+    Args:
+        number: Index of the optimizer in the engine. The names of its tensors start with it.
+    """
 
     def __init__(self, optimizer: optim.Optimizer, number: int, spec: SpecView) -> None:
         self._optimizer = optimizer
@@ -198,14 +204,15 @@ class _Encoder:
         self._by_id = {id(parameter): name for parameter, name in self._names.items()}
         self._modules = {module for model in spec.models for module in model.modules()}
         self._places = {id(value): place for place, value in _objects_saved_elsewhere(optimizer)}
-        self._alive: list[Any] = []  # keeps objects alive, so that no id in `_places` is reused
+        # Keeps the encoded objects alive, because Python may reuse the id of a freed object.
+        self._alive: list[Any] = []
         self._values_left = _MOST
         self._depth_in_objects = 0
         self._name = ""
         self._values = AttributeValues({}, {}, {}, {})
 
     def encode(self) -> AttributeValues:
-        """Encode every attribute."""
+        """Return the encoded attributes."""
         found = attributes_of(self._optimizer) | {_COMMON: common_state(held(self._optimizer))}
         for self._name, value in found.items():
             self._values.fields[self._name] = self._encode(value, self._name)
@@ -215,12 +222,12 @@ class _Encoder:
         self._values.marks.setdefault(self._name, []).append(mark)
 
     def _encode(self, value: Any, place: str) -> Any:
-        # An attribute that refers to a data set would take minutes to encode: stop early.
+        # An attribute that refers to a dataset would take minutes to encode, so stop early.
         self._values_left -= 1
         if self._values_left < 0:
             return self._skip(value, place)
-        # Before the check for tensors: a parameter is saved as a reference, its values are in the
-        # model set.
+        # Before the check for tensors, because a parameter is saved as a reference. Its values are
+        # in the model set.
         if isinstance(value, nn.Parameter) and value in self._names:
             return {"$parameter": self._names[value]}
         if (isinstance(value, nn.Module) and value in self._modules) or isinstance(
@@ -231,16 +238,16 @@ class _Encoder:
             try:
                 return json_values.encode(value)
             except NotPlain:
-                self._mark(_Identity(value))  # not a plain value: handled below
+                self._mark(_Identity(value))  # not a plain value, so one of the cases below
         if isinstance(value, Enum):
-            # By name only: the class belongs to the script.
+            # Only the name is saved, because the script defines the class.
             return {"$enum": value.name}
         if isinstance(value, tuple):
-            # Tuples are encoded by value even if they are shared: they cannot change.
+            # Tuples are immutable, so a shared one can be encoded several times.
             return {"$tuple": self._encode_items(value, place)}
         if id(value) in self._places:
             return {"$same": self._places[id(value)]}
-        # Recorded before the contents are encoded, so that a cycle becomes a "$same".
+        # Record the path before encoding the contents, so that a cycle becomes a "$same".
         self._places[id(value)] = place
         self._alive.append(value)
         if isinstance(value, Tensor):
@@ -264,7 +271,7 @@ class _Encoder:
             known: Any
             if isinstance(key, nn.Parameter) and key in self._names:
                 known = {"$parameter": self._names[key]}
-            elif type(key) is int and key in self._by_id:  # a common idiom: slow[id(parameter)]
+            elif type(key) is int and key in self._by_id:  # optimizers use slow[id(parameter)]
                 known = {"$id": self._by_id[key]}
             else:
                 try:
@@ -282,19 +289,20 @@ class _Encoder:
         try:
             return {"$small": [json_values.encode(value), on_device]}
         except NotPlain:
-            # A write through .data does not increment a version, so assume that tensors change.
-            # Not in objects, though: they may refer to the data set, which would be saved.
+            # Writes through .data do not increment the version counter, so assume that every tensor
+            # has changed. Inside objects rely on the counter, because an object may refer to the
+            # dataset, and its tensors must not be saved without need.
             self._mark(_Identity(value) if self._depth_in_objects else object())
             name = f"{self._number}.{place}"
             self._values.tensors[name] = value.detach()
             return {"$stored": [name, on_device]}
 
     def _encode_optimizer(self, other: optim.Optimizer, place: str) -> dict[str, Any]:
-        """Encode an optimizer that this one refers to, such as one that it wraps."""
+        """Encode an optimizer that the encoded one refers to, usually because it wraps it."""
         groups = []
         for number, group in enumerate(other.param_groups):
             here = f"{place}.param_groups.{number}"
-            # A wrapping optimizer often shares its param_groups with the one that it wraps.
+            # A wrapper often shares its param_groups with the wrapped optimizer.
             is_shared = id(group) in self._places
             self._places.setdefault(id(group), here)
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -307,14 +315,15 @@ class _Encoder:
         }
 
     def _encode_object(self, value: Any, place: str) -> Any:
-        """Encode a generator, an object with a state_dict, or one with attributes."""
+        """Encode any other object, by its `state_dict` if it is trackable, else its attributes."""
         self._depth_in_objects += 1
         try:
             if (state := _state_dict_of(value)) is not _MISSING:
-                self._mark(object())  # the returned objects may be new at each call
+                # Each call may return new objects, so their identity proves nothing.
+                self._mark(object())
                 return {"$given": self._encode(state, f"{place}.state_dict()")}
             package = type(value).__module__.partition(".")[0]
-            # Not saved and not reported: the script creates such objects again.
+            # Neither saved nor reported as missing, because the script recreates such objects.
             if package in _OTHERS:
                 return {"$kept": None}
             if package in sys.stdlib_module_names or not hasattr(value, "__dict__"):
@@ -326,8 +335,8 @@ class _Encoder:
             self._depth_in_objects -= 1
 
     def _skip(self, value: Any, place: str) -> Any:
-        """Record that `value` cannot be saved."""
-        # There is no way to see whether a mutable value has changed, so assume that it has.
+        """Record that the value at path `place` cannot be saved, and return its encoding."""
+        # Changes of a mutable value cannot be detected, so assume that it has changed.
         counts = isinstance(value, Iterator) or hasattr(value, "__array__")
         is_constant = isinstance(value, Hashable) and not counts
         self._mark(_Identity(value) if is_constant else object())
@@ -337,7 +346,7 @@ class _Encoder:
 
 
 class _Identity:
-    """Compares equal to another one for the same object, unless the object was written since."""
+    """Compares equal to another instance for the same object, unless a tensor has been written."""
 
     def __init__(self, value: Any) -> None:
         self._version = value._version if isinstance(value, Tensor) else 0
@@ -362,9 +371,13 @@ def _state_dict_of(value: Any) -> Any:
 
 
 class _Restorer:
-    """Restores attributes of `optimizer`; `read` returns a stored tensor.
+    """Restores the attributes of one optimizer.
 
-    `lost` has the paths of saved values that no object here could take.
+    Args:
+        read: Returns the stored tensor with a given name.
+
+    Attributes:
+        lost: Paths of saved values that match no object of the optimizer.
     """
 
     def __init__(
@@ -378,10 +391,10 @@ class _Restorer:
         self._places: dict[str, Any] = dict(_objects_saved_elsewhere(optimizer))
 
     def restore(self, name: str, saved: Any) -> None:
-        """Restore attribute `name` from its `saved` value."""
+        """Restore the attribute `name` from its encoded value `saved`."""
         if name == _COMMON:
             common, state = common_state(held(self._optimizer)), held(self._optimizer)
-            # Restore before removing the old keys, because the values may be filled in place.
+            # Restore before removing the old keys, because old values may be filled in place.
             new = self._restore_value(common, saved, name)
             for key in common:
                 state.pop(key, None)
@@ -395,7 +408,12 @@ class _Restorer:
             into[key] = value
 
     def _restore_value(self, now: Any, saved: Any, place: str) -> Any:
-        """Return the value for `place`: the present object `now`, filled in place if possible."""
+        """Return the restored value for path `place`.
+
+        Args:
+            now: The current value, which is filled in place and returned if possible.
+            saved: The encoded value.
+        """
         tag, content = next(iter(saved.items())) if isinstance(saved, dict) else ("", saved)
         if tag == "$parameter":
             return self._parameters[content]
@@ -406,7 +424,7 @@ class _Restorer:
         if tag == "$tuple":
             old = now if isinstance(now, tuple) else ()
             parts = [self._restore_value(n, s, p) for n, s, p in _pairs(old, content, place)]
-            # A named tuple keeps its class.
+            # Keep the class of a named tuple.
             return type(now)._make(parts) if hasattr(now, "_make") else tuple(parts)
         if tag in ("$small", "$stored"):
             value = self._restore_tensor(now, tag, *content)
@@ -432,9 +450,9 @@ class _Restorer:
 
     def _restore_map(self, now: Any, content: Any, place: str) -> Any:
         into: MutableMapping[Any, Any] = now if isinstance(now, dict) else {}
-        self._places[place] = into  # before the contents, which may refer to it
-        # Emptied and refilled in the saved order, because the order of a dict may matter to the
-        # optimizer.
+        self._places[place] = into  # first, because the contents may refer to the map itself
+        # Clear the dict and refill it in the saved order, because the optimizer may rely on the
+        # order of its keys.
         old = dict(into)
         into.clear()
         for key, saved in content:
@@ -459,7 +477,7 @@ class _Restorer:
         return into
 
     def _fill(self, now: Any, tag: str, content: Any, place: str) -> bool:
-        """Fill an object that only the script can create; return False if it is missing."""
+        """Fill an object that only the script can create. Return False if it does not exist."""
         if tag in ("$enum", "$same"):
             return False
         if tag == "$kept":
@@ -498,22 +516,24 @@ def _pairs(old: Any, content: list[Any], place: str) -> Iterator[tuple[Any, Any,
 
 
 class OptimizerAttributes:
-    """Attributes of the optimizers of `spec`, now and at the creation of the engine.
+    """Tracks how the attributes of an engine's optimizers change after its creation.
 
-    torch's own optimizers are skipped, because all their state is in `state` and `param_groups`.
+    Optimizers from torch.optim are skipped, because all their state is in `state` and
+    `param_groups`.
     """
 
     def __init__(self, spec: SpecView) -> None:
         self._spec = spec
         self._initial = {
-            # Without the tensors: references to them would keep replaced tensors in memory.
+            # Drop the tensors: references to them would keep tensors alive after the optimizer
+            # has replaced them.
             optimizer: replace(_Encoder(optimizer, number, spec).encode(), tensors={})
             for number, optimizer in enumerate(spec.optimizers)
             if not is_known(optimizer)
         }
 
     def changed(self, optimizer: optim.Optimizer) -> AttributeValues | None:
-        """Return the attributes that have changed, or None for one of torch's optimizers."""
+        """Return the attributes that have changed, or None for a torch.optim optimizer."""
         if optimizer not in self._initial:
             return None
         number = self._spec.optimizers.index(optimizer)
@@ -521,7 +541,7 @@ class OptimizerAttributes:
         return now.changed_since(self._initial[optimizer])
 
     def describe_losses(self) -> Iterator[str]:
-        """Yield a warning for each attribute that a resume from a save now would restart."""
+        """Yield a warning for each attribute whose value would be lost in a save now."""
         for optimizer in self._initial:
             values = self.changed(optimizer)
             for name, places in values.unsaved.items() if values is not None else ():
@@ -540,18 +560,19 @@ class OptimizerAttributes:
         *,
         common: bool = True,
     ) -> None:
-        """Restore attributes of `optimizer`.
+        """Restore the attributes of `optimizer`.
 
-        Attributes that had not changed when they were saved get their initial values. With
-        `common`, so does state that belongs to no parameter.
+        Attributes that are not in `saved` had their initial values at the save, and are reset to
+        the initial values of this run.
 
         Args:
             saved: The encoded attributes.
-            read: Returns a stored tensor.
-            say: Receives a warning about values that cannot be restored.
+            read: Returns the stored tensor with a given name.
+            say: Called with a warning if some values cannot be restored.
+            common: Also reset the state that belongs to no parameter if it is not in `saved`.
 
         Raises:
-            CheckpointMismatch: The optimizer is built differently here.
+            CheckpointMismatch: The optimizer was built differently from the saved one.
         """
         if (now := self.changed(optimizer)) is None:
             return
@@ -564,7 +585,7 @@ class OptimizerAttributes:
         restorer = _Restorer(optimizer, self._spec, read)
         try:
             with torch.no_grad():
-                # An attribute that was unchanged when it was saved may have changed here since.
+                # An attribute that still had its initial value at the save may have changed here.
                 for name, value in {**initial_values, **saved}.items():
                     if name not in unknown:
                         restorer.restore(name, value)
@@ -581,9 +602,9 @@ class OptimizerAttributes:
             )
 
     def plain(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        """Return the changed attributes for a state_dict; may be empty."""
+        """Return the changed attributes for use in a `state_dict`, or {} if nothing has changed."""
         values = self.changed(optimizer)
-        # torch's own part of the state_dict contains the state of no parameter.
+        # State that belongs to no parameter is already in torch's own part of the state_dict.
         fields = {} if values is None else {k: v for k, v in values.fields.items() if k != _COMMON}
         if values is None or not fields:
             return {}
@@ -592,6 +613,6 @@ class OptimizerAttributes:
     def take_plain(
         self, optimizer: optim.Optimizer, plain: Mapping[str, Any], say: Callable[[str], None]
     ) -> None:
-        """Restore the attributes of `optimizer` from the return value of `plain`."""
+        """Restore the attributes of `optimizer` from a value that `plain` returned."""
         read = plain["tensors"].__getitem__
         self.restore(optimizer, plain["values"], read, say, common=False)

@@ -1,14 +1,14 @@
-"""Background save: a thread writes a checkpoint from a copy of the states.
+"""Writes a checkpoint in a background thread, from a copy of the states.
 
-Only the training thread may start collectives, so the ranks' threads communicate through files in
-the draft's folder:
+Only the training thread may start collectives, so the ranks' background threads communicate through
+files in the draft's folder:
 
-    each rank   writes its part, then a note with its checksums or its failure
-    rank 0      waits for all notes, then renames the draft, or leaves a note of the failure
-    others      wait until they see the rename or rank 0's note
+    each rank     writes its part, then a note with its checksums or its error
+    rank 0        waits for all notes, then renames the draft, or writes a note with the error
+    other ranks   wait until they see the rename or rank 0's note
 
-Disk space for the notes is reserved before anything else is written, so that a failure can be
-reported even if the disk is full.
+Each rank reserves disk space for its note before it writes any tensor, so that it can report an
+error even if the disk is full.
 """
 
 from __future__ import annotations
@@ -29,50 +29,53 @@ from shardwise.layout.byte_ranges import Extent
 from shardwise.timeline import Row, span
 
 RESERVED = 4096
-"""Bytes reserved for the note of a failure: one block."""
+"""Number of bytes reserved for a note about an error: one disk block."""
 
 PAUSE = 0.02
-"""Seconds between polls of the folder."""
+"""Time between two polls of the folder, in seconds."""
 
 
 class Copies:
-    """Sink that copies tensors, into memory that the next save reuses."""
+    """TensorSink that copies tensors to CPU memory, which the next save reuses."""
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray[Any, Any]] = []
         self._copied: list[tuple[str, Sequence[Extent], memoryview]] = []
 
     def begin(self) -> None:
-        """Drop the copies of a save that failed before it was written."""
+        """Discard the copies of the previous save, but keep their memory."""
         self._copied = []
 
     def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
-        """Copy `memory`."""
+        """Copy `memory`, and record its set and ranges for `play`."""
         number = len(self._copied)
         if number == len(self._memory) or self._memory[number].nbytes != len(memory):
-            # The plan has changed, so later copies differ too: drop them and start again.
+            # The sizes differ from the previous save, so free the rest of its memory too.
             self._memory[number:] = [np.empty(len(memory), dtype=np.uint8)]
         np.copyto(self._memory[number], np.frombuffer(memory, dtype=np.uint8))
         self._copied.append((kind, ranges, self._memory[number].data))
 
     def settle(self) -> None:
-        """No-op: the memory is copied."""
+        """No-op, because `write` has already copied the memory."""
 
     def play(self, sink: TensorSink) -> None:
-        """Write all copies to `sink`."""
+        """Write all copies to `sink`, in their original order."""
         for kind, ranges, memory in self._copied:
             sink.write(kind, ranges, memory)
         sink.settle()
 
 
 class BackgroundSave(threading.Thread):
-    """Thread that writes one save. After it has ended, `failure` is an error message or None.
+    """Thread that writes one save.
 
-    It is not a daemon: the interpreter waits for it before it exits.
+    It is not a daemon thread, so the interpreter waits for it before exiting.
 
     Args:
-        finish: Publishes the checkpoint with the checksums of all ranks; called on rank 0.
-        limit: Seconds that a rank waits for the others after writing its own part.
+        finish: Publishes the checkpoint, given the checksums from every rank. Called on rank 0.
+        limit: Maximum time in seconds to wait for other ranks after writing this rank's part.
+
+    Attributes:
+        failure: An error message if the save failed, else None. Valid once the thread has finished.
     """
 
     def __init__(
@@ -93,11 +96,11 @@ class BackgroundSave(threading.Thread):
         self._rank, self._size, self._limit = rank, size, limit
 
     def run(self) -> None:
-        """Write this rank's part, leave a note, and wait for the result of all ranks."""
+        """Write this rank's part and its note, then wait for the result of the save."""
         with span("write", Row.BACKGROUND):
             sums = self._write_own_part()
         try:
-            # Even after a failure: without a note, rank 0 would wait until the timeout.
+            # Write the note even after an error. Otherwise rank 0 would wait until the timeout.
             _leave_note(
                 self.draft.path, f"rank-{self._rank}", {"sums": sums, "failure": self.failure}
             )
@@ -106,15 +109,15 @@ class BackgroundSave(threading.Thread):
                     self._complete()
                 else:
                     self._wait_for_rank_0()
-        except Exception as error:  # no caller would see an exception of this thread
+        except Exception as error:  # an exception in this thread would not reach any caller
             self.failure = self.failure or self._describe(error)
 
     def _write_own_part(self) -> list[Any]:
-        """Write this rank's part, and return its checksums."""
+        """Write this rank's part and return its checksums, or [] after an error."""
         try:
             self._copies.play(self._writer)
             sums = self._writer.finish()
-        except Exception as error:  # the other ranks wait for a note even then
+        except Exception as error:  # catch everything, because other ranks wait for the note
             self.failure = self._describe(error)
             return []
         finally:
@@ -124,13 +127,13 @@ class BackgroundSave(threading.Thread):
         ]
 
     def _complete(self) -> None:
-        """Rank 0: wait for all notes, then publish the checkpoint."""
-        # Wait for all notes even after a failure: a rank that still writes needs its folder.
+        """Wait for all notes, then publish the checkpoint. Called on rank 0."""
+        # Even if a rank has failed, wait for the others, because they still write to the folder.
         notes = [self._wait_for_note(rank) for rank in range(self._size)]
         failed = [f"Rank {r}: {n['failure']}" for r, n in enumerate(notes) if n["failure"]]
         if not failed:
             try:
-                # Before the rename: a complete checkpoint has no notes in it.
+                # Before the rename, because a complete checkpoint must not contain notes.
                 for rank in range(self._size):
                     _note_path(self.draft.path, f"rank-{rank}").unlink()
                 self._finish(
@@ -139,24 +142,26 @@ class BackgroundSave(threading.Thread):
                         for sums in (note["sums"] for note in notes)
                     ]
                 )
-            except Exception as error:  # the other ranks wait for rank 0's note
+            except Exception as error:  # catch everything, because other ranks wait for the note
                 failed = [f"Rank 0: {self._describe(error)}"]
         if failed:
             self.failure = failed[0]
-            self.draft.empty()  # frees space for the note, and for other files
+            self.draft.empty()  # frees disk space for the note and for everything else
             _leave_note(self.draft.path, "end", {"failure": failed[0]})
 
     def _wait_for_rank_0(self) -> None:
-        """Other ranks: wait until rank 0 has published the checkpoint or reported a failure."""
+        """Wait until rank 0 has published the checkpoint or reported an error.
+
+        Called on all other ranks.
+        """
         deadline = time.monotonic() + self._limit
         end = _note_path(self.draft.path, "end")
         while time.monotonic() < deadline:
-            # The rename is the only sign of success: rank 0 may fail until that moment.
-            # Both checks: before the rename, an older checkpoint of the same step may have the
-            # final name.
+            # Only the rename shows success, because rank 0 may fail before it. Check both paths:
+            # before the rename, an older checkpoint of the same step may have the final name.
             if not self.draft.path.exists() and (self.draft.final / DOCUMENT).exists():
                 return
-            # Read without a lock: `_leave_note` publishes a complete note by a rename.
+            # No lock is needed, because `_leave_note` publishes complete notes by a rename.
             if end.exists():
                 self.failure = str(json.loads(end.read_bytes())["failure"])
                 return
@@ -168,7 +173,7 @@ class BackgroundSave(threading.Thread):
         path = _note_path(self.draft.path, f"rank-{rank}")
         while not path.exists():
             if time.monotonic() > deadline:
-                # That rank was killed or its disk hangs. Training itself will report the former.
+                # The rank was killed or its disk hangs. If it was killed, training reports that.
                 late = f"{self.draft.final} lacks its part after {self._limit:.0f} s."
                 return {"failure": late}
             time.sleep(PAUSE)
@@ -186,17 +191,17 @@ def _note_path(folder: Path, name: str) -> Path:
 
 
 def reserve(folder: Path, rank: int) -> None:
-    """Reserve disk space for the note of `rank`. Raises OSError."""
+    """Reserve disk space for the note of `rank`. Raises OSError if the disk fails or is full."""
     _unfinished_path(folder, f"rank-{rank}").write_bytes(b" " * RESERVED)
 
 
 def _leave_note(folder: Path, name: str, note: Mapping[str, Any]) -> None:
-    """Write a note atomically. If there is no space for all of it, write only the failure."""
+    """Write a note atomically. If the disk is full, write only its error message."""
     aside = _unfinished_path(folder, name)
     try:
         _write_note(aside, note)
     except OSError as error:
-        # The reserved block always fits a short note, even on a full disk.
+        # A short note fits into the reserved block, even on a full disk.
         _write_note(aside, {"failure": (note["failure"] or str(error))[: RESERVED // 8]})
     aside.replace(_note_path(folder, name))
 
@@ -206,9 +211,10 @@ def _unfinished_path(folder: Path, name: str) -> Path:
 
 
 def _write_note(path: Path, note: Mapping[str, Any]) -> None:
-    """Overwrite the reserved space. JSON readers ignore the spaces after the value."""
+    """Write a note over its reserved space. JSON parsers ignore the spaces left at its end."""
     data = json.dumps(note).encode()
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(data)
-        # Never shorter than the reserved block, so that the space stays reserved until the rename.
+        # A failed write of a longer note may have left data beyond the reserved block. Cut it off,
+        # but never free part of the block itself.
         file.truncate(max(len(data), RESERVED))

@@ -1,4 +1,4 @@
-"""Policy of an engine's checkpoints: where and when to save, and where to resume from."""
+"""Decides where and when an engine saves checkpoints, and which one it resumes from."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from shardwise.states.step_hooks import Returns
 
 @dataclass(frozen=True)
 class _SaveOptions:
-    """Number of checkpoints that the user keeps, and maximum file size in bytes."""
+    """Options of the user's last save, for later saves into the same folder."""
 
+    # Number of checkpoints to keep (None: all), and maximum file size in bytes.
     keep: int | None = None
     split: int = 5 * 10**9
 
 
 class Checkpoints:
-    """The checkpoints of an engine, and the folder for the final save when the run is preempted.
+    """Saves and loads an engine's checkpoints, and makes the final save if the run is preempted.
 
     Args:
-        reseed: Seeds the random generators for the step after a load.
-        returns_of: Builds the object that lets groups of ranks rejoin, or returns None if groups
-            never leave.
+        reseed: Seeds the random generators for the current step, after a load.
+        returns_of: Creates the object that lets groups of ranks rejoin the run. Returns None if
+            groups never leave.
 
     Attributes:
         saver: Writes the files.
@@ -51,11 +52,13 @@ class Checkpoints:
         self._tracked = Tracking()
         self.saver = CheckpointSaver(state, self._tracked)
         self.loader = CheckpointLoader(state, self._tracked)
-        self._folder: Path | None = None  # folder that it resumed from, else of the last save
+        # Folder for the final save: the one resumed from, otherwise the one last saved to.
+        self._folder: Path | None = None
         self._options = _SaveOptions()
         self._resumes = False
-        self._saved: tuple[int, int] | None = None  # the moment that the last save in _folder has
-        self._trial_paths: frozenset[Path] = frozenset()  # saves that a trial skipped
+        # `_moment()` of the last complete save in `_folder`, or None.
+        self._saved: tuple[int, int] | None = None
+        self._trial_paths: frozenset[Path] = frozenset()  # paths of saves skipped in a trial
         self._returns = returns_of(self)
 
     def track(self, objects: Mapping[str, Any]) -> None:
@@ -80,7 +83,7 @@ class Checkpoints:
         background: bool = False,
         split_gb: float = 5.0,
     ) -> Path | None:
-        """Save without leaving, even if this process has been asked to end."""
+        """Save without exiting afterwards, even if this process has been asked to shut down."""
         self._state.refuse_in_step("engine.save")
         target, split = Path(target), int(split_gb * 1e9)
         if self._world.settings.trial:
@@ -92,8 +95,8 @@ class Checkpoints:
             saved = self.saver.save(target, keep=keep, background=background, split=split)
         except CheckpointNotWritten as error:
             self.saver.tolerate(error)
-        # A run that resumes from one folder and also saves elsewhere (say, its best checkpoint)
-        # must still make its final save in the folder that the next start reads.
+        # A run that resumed from a folder may also save elsewhere (say, its best checkpoint). Its
+        # final save must still go to the folder that the next start resumes from.
         if self._folder in (None, target) or not self._resumes:
             self._use_folder(target, _SaveOptions(keep, split))
             self._saved = None if background or saved is None else self._moment()
@@ -105,12 +108,12 @@ class Checkpoints:
         """See Engine.resume."""
         if self._world.settings.trial:
             return self._state.steps
-        # This group rejoins a run that went on without it: the others' state is newer than any
-        # checkpoint.
+        # This group rejoins a run that continued without it, so the other groups' state is newer
+        # than any checkpoint.
         if self._returns is not None and self._returns.is_due:
             self._returns.come_back()
             return self._state.steps
-        # Claim first: the previous start of this job may still be writing there.
+        # Claim the folder first, because the previous start of this job may still be writing to it.
         self.saver.claim(folder)
         self.saver.wait()
         self.saver.end_removals(folder)
@@ -120,7 +123,8 @@ class Checkpoints:
             _refuse_fresh_start(folder, incomplete)
             line = f"no checkpoint in {folder}: starting at step {self._state.steps}"
         else:
-            # Incomplete ones that are older than the loaded checkpoint are of no interest.
+            # Report only incomplete checkpoints that are newer than the loaded one. The others
+            # would not have been used anyway.
             for found in incomplete:
                 if found.step > self._state.steps:
                     self._report_skipped(f"{found.path} is incomplete: it has no {DOCUMENT}.")
@@ -131,15 +135,17 @@ class Checkpoints:
         return self._state.steps
 
     def resume_from(self, folder: Path, path: Path | None) -> None:
-        """Resume from `path`, a checkpoint in `folder`, or from the present state if it is None.
-        Collective."""
+        """Resume from the checkpoint `path` in `folder`. Collective.
+
+        If `path` is None, continue from the current state.
+        """
         self.saver.claim(folder)
         if path is not None:
             self.load(path)
         self._continue_in(folder, _SaveOptions(), is_saved=path is not None)
 
     def _continue_in(self, folder: Path, options: _SaveOptions, *, is_saved: bool) -> None:
-        """Save to `folder` from now on, and tell the launcher that a restart resumes from there."""
+        """Use `folder` for the final save, and tell the launcher that a restart can resume."""
         self._resumes, self._saved = True, self._moment() if is_saved else None
         self._use_folder(folder, options)
         self._world.progress.resumes()
@@ -149,21 +155,22 @@ class Checkpoints:
     # -- for a group of ranks that rejoins --------------------------------------------------
 
     def leave_folder(self) -> None:
-        """Release the folder, because another rank becomes the main rank."""
+        """Release the folder, because a different rank becomes the main rank."""
         self.saver.leave()
 
     def save_for_return(self) -> dict[str, Any] | None:
-        """Save, into the user's folder, for a group of ranks that rejoins. Collective.
+        """Save to the user's folder for a group of ranks that rejoins. Collective.
 
         Returns:
-            JSON for `come_back`; None if the save failed or the user has not named a folder.
+            A JSON-serialisable record for `come_back`, or None if the save failed or the user has
+            not named a folder.
         """
         folder, options = self._folder, self._options
         if folder is None:
             return None
         path: Path | None = place_of(folder, self._state.steps)
         if self._saved != self._moment():
-            # Other ranks load this save, and repeat the draws since the boundary.
+            # The rejoining ranks will repeat the random draws made since the step boundary.
             with self.saver.at_boundary():
                 path = self.save_without_leaving(folder, options.keep, split_gb=options.split / 1e9)
         if path is None:
@@ -173,18 +180,25 @@ class Checkpoints:
         return record | options_now | {"draws_are_one": self._world.draws.is_one}
 
     def come_back(self, record: Mapping[str, Any]) -> None:
-        """Resume from the save of the other groups, with the same folder. Collective over this
-        group."""
+        """Resume from the other groups' save, and use their folder. Collective in this group.
+
+        Args:
+            record: Value that `save_for_return` returned on the other groups.
+        """
         self.load(Path(record["path"]))
         options = _SaveOptions(record["keep"], record["split"])
         self._continue_in(Path(record["home"]), options, is_saved=True)
-        self._world.draws.is_one = record["draws_are_one"]  # this group takes up their stream
+        # Draw from the same common random stream as the other groups.
+        self._world.draws.is_one = record["draws_are_one"]
 
     def _report_skipped(self, why: object) -> None:
         self._world.print(f"shardwise: skipped a checkpoint: {why}", file=sys.stderr)
 
     def _load_newest(self, paths: Sequence[Path]) -> Path | None:
-        """Load the first intact checkpoint of `paths` and return it; None if `paths` is empty."""
+        """Load the first intact checkpoint in `paths` and return its path.
+
+        Returns None if `paths` is empty. Raises BrokenCheckpoint if no checkpoint is intact.
+        """
         broken: list[BrokenCheckpoint] = []
         for path in paths:
             try:
@@ -192,7 +206,7 @@ class Checkpoints:
             except BrokenCheckpoint as error:
                 broken.append(error)
                 continue
-            # Only now: if no checkpoint is intact, the error of the newest is raised instead.
+            # Not earlier: if no checkpoint is intact, the error of the newest is raised instead.
             for damage in broken:
                 self._report_skipped(damage)
             return path
@@ -204,7 +218,7 @@ class Checkpoints:
     def load(self, path: Path, *, strict: bool = True, model_only: bool = False) -> None:
         """See Engine.load."""
         self._state.refuse_in_step("engine.load")
-        # A trial writes no files, so there is nothing to load: it keeps its state.
+        # A trial does not write the files that it "saves", so it keeps its state.
         if path in self._trial_paths:
             return
         self.saver.wait()
@@ -216,15 +230,15 @@ class Checkpoints:
     # -- preemption -------------------------------------------------------------------------
 
     def _moment(self) -> tuple[int, int]:
-        """Return a value that identifies the present state.
+        """Return a value that changes whenever the state to save changes.
 
-        Steps of other engines in this process count too: they change tracked objects and random
-        numbers.
+        It includes the steps of other engines in this process, because these change tracked objects
+        and random streams.
         """
         return self._state.steps, self._world.steps_made
 
     def _use_folder(self, folder: Path, options: _SaveOptions) -> None:
-        """Use `folder` for the final save, and start watching for a request to end."""
+        """Use `folder` for the final save, and start watching for requests to shut down."""
         if self._folder is None:
             self._world.preemption.heed(self._is_between_steps, self._save_at_the_end)
         self._folder, self._options = folder, options
@@ -233,11 +247,11 @@ class Checkpoints:
         return self._state.is_between_steps
 
     def _save_at_the_end(self) -> Path:
-        """Save into the user's folder, unless the present state is already saved there."""
+        """Save into the user's folder unless the current state is already saved there."""
         assert self._folder is not None
         if self._saved == self._moment():
             return place_of(self._folder, self._state.steps)
-        # A forward may have run since the last step, and its step will never be made.
+        # A forward pass may have run since the last step, but its step will never be completed.
         self.saver.go_back_to_boundary()
         return self.saver.save(
             self._folder,
@@ -256,7 +270,10 @@ class Checkpoints:
 
 
 def _refuse_fresh_start(folder: Path, incomplete: Sequence[StepFolder]) -> None:
-    """Raise BrokenCheckpoint if a run would start from scratch next to incomplete checkpoints."""
+    """Raise BrokenCheckpoint if there are incomplete checkpoints.
+
+    Called if there are no complete ones: the run would then silently start from scratch.
+    """
     if incomplete:
         newest = incomplete[0].path
         more = f" (nor do {len(incomplete) - 1} before it)" if incomplete[1:] else ""

@@ -1,8 +1,8 @@
-"""Checksum of a tensor, computed from the checksums of its parts, which several ranks write.
+"""Computes a tensor's checksum from the checksums of its parts, which different ranks write.
 
-The checksum is the CRC-32 of zlib, gzip and PNG. Two neighbouring CRCs can be combined if the
-length of the second part is known (Mark Adler's crc32_combine). So anyone can check a tensor with
-`zlib.crc32` of its bytes.
+The checksum is the CRC-32 that zlib, gzip and PNG use. The CRCs of two adjacent parts can be
+combined if the length of the second part is known (Mark Adler's crc32_combine). The result is
+`zlib.crc32` of all bytes of the tensor, so any program can verify it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from functools import cache
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
-"""x^0: the bits are mirrored, as in the definition of the CRC."""
+"""The polynomial x^0. Bits are reversed, as in the definition of this CRC."""
 
 
 @dataclass(frozen=True, order=True)
 class ChecksumPart:
-    """CRC-32 of `nbytes` bytes of a tensor, starting at byte `at`."""
+    """CRC-32 of part of a tensor, which is the `nbytes` bytes that start at byte `at`."""
 
     at: int
     nbytes: int
@@ -26,9 +26,9 @@ class ChecksumPart:
 
 
 def combine(parts: Iterable[ChecksumPart], nbytes: int) -> int | None:
-    """Return the CRC-32 of the `nbytes` bytes that `parts` (in any order) cover.
+    """Return the CRC-32 of a tensor of `nbytes` bytes from the CRCs of its parts.
 
-    Returns None if they do not cover each byte exactly once.
+    The parts may be in any order. Returns None if they do not cover each byte exactly once.
     """
     crc, reached = 0, 0
     for part in sorted(part for part in parts if part.nbytes):
@@ -63,7 +63,7 @@ def _power_of_two(exponent: int) -> int:
 def _times(a: int, b: int) -> int:
     """Return the product of two polynomials over GF(2), modulo the CRC polynomial."""
     product = 0
-    # Bit by bit in Python is fast enough: it runs once per part, not once per byte.
+    # A loop over bits in Python is fast enough, because it runs per part, not per byte.
     for bit in range(31, -1, -1):
         if a >> bit & 1:
             product ^= b

@@ -1,6 +1,6 @@
-"""Commands `shardwise checkpoint inspect|verify|accept|export PATH`, and `zero-to-fp32 FOLDER OUT`.
+"""Implements `shardwise checkpoint inspect|verify|accept|export` and `shardwise zero-to-fp32`.
 
-torch is imported only once a command runs, so that `--help` is fast.
+torch is imported only when a command runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.tools import TensorLine
 
 NOT_WHOLE = 1
-"""Exit code of `verify` for a checkpoint that fails verification."""
+"""Exit code of `verify` if a checkpoint fails verification."""
 
 
 @click.group(
@@ -36,8 +36,8 @@ NOT_WHOLE = 1
 def checkpoint(ctx: click.Context) -> None:
     """Inspect, verify or export a checkpoint.
 
-    PATH is the folder of one step, or the folder of a run's checkpoints, whose newest is used.
-    inspect, verify and export also take DeepSpeed checkpoints.
+    PATH is the folder of one step, or a folder of several checkpoints, whose newest one is used.
+    inspect, verify and export also accept DeepSpeed checkpoints.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
@@ -45,21 +45,21 @@ def checkpoint(ctx: click.Context) -> None:
 
 
 def _report_errors(command: Callable[..., int]) -> Callable[..., int]:
-    """Decorate a command to print our errors as one line, without a traceback."""
+    """Decorate a command so that a CheckpointError prints one line instead of a traceback."""
 
     @wraps(command)
     def run(*args: Any, **options: Any) -> int:
         try:
             return command(*args, **options)
         except CheckpointError as error:
-            # A path in the message may contain control characters.
+            # Escape the message, because a path in it may contain control characters.
             raise click.ClickException(printable(error)) from error
 
     return run
 
 
 def _print_line(console: Console, line: str) -> None:
-    """Print a line literally: brackets in names are not markup."""
+    """Print a line literally, because rich would interpret brackets in names as markup."""
     console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
@@ -94,7 +94,7 @@ def inspect(path: Path) -> int:
 @_PATH
 @_report_errors
 def verify(path: Path) -> int:
-    """Read all files and compare the checksums; exit with 1 if any file has changed."""
+    """Read all files and compare the checksums. The exit code is 1 if any file has changed."""
     from rich.console import Console
 
     from shardwise.checkpoint.tools import OpenedCheckpoint
@@ -130,7 +130,7 @@ def verify(path: Path) -> int:
 def accept(path: Path) -> int:
     """Accept deliberate edits of checkpoint.json and the small files next to it.
 
-    Writes new checksums of these files. The checksums of tensors do not change.
+    Writes new checksums for these files. The checksums of tensors do not change.
     """
     from shardwise.checkpoint import document
     from shardwise.checkpoint.atomic_folders import newest
@@ -150,7 +150,7 @@ def accept(path: Path) -> int:
 @click.option("--average", is_flag=True, help="write the moving average of the weights instead")
 @_report_errors
 def export(path: Path, to: Path, average: bool) -> int:
-    """Write the model to one plain file. TO ends in .safetensors or .pt."""
+    """Write the model to a single file. TO must end in .safetensors or .pt."""
     from shardwise.checkpoint.tools import export as write_file
 
     if _open_deepspeed(path) is not None:
@@ -166,7 +166,7 @@ def export(path: Path, to: Path, average: bool) -> int:
 
 
 def _open_deepspeed(path: Path) -> Save | None:
-    """Return the DeepSpeed checkpoint at `path`, or None."""
+    """Return the DeepSpeed checkpoint at `path`, or None if it is not one."""
     from shardwise.checkpoint.deepspeed.folders import find
     from shardwise.checkpoint.deepspeed.save import Save
 
@@ -231,8 +231,8 @@ def _table(lines: Iterable[TensorLine], title: str | None = None) -> Table:
 def zero_to_fp32(folder: Path, out: Path, tag: str | None) -> int:
     """Write the weights of the DeepSpeed checkpoint in FOLDER to one fp32 file, without DeepSpeed.
 
-    OUT ends in .safetensors, .pt, .pth or .bin, or is a folder, for model.safetensors in it. To
-    continue training from FOLDER, no conversion is needed: engine.load("FOLDER").
+    OUT is a file that ends in .safetensors, .pt, .pth or .bin, or a folder for model.safetensors.
+    To continue training from FOLDER, no conversion is needed: engine.load("FOLDER").
     """
     try:
         return _convert(folder if tag is None else folder / tag, out)
@@ -241,7 +241,11 @@ def zero_to_fp32(folder: Path, out: Path, tag: str | None) -> int:
 
 
 def _convert(folder: Path, out: Path) -> int:
-    """Write the weights in `folder`, and print a summary. Raises CheckpointError."""
+    """Write the weights of the DeepSpeed checkpoint `folder` to `out`, and print a summary.
+
+    Returns the exit code. Raises CheckpointError if the checkpoint cannot be read, or the file
+    cannot be written.
+    """
     from rich.console import Console
     from rich.progress import Progress
 

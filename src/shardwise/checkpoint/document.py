@@ -1,4 +1,4 @@
-"""Reader and writer of checkpoint.json: all contents except tensors, with its own checksum.
+"""Reads and writes checkpoint.json, which holds everything except tensors.
 
     {"format": "shardwise checkpoint", "version": 2, "step": 200, "seed": 0,
      "sets": {"model": ["model.safetensors"], "optimizer": [...]},
@@ -9,7 +9,7 @@
      "scaling": {...}, "tracked": {"loader": {"samples": 51200, "epoch": 1}}, "written_by": {...},
      "crc32": "5d1f1a07"}
 
-The last line but one holds the CRC-32 of all bytes before it. docs/checkpoint_format.md describes
+The second-to-last line holds the CRC-32 of all bytes before it. docs/checkpoint_format.md describes
 each field.
 """
 
@@ -30,24 +30,28 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 FORMAT = "shardwise checkpoint"
 VERSION = 2
 UNSUMMED = 1
-"""The version that had checksums of tensors only. It is still read."""
+"""Version with checksums of tensors only. It can still be loaded."""
 
 SHOWN = 8
-"""Maximum number of other checkpoints that a message names, newest first."""
+"""Maximum number of other checkpoints that an error message lists."""
 
 _SUM = "crc32"
-# The exact last bytes, so that the checksum is found without parsing the JSON before it.
+# Matches the exact last bytes, so that the checksum can be read before the JSON is parsed.
 _END = re.compile(rb' "crc32": "([0-9a-f]{8})"\n\}\n')
 _LENGTH_OF_END = len(b' "crc32": "00000000"\n}\n')
 
 
 def dump(fields: Mapping[str, Any]) -> bytes:
-    """Return the bytes of the file; `fields` are all fields except format, version and checksum."""
+    """Return the contents of the file.
+
+    Args:
+        fields: All fields except the format, the version and the checksum.
+    """
     known = set(schema.FIELDS) | (set(fields) & set(schema.OPTIONAL))
-    # A field without a check in schema.py would be saved but never validated.
+    # Every field needs a check in schema.py. Otherwise no load would validate it.
     assert set(fields) == known, set(fields) ^ known
     whole = {"format": FORMAT, "version": VERSION} | dict(fields)
-    # The checksum covers all bytes before it, so it must be at the end.
+    # The checksum covers all bytes before it, so it must be the last field.
     body = json.dumps(whole, indent=1, allow_nan=False).encode().removesuffix(b"\n}") + b",\n"
     return body + f' "{_SUM}": "{zlib.crc32(body):08x}"\n}}\n'.encode()
 
@@ -55,13 +59,13 @@ def dump(fields: Mapping[str, Any]) -> bytes:
 def load(folder: Path) -> dict[str, Any]:
     """Return the fields of the checkpoint in `folder`.
 
-    Raises CheckpointError if it does not exist or its version is too new, BrokenCheckpoint if the
-    file has changed or a field is not valid.
+    Raises CheckpointError if checkpoint.json does not exist or its version is too new, and
+    BrokenCheckpoint if the file was changed or a field is invalid.
     """
     path = folder / DOCUMENT
     data = _read(folder)
     summed = _END.fullmatch(data[-_LENGTH_OF_END:])
-    # Before the JSON is parsed: a flipped bit may leave valid JSON with another value.
+    # Check this before parsing: a flipped bit may result in valid JSON with a different value.
     if summed and crc_of(data[:-_LENGTH_OF_END]) != (written := summed[1].decode()):
         raise BrokenCheckpoint(
             f"{path} was changed after it was written: its CRC-32 is not {written}. "
@@ -73,7 +77,7 @@ def load(folder: Path) -> dict[str, Any]:
             f"{path} was changed after it was written: it does not end with its CRC-32. "
             f"{_accept_hint(folder)}"
         )
-    # Otherwise a changed version number would turn off the check of the checksum.
+    # Otherwise changing the version number would disable the check of the checksum.
     if fields["version"] == UNSUMMED and _SUM in fields:
         raise BrokenCheckpoint(
             f"{path} has a CRC-32, but files of version {UNSUMMED} do not. Use another checkpoint."
@@ -82,28 +86,29 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def accept(folder: Path) -> dict[str, Any]:
-    """Write new checksums of the small files in `folder` after a deliberate edit; return the
-    fields.
+    """Write new checksums of the small files in `folder` after a deliberate edit.
 
-    Checksums of tensors and of the headers of their files do not change. Raises as `load` does,
-    except for a wrong checksum, and OSError if the file cannot be written.
+    The checksums of tensors and of the headers of their files stay the same. Raises the errors of
+    `load` except for a wrong checksum, and OSError if the file cannot be written.
+
+    Returns:
+        The fields of checkpoint.json.
     """
     path = folder / DOCUMENT
     fields = _check_fields(path, _parse(path, _read(folder)))
     tensors = {name for names in fields["sets"].values() for name in names}
-    # Only the small files: the checksums of tensors still have to prove that the tensors are
-    # intact.
+    # Only the small files. The checksums of tensors must still prove that the tensors are intact.
     names = [path.name for path in folder.iterdir() if path.suffix in (".json", ".pt")]
     for name in sorted({*fields["files"], *names} - tensors - {DOCUMENT}):
         fields["files"][name] = crc_of(read_whole(folder / name))
     known = [name for name in (*schema.FIELDS, *schema.OPTIONAL) if name in fields]
     replace_file(path, dump({name: fields[name] for name in known}))
-    # Read the file again, so that the result is verified as by any other reader.
+    # Load the file again to verify the result like any other reader.
     return load(folder)
 
 
 def crc_of(data: bytes) -> str:
-    """Return the CRC-32 of `data` as checkpoint.json stores it."""
+    """Return the CRC-32 of `data` as 8 hexadecimal digits, the form used in checkpoint.json."""
     return f"{zlib.crc32(data):08x}"
 
 
@@ -130,9 +135,9 @@ def _read(folder: Path) -> bytes:
 
 
 def _parse(path: Path, data: bytes) -> dict[str, Any]:
-    """Return the JSON object of one of our files, of a known version."""
+    """Parse checkpoint.json. Raises unless it is a Shardwise checkpoint of a known version."""
     try:
-        # Python would accept NaN and Infinity, which are not JSON, and the load would use them.
+        # By default Python accepts NaN and Infinity, which are not valid JSON.
         fields = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint(
@@ -145,7 +150,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     version = fields.get("version")
     if type(version) is not int or version < UNSUMMED:
         raise BrokenCheckpoint(f"{path} has the invalid version {version!r:.60}. Use another.")
-    # Not BrokenCheckpoint: `resume` must not skip a newer checkpoint and go back to an older one.
+    # Not BrokenCheckpoint, because `resume` would skip it and load an older checkpoint.
     if version > VERSION:
         raise CheckpointError(
             f"{path} has version {version}, but this Shardwise reads versions up to {VERSION}. "
@@ -159,7 +164,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _check_fields(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return `fields` if its fields are valid. Raises BrokenCheckpoint."""
+    """Return `fields` if they are valid, otherwise raise BrokenCheckpoint."""
     if fields["version"] == UNSUMMED:
         fields.setdefault("files", {})
     try:

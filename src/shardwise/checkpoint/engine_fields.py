@@ -1,8 +1,8 @@
-"""Fields of checkpoint.json that record how far training is; one class per field.
+"""Defines the fields of checkpoint.json that record an engine's progress, one class per field.
 
-To add a field, write a class here, put it into FIELDS, and add its check to schema.OPTIONAL,
-because older checkpoints lack it. Tracked objects, tensors and optimizers have their own modules:
-tracking.py, tensors.py, optimizer_fields.py.
+To add a field, write a class here, add it to FIELDS, and add its check to schema.OPTIONAL (not to
+schema.FIELDS, because older checkpoints lack the field). Tracked objects, tensors and optimizers
+have their own modules: tracking.py, tensors.py and optimizer_fields.py.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class EngineField(ABC):
 
     @abstractmethod
     def value(self, engine: EngineView) -> Any:
-        """Return the value to save, as JSON; None omits the field."""
+        """Return the value to save as a JSON value, or None to omit the field."""
 
     def parse(self, path: Path, saved: Any) -> Any:
-        """Return the value in the form that `restore` takes.
+        """Convert a saved value to the form that `restore` expects.
 
-        A load parses all fields before it changes anything. Raises BrokenCheckpoint for a value
-        that no save writes.
+        A load parses all fields before it changes anything. Raises BrokenCheckpoint if no save
+        could have written the value. By default, return the value unchanged.
         """
         del path
         return saved
 
     @abstractmethod
     def restore(self, engine: EngineView, parsed: Any) -> None:
-        """Restore the engine from a parsed value."""
+        """Restore the engine's state from a value that `parse` returned."""
 
 
 class _Seed(EngineField):
@@ -48,11 +48,12 @@ class _Seed(EngineField):
         return engine.world.seed
 
     def restore(self, engine: EngineView, parsed: int | None) -> None:
-        """Use the saved seed, unless this run has its own."""
+        """Use the saved seed unless the user has chosen one for this run."""
         chosen = engine.world.settings.seed
         if parsed is None:  # a DeepSpeed checkpoint has no seed
             return
-        # A seed from --seed or sw.init(seed=...) wins: the user may want another data order.
+        # A seed from --seed or sw.init(seed=...) takes precedence, because the user may want a
+        # different data order.
         if chosen is None:
             engine.world.seed = parsed
         elif chosen != parsed:
@@ -64,7 +65,7 @@ class _Seed(EngineField):
 
 
 class _Scaling(EngineField):
-    """Loss scale, unit of loss weights, and whether gradients are reduced in fp32."""
+    """Loss scale, unit of the loss weights, and whether gradients are reduced in fp32."""
 
     name = "scaling"
 
@@ -73,15 +74,16 @@ class _Scaling(EngineField):
         return engine.scale.state() | {"unit": engine.weighting.unit, "wide": wide}
 
     def restore(self, engine: EngineView, parsed: Mapping[str, Any]) -> None:
+        # Without the saved loss scale, a resumed fp16 run might skip steps to find it again.
         engine.scale.restore(parsed)
         engine.weighting.unit = parsed["unit"]
-        # A sum that was widened during the run stays wide, so that a resume has the same bits.
+        # If the run had switched to fp32 sums, switch too, so that the results are bit-identical.
         if parsed["wide"] and engine.spec.settings.reduce_dtype == "fp32":
             engine.objects.states.gradients.widen()
 
 
 class _Draws(EngineField):
-    """Position of the common random stream, which all ranks draw from."""
+    """Position in the random stream that all ranks share."""
 
     name = "draws"
 
@@ -106,13 +108,16 @@ FIELDS: tuple[EngineField, ...] = (_Seed(), SCALING, _Draws())
 
 
 def values(engine: EngineView) -> dict[str, Any]:
-    """Return the fields to save."""
+    """Return the values of all fields to save, by field name."""
     found = {field.name: field.value(engine) for field in FIELDS}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def parse(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parsed values of `fields`, for `restore`. Raises BrokenCheckpoint."""
+    """Return the parsed values of `fields`, for `restore`.
+
+    Raises BrokenCheckpoint if no save could have written a value.
+    """
     return {
         field.name: field.parse(path, fields[field.name])
         for field in FIELDS
@@ -121,7 +126,7 @@ def parse(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore(engine: EngineView, parsed: Mapping[str, Any]) -> None:
-    """Restore `parsed` values; fields that the checkpoint lacks are not changed."""
+    """Restore the `parsed` values. Fields that the checkpoint lacks keep their current values."""
     for field in FIELDS:
         if field.name in parsed:
             field.restore(engine, parsed[field.name])

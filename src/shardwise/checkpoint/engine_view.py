@@ -1,7 +1,7 @@
-"""Protocols for the parts of an engine that saving and loading use.
+"""Defines protocols for the parts of an engine that saving and loading use.
 
-The engine is in a layer above and passes itself in: its EngineState is an `EngineView`, and its
-UserObjects are `Objects`.
+The engine is in a higher layer that this package must not import, so it passes its objects in.
+EngineState implements `EngineView`, and UserObjects implements `Objects`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.world.world import World
 
 
 class Objects(Protocol):
-    """The user's models and optimizers in an engine."""
+    """The user's models and optimizers in an engine, with their states."""
 
     buffers: Buffers
     attributes: OptimizerAttributes
@@ -28,17 +28,20 @@ class Objects(Protocol):
     def states(self) -> StatesView: ...
 
     def check_passes(self) -> None:
-        """Raise if a forward had an error that forbids a step."""
+        """Raise an error if a forward pass failed in a way that rules out a step."""
 
     def look_for_changes(self) -> None:
-        """Apply changes that user code has made since the last call."""
+        """Detect and apply the changes that user code has made since the last call."""
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
-        """Add averages of frozen parameters; return whether the states have a new layout."""
+        """Add moving averages for the frozen parameters in `names`.
+
+        Returns whether the layout of the states has changed.
+        """
 
 
 class WeightingView(Protocol):
-    """Scaling of loss weights."""
+    """The scaling of loss weights."""
 
     @property
     def unit(self) -> float | None: ...
@@ -47,7 +50,7 @@ class WeightingView(Protocol):
 
 
 class EngineView(Protocol):
-    """An engine and the progress of its training."""
+    """An engine and the progress of its run."""
 
     @property
     def world(self) -> World: ...
@@ -72,10 +75,10 @@ class EngineView(Protocol):
         """True if the engine can be saved now."""
 
     def refuse_in_step(self, call: str) -> None:
-        """Raise UsageError if `call` is made within a step."""
+        """Raise UsageError if a step is in progress. The message names the user's call, `call`."""
 
     def continue_at(self, steps: int) -> None:
-        """Continue to count from the `steps` of a loaded checkpoint."""
+        """Set the step counter to `steps`, the step of a loaded checkpoint."""
 
     def anchored(self) -> AbstractContextManager[None]:
-        """Return a context manager that gives all groups of ranks the same weights."""
+        """Return a context manager that gives all groups of ranks the same weights inside it."""

@@ -1,4 +1,4 @@
-"""Export of whole tensors as one plain file that other libraries read."""
+"""Exports full tensors to a single file that other libraries can read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ PICKLED = (".pt", ".pth", ".bin")
 def write_model(model: nn.Module, path: Path) -> None:
     """Write the state_dict of `model` to `path`.
 
-    A suffix in `PICKLED` means torch.save, any other suffix safetensors, which hold tensors only.
+    Uses torch.save if the suffix is in `PICKLED`. Otherwise writes safetensors, which can hold only
+    tensors, and omits all other entries.
     """
     write_tensors(*_split_state_dict(model), path)
 
@@ -32,19 +33,20 @@ def write_model(model: nn.Module, path: Path) -> None:
 def write_tensors(
     tensors: dict[str, Tensor], aliases: Mapping[str, str], rest: Mapping[str, Any], path: Path
 ) -> None:
-    """Write tensors and their aliases to `path`; its folder is created.
+    """Write tensors and their aliases to `path`, and create its folder if necessary.
 
-    In safetensors a tied weight is written once, and its aliases go into the metadata, as with
-    their own `save_model`.
+    A safetensors file contains a tied weight once, and its aliases in the metadata, as with
+    safetensors' own `save_model`.
 
     Args:
-        tensors: Tensors by name; no two share memory.
-        aliases: Further names of tensors, each with the name in `tensors`.
-        rest: Values that are not tensors. Safetensors cannot hold them, so they are omitted there.
+        tensors: Tensors by name. No two of them may share memory.
+        aliases: Maps each further name of a tied weight to its name in `tensors`.
+        rest: Values that are not tensors. A safetensors file omits them.
+        path: File to write. Its suffix selects the format, as in `write_model`.
 
     Raises:
         OSError: The file cannot be written.
-        CheckpointError: Safetensors have no such dtype.
+        CheckpointError: Safetensors do not support the dtype of a tensor.
     """
     with replace_when_complete(path) as file:
         if path.suffix in PICKLED:
@@ -72,16 +74,18 @@ def write_safetensors(
     aliases: Mapping[str, str],
     parts: Callable[[TensorSpec], Iterable[Tensor]],
 ) -> None:
-    """Write safetensors into `file`, which becomes `path`.
+    """Write tensors in the safetensors format into `file`.
 
     Args:
-        aliases: Further names of tied weights, each with the name of the written tensor.
-        parts: Returns the elements of a tensor as consecutive flat tensors.
+        path: Final path of the file, for error messages.
+        specs: Tensors to write.
+        aliases: Maps each further name of a tied weight to the name of the written tensor.
+        parts: Returns the elements of a tensor as consecutive 1-D CPU tensors.
 
     Raises:
-        CheckpointError: There are more tensors than a file may hold.
+        CheckpointError: There are too many tensors for one file.
     """
-    # One file, so no size limit: only the number of tensors could split it.
+    # Without a size limit, `lay_out` splits the set only if there are too many tensors.
     layout, *more = lay_out(path.stem, specs, limit=math.inf, aliases=aliases)
     if more:
         raise CheckpointError(
@@ -96,14 +100,14 @@ def write_safetensors(
 
 
 class _Writer:
-    """File for torch.save that remembers a disk error, which torch replaces with its own error."""
+    """File for torch.save that records the first disk error, because torch would hide it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write `data`."""
+        """Write `data`, and record a disk error if there is one."""
         try:
             return self._file.write(data)
         except OSError as error:
@@ -111,7 +115,7 @@ class _Writer:
             raise
 
     def flush(self) -> None:
-        """Flush the buffer."""
+        """Flush the file, and record a disk error if there is one."""
         try:
             self._file.flush()
         except OSError as error:
@@ -121,10 +125,10 @@ class _Writer:
 
 @contextmanager
 def disk_errors(file: IO[bytes]) -> Iterator[IO[bytes]]:
-    """Context manager that yields a file for torch.save.
+    """Context manager that yields a wrapper of `file` for torch.save.
 
-    It raises the OSError of `file`, for example for a full disk. torch alone would raise a
-    RuntimeError ("unexpected pos").
+    If writing fails, for example because the disk is full, it raises the original OSError instead
+    of torch's RuntimeError ("unexpected pos").
     """
     writer: Any = _Writer(file)
     try:
@@ -136,22 +140,23 @@ def disk_errors(file: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 _NAMELESS = getattr(os, "O_TMPFILE", 0)
-"""Linux's flag for opening a file without a name."""
+"""Flag for opening an unnamed file (Linux only; 0 elsewhere)."""
 
 _NEEDS_A_NAME = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
-"""Errors of file systems that require a name for every file."""
+"""Error numbers of file systems that do not support unnamed files."""
 
 
 @contextmanager
 def replace_when_complete(path: Path) -> Iterator[IO[bytes]]:
-    """Context manager that yields a file which becomes `path` once it is complete.
+    """Context manager that yields a file, and gives it the name `path` when the block completes.
 
-    The folder is created. The file has no name before that, so a killed process leaves
-    nothing behind. If the file system requires a name, the file is locked while it is being
-    written, and the next export to `path` removes such files that are not locked.
+    Creates the folder if necessary. Until the block completes, the file is unnamed, so that a
+    killed process leaves nothing behind. If the file system does not support unnamed files, the
+    file has a temporary name and is locked while it is written. The next export to `path` removes
+    temporary files that are no longer locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A killed process may have left its file behind; the kernel has released the lock on it.
+    # Remove the files that killed processes left behind. The kernel has released their locks.
     _sweep(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -161,14 +166,17 @@ def replace_when_complete(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             if not named:
                 _name(fd, aside)
-            # Before the file is closed, because closing it releases the lock.
+            # Rename the file before closing it, because closing it releases the lock.
             aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
 
 
 def _open(aside: Path) -> tuple[int, bool]:
-    """Open a file in the folder of `aside`; the second result says whether it has that name."""
+    """Open a new file, unnamed if possible, otherwise at the path `aside` and locked.
+
+    Returns the descriptor, and whether the file has the name `aside`.
+    """
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
         if _NAMELESS:
@@ -182,17 +190,17 @@ def _open(aside: Path) -> tuple[int, bool]:
 
 
 def _name(fd: int, path: Path) -> None:
-    """Give the open file without a name the name `path`."""
+    """Give the open, unnamed file the name `path`."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # With dst_dir_fd Python calls linkat, which follows the link to the open file.
+        # With dst_dir_fd, Python calls linkat, which follows the /proc link to the open file.
         os.link(f"/proc/self/fd/{fd}", path.name, dst_dir_fd=folder)
     finally:
         os.close(folder)
 
 
 def _lock(fd: int) -> bool:
-    """Lock the file; return False if another process holds the lock."""
+    """Lock the file. Return False if another process holds the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -201,10 +209,11 @@ def _lock(fd: int) -> bool:
 
 
 def _sweep(path: Path) -> None:
-    """Remove the remains of killed exports to `path`."""
+    """Remove temporary files that killed exports to `path` left behind."""
     begin, end = f".{path.name}.", ".partial"
     for found in path.parent.iterdir():
-        # The process id only keeps names apart. It may have been reused, or be from another host.
+        # Check the lock, not the process id in the name: the id may have been reused, or the
+        # process may run on another host.
         pid = found.name.removeprefix(begin).removesuffix(end)
         if found.name != f"{begin}{pid}{end}" or not pid.isdigit() or not found.is_file():
             continue
@@ -217,9 +226,9 @@ def _sweep(path: Path) -> None:
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:
-    """Return a copy of the state_dict of `model` on the CPU, with plain names.
+    """Return a copy of the state_dict of `model` on the CPU.
 
-    Tied weights are one tensor.
+    Names do not contain torch.compile's prefix. Tied weights still share one tensor.
     """
     tensors, aliases, rest = _split_state_dict(model)
     state = tensors | {alias: tensors[first] for alias, first in aliases.items()} | rest
@@ -231,24 +240,27 @@ def _plain_name(key: str) -> str:
 
 
 def _split_state_dict(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """Return copies of the tensors by plain name, the first name of each alias, and all other
-    entries of the state_dict."""
+    """Split the state_dict of `model` into tensors, aliases and all other entries, by plain name.
+
+    The tensors are copies on the CPU. The second result maps each alias of a tied weight to its
+    first name.
+    """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     rest: dict[str, Any] = {}
     first_name: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
-    # Sorted, so that the same name of a tied weight comes first in every export.
+    # Sort the names, so that every export uses the same name of a tied weight.
     for key, value in sorted(model.state_dict().items()):
         name = _plain_name(key)
         if not isinstance(value, Tensor):
             rest[name] = value
             continue
-        # Tied weights share memory, shape and strides; a view of a part differs in shape.
+        # Tied weights share memory, shape and strides. A view of part of a tensor does not.
         place = (value.data_ptr(), tuple(value.shape), tuple(value.stride()))
         if value.numel() and place in first_name:
             aliases[name] = first_name[place]
             continue
         first_name[place] = name
-        # cpu() and contiguous() return the same tensor if there is nothing to do, so clone.
+        # cpu() and contiguous() may return the tensor itself, so clone it too.
         tensors[name] = value.detach().cpu().contiguous().clone()
     return tensors, aliases, rest

@@ -1,13 +1,14 @@
-"""Hook for a feature that adds tensor sets and fields to a checkpoint.
+"""Defines the hook through which a feature adds tensor sets and fields to checkpoints.
 
-A run without the feature uses it too, to load checkpoints of runs with the feature.
+A run that does not use the feature calls the hook too, to load checkpoints of runs that do.
 
-    save    tensors ─▶ specs, spans, reordered    the sets
-            fields                                 fields of checkpoint.json
-    load    select_sets                                which sets and fields this rank reads
+    save    tensors ─▶ specs, spans, reordered    tensor sets
+            fields                                fields of checkpoint.json
+    load    select_sets                           chooses the sets and fields that this rank reads
             before_model ─▶ (the model is read) ─▶ after_model, or start_again
 
-Here a *group* is the ranks that share one optimizer state; without the feature, all ranks.
+In this module, a *group* is the set of ranks that share one optimizer state. Without the feature,
+this is all ranks.
 """
 
 from __future__ import annotations
@@ -24,43 +25,43 @@ from shardwise.checkpoint.reader import TensorReader
 from shardwise.checkpoint.tensor_spans import StoredTensors
 
 Places = Mapping[bool, tuple[int, int]]
-"""This rank's position among the ranks with the same elements, and their number. The key says
-whether a rank has only a part of each tensor (tensor parallelism)."""
+"""This rank's position among the ranks that hold the same elements, and their number. The key True
+is for tensors that tensor parallelism has split, False for all others."""
 
 Sets = Mapping[str, TensorReader]
-"""Readers of an opened checkpoint, by set."""
+"""Readers of an opened checkpoint's tensor sets, by name."""
 
 
 class ExtraTensors(ABC):
-    """Tensors that a feature adds to one save or load.
+    """The tensors that a feature adds to one save or load.
 
-    Iterating yields the spans that this rank holds.
+    Iterating over it yields the spans that this rank holds.
     """
 
     @abstractmethod
     def specs(self) -> dict[str, list[TensorSpec]]:
-        """Return the tensors of this rank's layers, by kind."""
+        """Return the specs of the tensors in this rank's layers, by kind."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[StoredTensors]:
-        """Yield all spans, bucket by bucket."""
+        """Yield all spans of this rank, bucket by bucket."""
 
     @abstractmethod
     def out_of_order(self) -> set[tuple[str, str]]:
-        """Return kind and name of tensors whose memory order differs from their element order."""
+        """Return kind and name of each tensor whose memory order differs from its element order."""
 
     @abstractmethod
     def reordered(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield kind, name and value of these tensors, whole and in element order.
+        """Yield kind, name and value of each tensor that `out_of_order` returns.
 
-        Collective over the group.
+        The values are full tensors in element order. Collective in the group.
         """
 
     def buffers(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the buffers that the first rank of a group saves, by their name in its set.
+        """Return the buffers that the first rank of a group saves, by their names in its set.
 
         Args:
-            held: The buffers of that rank.
+            held: All buffers of that rank, by name.
         """
         del held
         return {}
@@ -68,10 +69,11 @@ class ExtraTensors(ABC):
 
 @dataclass(frozen=True)
 class SetsToRead:
-    """Sets and fields that a rank reads, in the form that its own group would have written.
+    """Sets and fields that a rank reads, named as if only its own group had written them.
 
     Args:
-        own: Model tensors that are read from another set: reader, and name there, by name.
+        own: Model tensors to read from a different set: for each name, the set's reader and the
+            tensor's name in that set.
     """
 
     sets: Sets
@@ -80,23 +82,23 @@ class SetsToRead:
 
 
 class ExtraSets:
-    """Additions of a feature to checkpoints. By default, methods add nothing.
+    """The sets and fields that a feature adds to checkpoints. This base class adds nothing.
 
-    One object serves an engine even if its states are laid out again.
+    An engine uses the same object throughout, even if the layout of its states changes.
     """
 
     # -- saving ---------------------------------------------------------------------------
 
     def set_name(self, kind: str, group: int) -> str:
-        """Return the name of the set of `kind` that belongs to group number `group`."""
+        """Return the name of the set for tensors of `kind` in the group with index `group`."""
         del group
         return kind
 
     def tensors(self, places: Mapping[str, Places]) -> ExtraTensors | None:
-        """Return the feature's present tensors, or None. Collective over all ranks.
+        """Return the feature's current tensors, or None if the feature is not used. Collective.
 
         Args:
-            places: This rank's place among the ranks with the same elements, by kind.
+            places: This rank's position among the ranks that hold the same elements, by kind.
         """
         del places
         return None
@@ -104,11 +106,13 @@ class ExtraSets:
     def fields(
         self, mine: Mapping[str, Any], gather_from_layers: Callable[[Any], list[Any]]
     ) -> dict[str, Any]:
-        """Return additional fields of checkpoint.json; schema.py must list them. Collective.
+        """Return additional fields for checkpoint.json. Collective.
+
+        schema.py must define a check for each of them.
 
         Args:
             mine: The fields `state`, `borders` and `scaling` of this group.
-            gather_from_layers: Gathers a value from the pipeline's ranks.
+            gather_from_layers: Gathers a value from the ranks of the pipeline.
         """
         del mine, gather_from_layers
         return {}
@@ -118,11 +122,11 @@ class ExtraSets:
     def select_sets(
         self, sets: Sets, fields: Mapping[str, Any], buffers: Set[str], *, model_only: bool
     ) -> SetsToRead:
-        """Return the sets and fields that this rank reads, out of all groups' sets.
+        """Choose the sets and fields that this rank reads, out of the sets of all groups.
 
         Args:
             sets: All sets of the checkpoint.
-            fields: Fields of checkpoint.json; empty for files of another library.
+            fields: Fields of checkpoint.json. Empty for files from other libraries.
             buffers: Names of the model's buffers.
             model_only: True if optimizers and progress are not loaded.
         """
@@ -130,10 +134,10 @@ class ExtraSets:
         return SetsToRead(sets, fields)
 
     def before_model(self) -> None:
-        """Prepare a load, before the model's tensors are read. Collective over each group."""
+        """Prepare for a load, before the model's tensors are read. Collective in each group."""
 
     def start_again(self) -> None:
-        """Reset the feature's state, if only the model was loaded."""
+        """Reset the feature's state after a load of the model only."""
 
     def after_model(
         self,
@@ -142,16 +146,20 @@ class ExtraSets:
         places: Mapping[str, Places],
         fill: Callable[[Iterable[StoredTensors]], None],
     ) -> None:
-        """Restore the feature's tensors and numbers, after the model's tensors are read.
+        """Restore the feature's tensors and scalars, after the model's tensors have been read.
 
         Args:
-            source: The result of `select_sets`.
+            source: The value that `select_sets` returned.
             step: Step of the checkpoint.
-            places: As for `tensors`.
-            fill: Reads the elements of spans from the checkpoint.
+            places: Same as in `tensors`.
+            fill: Fills the given spans from the checkpoint.
         """
 
     def notes(self, fields: Mapping[str, Any]) -> Iterable[str]:
-        """Return messages for the user about changes and omissions of a load."""
+        """Return messages for the user about state that a load changes or omits.
+
+        Args:
+            fields: Fields of checkpoint.json.
+        """
         del fields
         return ()

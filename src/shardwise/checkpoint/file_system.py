@@ -1,10 +1,10 @@
-"""File operations of checkpoints: open regular files, write small ones, remove old checkpoints.
+"""Implements the file operations for checkpoints: opening, writing and removing files.
 
-Only regular files are opened for reading. A pipe would block until someone writes to it, and a
-folder in the place of a file gets an error that says so.
+Only regular files are opened for reading. A pipe would block until another process writes to it. A
+folder in place of a file raises a specific error.
 
-A removal may fail, and the save succeeds anyway: another process may have a file open (NFS then
-renames it instead of deleting it), or another user may own the folder that a link points to.
+A save succeeds even if old files cannot be removed. For example, another process may have a file
+open (NFS then renames it instead of deleting it), or the folder may belong to another user.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _KINDS = {
 
 
 def open_to_read(path: Path) -> int:
-    """Return a descriptor of the file `path`; links are followed.
+    """Open the file `path` for reading and return its descriptor. Follows links.
 
-    Raises OSError if it cannot be opened, BrokenCheckpoint if it is not a regular file.
+    Raises OSError if it cannot be opened, and BrokenCheckpoint if it is not a regular file.
     """
-    # O_NONBLOCK: opening a pipe without a writer would block forever.
+    # Use O_NONBLOCK, because opening a pipe without a writer would block forever.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
@@ -44,18 +44,21 @@ def open_to_read(path: Path) -> int:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return all bytes of the file `path`. Raises as `open_to_read` does."""
+    """Return the contents of the file `path`. Raises the errors of `open_to_read`."""
     with open(open_to_read(path), "rb") as file:
         return file.read()
 
 
 def must_be_file(path: Path) -> None:
-    """Raise as `open_to_read` does. For a file that a library opens by its name."""
+    """Check that `path` is a regular file, before a library opens it.
+
+    Raises the errors of `open_to_read`.
+    """
     os.close(open_to_read(path))
 
 
 def sync(folder: Path) -> None:
-    """Return once the names in `folder` are on disk."""
+    """Flush the entries of `folder` (the names in it, not the files' contents) to disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -64,7 +67,7 @@ def sync(folder: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write `data` to the file `path`, and return once it is on disk."""
+    """Write `data` to the file `path` and flush it to disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -72,8 +75,8 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace the file `path` atomically: after a crash it has the old or the new content."""
-    # In the same folder, because a rename is atomic only within one file system.
+    """Replace the file `path` atomically. After a crash, it has either the old or new contents."""
+    # Write in the same folder, because a rename is atomic only within one file system.
     aside = path.with_name(f".{path.name}.partial")
     try:
         write_synced(aside, data)
@@ -84,12 +87,12 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def remove(path: Path) -> str | None:
-    """Remove a folder with its contents, a file, or a link (but not its target).
+    """Remove a file, a link (but not its target), or a folder with its contents.
 
-    Returns None, or a message that says why the path could not be removed.
+    Returns an error message if that failed, else None.
     """
     try:
-        # A link to a folder is a folder too, but its target is not ours to remove.
+        # `is_dir` is also True for a link to a folder, whose contents must not be removed.
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -100,12 +103,12 @@ def remove(path: Path) -> str | None:
 
 
 def not_removed(path: Path, error: OSError) -> str:
-    """Return the message for a path that could not be removed."""
+    """Return the warning for a path that could not be removed."""
     return f"{path} could not be removed ({error.strerror or error}). The next save will try again."
 
 
 def gone_name(folder: Path, step: int | str) -> Path:
-    """Return an unused name in `folder` for the remains of the checkpoint of `step`."""
+    """Return an unused path in `folder` for a checkpoint of `step` that is being removed."""
     first = f".step-{step}.gone"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(1)))
     return next(folder / name for name in names if not os.path.lexists(folder / name))

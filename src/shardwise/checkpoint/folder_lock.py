@@ -1,8 +1,8 @@
-"""Lock on a folder of checkpoints, so that only one job at a time saves into it.
+"""Locks a folder of checkpoints, so that only one job at a time saves into it.
 
-The kernel (or a file server) holds the lock, so it ends with the process that took it, even after
-a kill. The next start of the job, or another job, can then take it. The lock file names its holder
-for human readers; a file that a killed job left behind locks nothing.
+The kernel (or the file server) manages the lock and releases it when the process that acquired it
+exits, even if it is killed. The next start of the job, or another job, can then acquire it. The
+lock file names its holder for human readers. A file that a killed job left behind locks nothing.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ LOCK = ".lock"
 """Name of the lock file in the folder of a run's checkpoints."""
 
 PATIENCE = 10.0
-"""Seconds to wait for another process to end, such as the previous start of this job."""
+"""Seconds to wait for the lock, in case the previous start of this job is still exiting."""
 
 PAUSE = 0.1
-"""Seconds between two attempts."""
+"""Seconds between two attempts to acquire the lock."""
 
 _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
 _UNKNOWN = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
-"""Errors of file systems that have no locks."""
+"""Error numbers of file systems without locks."""
 
 
 @dataclass
 class _Lock:
-    """A lock of this process, with the number of claims that share it."""
+    """A lock held by this process. `claims` is the number of FolderClaims that share it."""
 
     fd: int
     path: Path
@@ -47,21 +47,22 @@ class _Lock:
     claims: int = 1
 
     def holds(self) -> bool:
-        """Return whether the lock file still has its name; it may have been removed."""
+        """Return False if the lock file has been removed or replaced."""
         return _identity(self.path) == _identity(self.fd)
 
 
 _mutex = threading.Lock()
 _locks: dict[Path, _Lock] = {}
-"""Locks by file. A process that closes any descriptor of a file loses its POSIX lock on it, so all
-engines of a process share one descriptor."""
+"""Locks by path of the lock file. A process loses its POSIX lock on a file when it closes any
+descriptor of that file, so all engines in a process must share one descriptor."""
 
 
 @dataclass
 class FolderClaim:
-    """This job's claim on `folder`, into which it saves.
+    """This job's claim on a folder into which it saves.
 
-    `locked` is False if the file system has no locks, so that the claim keeps no other job out.
+    Args:
+        locked: False if the file system has no locks, so that the claim cannot stop other jobs.
     """
 
     folder: Path
@@ -69,7 +70,7 @@ class FolderClaim:
     _lock: _Lock | None
 
     def holds(self) -> bool:
-        """Return whether the claim is still valid; the folder may have been removed."""
+        """Return False if the claim is no longer valid because the folder has been removed."""
         return self._lock is None or self._lock.holds()
 
     def release(self) -> None:
@@ -83,17 +84,18 @@ class FolderClaim:
                 return
             if _locks.get(lock.path) is lock:
                 del _locks[lock.path]
-            # Unlink before unlocking: otherwise another job could lock a file that is then removed.
+            # Unlink the file before unlocking it. Otherwise another job could lock a file that this
+            # one then removes.
             if lock.holds():
                 lock.path.unlink(missing_ok=True)
             os.close(lock.fd)
 
 
 def take(folder: Path, patience: float | None = None) -> FolderClaim:
-    """Claim `folder`, which is created if it does not exist.
+    """Claim `folder` for this job. Creates the folder if it does not exist.
 
     Raises FolderInUse if another job still holds it after `patience` seconds (default PATIENCE),
-    OSError if no file can be created in it.
+    and OSError if no file can be created in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     patience = PATIENCE if patience is None else patience
@@ -113,27 +115,28 @@ def take(folder: Path, patience: float | None = None) -> FolderClaim:
 
 
 def _try_to_claim(folder: Path) -> FolderClaim | str:
-    """Return a claim, or the name of the job that holds the folder."""
+    """Return a claim, or the name of the job that holds the lock."""
     path = folder.resolve() / LOCK
     held = _locks.get(path)
     if held is not None and held.process == os.getpid() and held.holds():
-        # Several engines of this process may save into the same folder.
+        # Several engines in this process may save into the same folder.
         held.claims += 1
         return FolderClaim(folder, True, held)
     while True:
-        # O_NOFOLLOW: a link planted in a shared folder must not make us write into another file.
+        # Use O_NOFOLLOW, because a link planted in a shared folder could redirect the write to
+        # another file.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            # lockf, not flock: some NFS clients keep flock local to one host.
+            # Use lockf, because on some NFS clients flock works only within one host.
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # The holder may be on another host, so only the file can name it.
+            # The holder may be on another host, so read its name from the file.
             holder = _read_holder(fd)
             os.close(fd)
             if error.errno in _TAKEN:
                 return holder
             if error.errno in _UNKNOWN:
-                # Saving without a lock is better than not saving: the caller warns the user.
+                # Saving without a lock is better than not saving. The caller warns the user.
                 return FolderClaim(folder, False, None)
             raise
         if _identity(path) != _identity(fd):  # the holder removed it between open and lock
@@ -153,7 +156,7 @@ def _identity(file: Path | int) -> tuple[int, int] | None:
 
 
 def _write_holder(fd: int) -> None:
-    """Write who holds the lock into the file, for human readers."""
+    """Write the identity of this process into the lock file, for human readers."""
     name = {
         "script": sys.argv[0] if sys.argv else "",
         "process": os.getpid(),
@@ -162,10 +165,10 @@ def _write_holder(fd: int) -> None:
     }
     data = json.dumps(name).encode() + b"\n"
     try:
-        # Written before the truncation, so that a reader never finds the file empty.
+        # Write before truncating, so that no reader sees an empty file.
         os.pwrite(fd, data, 0)
         os.ftruncate(fd, len(data))
-    except OSError:  # a full disk: the lock still works without a name
+    except OSError:  # for example, the disk is full; the lock works even if the file is empty
         os.ftruncate(fd, 0)
 
 

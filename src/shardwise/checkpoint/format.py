@@ -1,9 +1,9 @@
-"""Layout and parser of safetensors files, to the letter of their format. Touches no file.
+"""Computes and parses the layout of safetensors files. Does no I/O.
 
-    | 8 bytes: length n | n bytes: JSON, padded with spaces | the tensors, end to end |
+    | 8 bytes: length n | n bytes: JSON, padded with spaces | tensors, without gaps |
 
-Tensors are ordered by decreasing element size, so each starts at a multiple of its element size.
-docs/checkpoint_format.md is the specification.
+Tensors are sorted by decreasing element size, so that each starts at a multiple of its element
+size. docs/checkpoint_format.md is the specification.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ ITEM_BYTES = {
     "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-"""Bytes per element of each dtype that safetensors defines."""
+"""Bytes per element of each safetensors dtype."""
 
 LONGEST_HEADER = 100_000_000
-"""Maximum length of a header in bytes; the reference implementation has the same limit."""
+"""Maximum length of a header in bytes. The reference implementation has the same limit."""
 
 MOST_DIMS = 64
-"""Maximum number of dims of a tensor; torch has the same limit."""
+"""Maximum number of dims of a tensor. torch has the same limit."""
 
 MOST_TENSORS = 2**18
-"""Maximum number of tensors in a file. Parsing more would take many seconds; a set may have
-several files."""
+"""Maximum number of tensors in a file. Parsing more would take many seconds. A larger set is split
+into several files."""
 
 _LENGTH = 8
 _METADATA = "__metadata__"
@@ -61,7 +61,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A tensor in a file: bytes [begin, end), counted from the start of the file."""
+    """A tensor in a file, stored in bytes [begin, end) from the start of the file."""
 
     spec: TensorSpec
     file: str
@@ -71,7 +71,14 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """Layout of one file, written or not: `header` is its first bytes."""
+    """Layout of one file, which need not exist.
+
+    Args:
+        header: First bytes of the file: the length and the JSON.
+        tensors: Tensors in the file, by name.
+        metadata: Free-form metadata in the header.
+        nbytes: Size of the file in bytes.
+    """
 
     name: str
     header: bytes
@@ -83,21 +90,24 @@ class TensorFile:
 def lay_out(
     stem: str, specs: Iterable[TensorSpec], *, limit: float, aliases: Mapping[str, str]
 ) -> list[TensorFile]:
-    """Return the layout of the set `stem`: one file, or several if it exceeds a limit.
+    """Compute the layout of a set of tensors, in one or more files.
 
-    A file has at most `limit` bytes and MOST_TENSORS tensors. A tensor that is larger than the
-    limit gets its own file.
+    A file contains at most `limit` bytes of tensors and MOST_TENSORS tensors. A tensor larger than
+    the limit has a separate file.
 
     Args:
-        aliases: Further names of tensors, each with the name under which the tensor is written.
-            They are stored in the metadata, where safetensors' own `save_model` puts them.
+        stem: Name of the set. Its file names start with it.
+        specs: Tensors of the set. All ranks must pass them in the same order.
+        limit: Maximum size of a file's tensors in bytes.
+        aliases: Maps each further name of a tied weight to its name in `specs`. Stored in the
+            metadata, as safetensors' own `save_model` does.
     """
-    # sorted() is stable: all ranks compute the same layout from the same list.
+    # sorted() is stable, so all ranks compute the same layout from the same list.
     ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in ordered:
-        # Never leave a group empty: a tensor above the limit must still go somewhere.
+        # The first tensor of a file is always accepted, even if it exceeds the limit.
         if groups[-1] and (size + spec.nbytes > limit or len(groups[-1]) == MOST_TENSORS):
             groups.append([])
             size = 0
@@ -108,20 +118,20 @@ def lay_out(
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """Return the file names of a set, in the form that Hugging Face's readers expect."""
+    """Return the file names of a set of `count` files, in the form that Hugging Face expects."""
     if count == 1:
-        # A single file has no number, so that stock readers find it without an index.
+        # A single file has no number in its name, so that other libraries find it without an index.
         return [f"{stem}.safetensors"]
     return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def index_name(stem: str) -> str:
-    """Return the name of the index of a split set."""
+    """Return the file name of the index of a set that is split into several files."""
     return f"{stem}.safetensors.index.json"
 
 
 def index(files: Sequence[TensorFile]) -> dict[str, Any]:
-    """Return the index of a split set: which file contains which tensor."""
+    """Return the index of a split set, which maps each tensor to its file."""
     placed = {name: tensor for file in files for name, tensor in file.tensors.items()}
     total = sum(tensor.spec.nbytes for tensor in placed.values())
     return {
@@ -145,7 +155,7 @@ def _build_file(name: str, specs: Sequence[TensorSpec], aliases: Mapping[str, st
             "data_offsets": list(ends[-1]),
         }
         offset += spec.nbytes
-    # The header is padded to 8 bytes, so that the first tensor is aligned for any dtype.
+    # Pad the header to a multiple of 8 bytes, so that the first tensor is aligned for any dtype.
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     start = _LENGTH + len(text)
@@ -161,17 +171,18 @@ def _build_file(name: str, specs: Sequence[TensorSpec], aliases: Mapping[str, st
 
 
 def header_length(first: bytes, nbytes: int, name: str) -> int:
-    """Return the length in bytes of the JSON header of a file.
+    """Return the length of a file's JSON header in bytes.
 
-    Raises BrokenCheckpoint if the length is impossible.
+    Raises BrokenCheckpoint if the length is invalid.
 
     Args:
         first: The first 8 bytes of the file.
-        nbytes: The size of the file.
+        nbytes: Size of the file in bytes.
+        name: Name of the file, for error messages.
     """
     if len(first) < _LENGTH or nbytes < _LENGTH:
         raise _broken(name, f"it ends after {nbytes} bytes, before its header")
-    # Checked against limit and file size before use: a hostile length must not allocate gigabytes.
+    # Check the length before using it. A malicious file must not make us allocate gigabytes.
     length = int.from_bytes(first[:_LENGTH], "little")
     if length > LONGEST_HEADER:
         raise _broken(name, f"its header claims {length} bytes, above {LONGEST_HEADER}")
@@ -181,10 +192,14 @@ def header_length(first: bytes, nbytes: int, name: str) -> int:
 
 
 def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
-    """Return the table of a file of `nbytes` bytes that starts with `header` (length and JSON).
+    """Parse a file's header (length and JSON) and return the layout of the file.
 
-    Raises BrokenCheckpoint unless the tensors fill the file from the header to its end without
-    gaps or overlaps, and each has the size that its shape and dtype imply.
+    Raises BrokenCheckpoint unless the tensors fill the file from the header to the end without gaps
+    or overlaps, and each has the size that its shape and dtype imply.
+
+    Args:
+        nbytes: Size of the file in bytes.
+        name: Name of the file, for error messages.
     """
     table = _parse_table(header[_LENGTH:], name)
     metadata = table.pop(_METADATA, {})
@@ -192,7 +207,7 @@ def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
         raise _broken(name, "its metadata is not a map of text to text")
     start = len(header)
     tensors = [_parse_entry(key, value, name, start) for key, value in table.items()]
-    # By begin, then end: an empty tensor may start at the same byte as the next one.
+    # Sort by `end` too, because an empty tensor starts at the same byte as the next one.
     tensors.sort(key=lambda placed: (placed.begin, placed.end))
     reached = start
     for placed in tensors:
@@ -207,10 +222,10 @@ def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
 
 
 def _parse_table(text: bytes, name: str) -> dict[str, Any]:
-    # Required by the format, although JSON would allow spaces before it.
+    # The format requires this, although JSON would allow whitespace before it.
     if not text.startswith(b"{"):
         raise _broken(name, "its header does not begin with {")
-    # Counted before parsing: a hostile header of 100 MB must not become millions of objects.
+    # Count before parsing. A malicious header of 100 MB must not become millions of objects.
     if (count := text.count(b'"data_offsets"')) > MOST_TENSORS:
         raise _broken(name, f"its header has {count} tensors, above {MOST_TENSORS}")
     try:
@@ -224,7 +239,7 @@ def _parse_table(text: bytes, name: str) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Of two equal keys Python keeps the last and other readers the first, so results would differ.
+    # If a key appears twice, Python uses the last value, but other readers may use the first.
     table = dict(pairs)
     if len(table) != len(pairs):
         names = [key for key, _ in pairs]
@@ -233,7 +248,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_entry(key: str, value: Any, name: str, start: int) -> PlacedTensor:
-    """Return one entry of a header, checked on its own."""
+    """Parse one entry of a header. Raises BrokenCheckpoint if it is invalid."""
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise _broken(name, f"tensor {key!r} does not have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -244,7 +259,7 @@ def _parse_entry(key: str, value: Any, name: str, start: int) -> PlacedTensor:
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _broken(name, f"tensor {key!r} has the invalid data_offsets {offsets!r}")
     spec = TensorSpec(key, dtype, tuple(shape))
-    # Reads use shape and dtype for their length, so the offsets must agree with them.
+    # Readers compute lengths from shape and dtype, so the offsets must agree with these.
     if offsets[1] - offsets[0] != spec.nbytes:
         raise _broken(
             name,
@@ -291,7 +306,7 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of `dtype`. Raises CheckpointError if there is no name."""
+    """Return the safetensors name of `dtype`. Raises CheckpointError if it has none."""
     if dtype not in _DTYPE_NAMES:
         raise CheckpointError(
             f"safetensors files cannot hold tensors of {dtype}. Convert the tensor to another "

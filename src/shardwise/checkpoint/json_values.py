@@ -1,7 +1,7 @@
-"""JSON encoding of the state of schedulers, loaders and optimizers. Never runs code.
+"""Encodes the state of schedulers, loaders and optimizers as JSON. Decoding never runs code.
 
-JSON's own types are stored as they are. Any other type is a map with one key that starts with a
-dollar sign:
+JSON's own types are stored unchanged. A value of any other type becomes a map with a single key
+that starts with a dollar sign:
 
     {"$tuple": [...]}                       {"$map": [[key, value], ...]}
     {"$counter": [[key, count], ...]}       {"$float": "nan"}
@@ -22,17 +22,17 @@ from shardwise.checkpoint.schema import DEEPEST, Fault, plain_value
 from shardwise.errors import BrokenCheckpoint
 
 LARGEST = 64
-"""Maximum number of elements of a tensor in JSON."""
+"""Maximum number of elements in a tensor that is encoded as JSON."""
 
 
 class NotPlain(TypeError):
-    """A value that cannot be encoded; the message names its type."""
+    """Raised if a value cannot be encoded. The message names its type."""
 
 
 def encode(value: Any) -> Any:
     """Return the JSON encoding of `value`.
 
-    Raises NotPlain for a type that is not listed above, and if the value is nested too deeply.
+    Raises NotPlain if a type has no encoding (see above), or the value is nested too deeply.
     """
     try:
         encoded = _encode(value)
@@ -43,7 +43,7 @@ def encode(value: Any) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    # Exact types: an IntEnum or a subclass of dict would be decoded as another type.
+    # Compare exact types, because an IntEnum or a dict subclass would be decoded as its base type.
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -57,18 +57,18 @@ def _encode(value: Any) -> Any:
     if type(value) is Counter:
         return {"$counter": [[_encode(k), n] for k, n in value.items()]}
     if type(value) in (dict, OrderedDict, defaultdict):
-        # A user's key that starts with a dollar sign must not be taken for one of our tags.
+        # A user's key that starts with a dollar sign must not be mistaken for a tag.
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: _encode(item) for key, item in value.items()}
         return {"$map": [[_encode(k), _encode(v)] for k, v in value.items()]}
-    # By name, so that numpy need not be imported for states without its scalars.
+    # Check by name, so that numpy need not be imported.
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return _encode(value.item())
     raise NotPlain(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def _encode_tensor(value: Tensor) -> Any:
-    # The caller stores such tensors in a file instead.
+    # Callers store tensors that are too large for JSON in a file.
     if value.numel() > LARGEST or value.is_complex() or value.is_quantized:
         raise NotPlain(f"a tensor of the shape {tuple(value.shape)} and {value.dtype}")
     values = value.detach().cpu().flatten().tolist()
@@ -82,7 +82,7 @@ def _encode_tensor(value: Tensor) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the value that `encode` encoded. Raises BrokenCheckpoint if it cannot have."""
+    """Decode a value that `encode` returned. Raises BrokenCheckpoint if it is not valid."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Reads tensors of a checkpoint into the states; each rank reads only its own elements."""
+"""Reads a checkpoint's tensors into an engine's states. Each rank reads only its own elements."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.tiers.host_window import HostWindow
 
 Fill = Callable[[Tensor, int], None]
-"""Fills a flat tensor with elements of a saved tensor, starting at the given element."""
+"""Fills a 1-D tensor with elements of a saved tensor, starting at the given element."""
 
 
 def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
-    """Read the model's tensors, fp32 masters and averages. Collective."""
+    """Read the model's tensors, fp32 master weights and moving averages. Collective."""
     spec, states = engine_tensors.spec, engine_tensors.states
     inventory, window = engine_tensors.inventory, HostWindow()
     with torch.no_grad():
-        # Other ranks may still read the old values from shared memory: wait for them.
+        # Other ranks may still be reading the old values from shared memory, so wait for them.
         states.parameters.meet()
         fill_spans(engine_tensors, source, filter(_is_of_model, engine_tensors.trained))
         fill_spans(engine_tensors, source, engine_tensors.frozen())
-        # Every rank holds these whole: buffers, and parameters that are not trained.
+        # Every rank holds these in full: buffers, and parameters outside flat buffers.
         for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
             if name not in source.names:
                 continue
             tensors, saved_name = source.of_model(name)
             shard = spec.shard_of(value)
-            # Chunked for a device, so that a large buffer needs no host copy of its full size.
+            # Copy to a device in chunks, so that a large buffer does not need a full copy on the
+            # host.
             if shard is None and value.device.type != "cpu" and value.is_contiguous():
                 for first, near in window.write(value.detach().view(-1), fresh=True):
                     tensors.read(saved_name, first, near)
@@ -62,19 +63,20 @@ def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
                 found = read.view(value.shape) if shard is None else part_of(read, shard)
                 write(value.detach(), found)
         if spec.placement.is_sharded("optimizer"):
-            # This rank has read only its own intervals. The all-gather that follows an update
-            # brings the intervals of other ranks; all gathers start before the first wait.
+            # This rank has read only its own intervals. Gather the other ranks' intervals as after
+            # an update. Launch all gathers before waiting for the first one.
             sent = [states.parameters.publish(i) for i in range(len(states.optimizer.intervals))]
             for handle in sent:
                 handle.wait()
-            # Other ranks may still read this rank's intervals from shared memory.
+            # Other ranks may still be reading this rank's intervals from shared memory.
             for handle in sent:
                 handle.reusable()
         states.parameters.settle()
 
 
 def _is_of_model(held: StoredTensors) -> bool:
-    """Return whether a span has parameters, averages or masters, not other optimizer state."""
+    """Return whether a span holds parameters, averages or master weights (no other optimizer
+    state)."""
     master = f".{MASTER}"
     return held.kind != OPTIMIZER or all(e.tensor.endswith(master) for e in held.extents)
 
@@ -86,18 +88,24 @@ def fill_optimizers(
     attributes: OptimizerAttributes,
     say: Callable[[str], None],
 ) -> None:
-    """Replace the optimizers' options, attributes and state with the saved ones."""
+    """Replace the optimizers' options, attributes and state with the saved ones.
+
+    Args:
+        numbers: Decoded optimizer fields of checkpoint.json.
+        attributes: Restores the optimizers' attributes.
+        say: Called with warnings for the user.
+    """
     states = engine_tensors.states
     numbers.take_options(engine_tensors.spec.optimizers)
 
     def read(name: str) -> Tensor:
         return source.sets[ATTRIBUTES].whole(name)
 
-    # First: `restart` below copies the attributes of the user's optimizers.
+    # Restore attributes first, because `restart` below copies them from the user's optimizers.
     for optimizer, saved in zip(engine_tensors.spec.optimizers, numbers.attributes, strict=True):
         if saved is not None:
             attributes.restore(optimizer, saved, read, say)
-    # Parameters that are frozen now are not in `places`; their state is loaded below.
+    # `places` does not contain frozen parameters. Their state is loaded at the end.
     places = {frozen.name: place for place, frozen in enumerate(states.parameters.named)}
     entries = _state_entries(states, source, numbers, places)
     states.optimizer.restart(entries, {places[n] for n in numbers.borders if n in places})
@@ -111,7 +119,10 @@ def fill_optimizers(
 
 
 def part_of(value: Any, shard: Shard) -> Any:
-    """Return this rank's part of a tensor of the parameter's shape; any other value unchanged."""
+    """Return this rank's part of `value` if it is a tensor with as many elements as the parameter.
+
+    Returns any other value unchanged.
+    """
     if isinstance(value, Tensor) and value.ndim and value.numel() == prod(shard.shape):
         return shard.of(value.view(shard.shape))
     return value
@@ -120,11 +131,11 @@ def part_of(value: Any, shard: Shard) -> Any:
 def _read_whole_state(
     source: CheckpointSource, numbers: OptimizerFields, name: str
 ) -> dict[str, Any]:
-    """Return the state of parameter `name` as the user's optimizer keeps it."""
+    """Return the saved state of parameter `name` by key, with full tensors."""
     state = dict(numbers.state.get(name, {}))
     tensors = source.sets.get(OPTIMIZER)
     for full in tensors.specs if tensors is not None else ():
-        # Keys have no dots, parameter names may have.
+        # Parameter names may contain dots, but keys do not, so split at the last dot.
         owner, _, key = full.rpartition(".")
         if owner == name and key != MASTER:
             assert tensors is not None
@@ -138,7 +149,10 @@ def _state_entries(
     numbers: OptimizerFields,
     places: Mapping[str, int],
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the state by parameter; a Blank with the dtype used here stands for each tensor."""
+    """Return the saved state by parameter, with a Blank in place of each tensor.
+
+    The Blank has the tensor's shape, and the dtype that this run uses for it.
+    """
     entries: dict[nn.Parameter, dict[str, Any]] = {}
     masters = {
         slot.parameter: part.master.dtype
@@ -157,7 +171,8 @@ def _state_entries(
         dtype = dtype_of(spec.dtype)
         held = dtype_of(source.sets[MODEL].specs[source.names[name]].dtype)
         mastered = source.has(OPTIMIZER, state_name(name, MASTER))
-        # State with the dtype of its master follows the master when the precision changes.
+        # State that was saved in its master's dtype uses this run's dtype for masters, which may
+        # differ because the precision has changed.
         if dtype.is_floating_point and dtype == (torch.float32 if mastered else held):
             dtype = masters[places[name]]
         entries.setdefault(parameters[name], {})[key] = Blank(spec.shape, dtype)
@@ -170,7 +185,7 @@ def _state_entries(
 def fill_spans(
     engine_tensors: EngineTensors, source: CheckpointSource, spans: Iterable[StoredTensors]
 ) -> None:
-    """Read all elements of `spans`. Tensors that the checkpoint lacks keep their values."""
+    """Fill `spans` from the checkpoint. Tensors that it does not contain keep their values."""
     parameters, window = engine_tensors.states.parameters, HostWindow()
     frozen = [t for slab in parameters.frozen for t in slab.named]
     # Parameters whose memory order differs from the order of their elements (channels_last).
@@ -184,13 +199,13 @@ def fill_spans(
                 if (found := _fill_function(held, e.tensor, source, reordered)) is not None
             }
             known = [extent for extent in held.extents if extent.tensor in fills]
-            # If everything is overwritten, the old bytes need not be read from their tier.
+            # If everything is overwritten, the old values need not be read from a slower tier.
             fresh = len(known) == len(held.extents)
             for number, (first, _) in enumerate(storage.spans if known else ()):
                 value = storage.take(number, fresh=fresh)
                 for low, near in window.write(value, fresh=fresh):
                     if fresh:
-                        near.zero_()  # padding takes part in updates, so it must be zero
+                        near.zero_()  # updates include the padding, so it must be zero
                     begin = first + low
                     for part in clipped(known, begin, begin + near.numel()):
                         fills[part.tensor](near[part.start : part.end], part.offset)
@@ -203,10 +218,12 @@ def _fill_function(
     source: CheckpointSource,
     reordered: Mapping[str, NamedParameter],
 ) -> Fill | None:
-    """Return a function that fills memory with elements of a tensor, or None if the checkpoint
-    lacks it.
+    """Return a function that fills memory with elements of the tensor `name`.
 
-    Tensors in `reordered` have a memory order that differs from the file.
+    Returns None if the checkpoint does not contain the tensor.
+
+    Args:
+        reordered: Parameters whose memory order differs from the order in the file, by name.
     """
     found = source.values(held.kind, name, held.storage.dtype)
     if found is None:
@@ -218,15 +235,16 @@ def _fill_function(
         return lambda into, offset: tensors.read(saved_name, offset, into)
     named = parameter
 
-    @cache  # `fill` is called once per chunk
+    @cache  # `fill` is called once per chunk, but must read the tensor only once
     def flat() -> Tensor:
         return named.flattened(tensors.whole(saved_name))
 
     def fill(into: Tensor, offset: int) -> None:
         whole, end = flat(), offset + into.numel()
-        # copy_ converts the dtype if the checkpoint was saved in another precision.
+        # copy_ converts the dtype if the checkpoint was saved in a different precision.
         into.copy_(whole[offset:end])
         if end == whole.numel():
-            flat.cache_clear()  # chunks arrive in order, so at most one whole tensor is in memory
+            # Chunks arrive in order, so this was the last one. Free the full tensor.
+            flat.cache_clear()
 
     return fill

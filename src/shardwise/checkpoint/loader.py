@@ -1,4 +1,4 @@
-"""Load of a checkpoint, written by any placement at any world size, into an engine."""
+"""Loads a checkpoint, saved with any placement and world size, into an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardwise.timeline import Row, span
 
 @dataclass(frozen=True)
 class _ParsedFields:
-    """Fields of a checkpoint, read and validated before anything changes."""
+    """Fields of a checkpoint, parsed and validated before the engine changes."""
 
     step: int
     engine: dict[str, Any]
@@ -37,7 +37,7 @@ class _ParsedFields:
 
 
 class CheckpointLoader:
-    """Loads checkpoints into an engine and the `tracked` objects."""
+    """Loads checkpoints into an engine and its tracked objects."""
 
     def __init__(self, state: EngineView, tracked: Tracking) -> None:
         self._state = state
@@ -49,12 +49,13 @@ class CheckpointLoader:
     def list_checkpoints(self, folder: Path) -> tuple[list[StepFolder], list[StepFolder]]:
         """Return the complete and the incomplete checkpoints in `folder`, newest first. Collective.
 
-        All ranks get the same lists. Raises CheckpointError if `folder` cannot be read, or is
-        itself a checkpoint.
+        All ranks return the same lists. Raises CheckpointError if `folder` cannot be read, is
+        itself a checkpoint, or contains only a DeepSpeed checkpoint.
         """
         own: tuple[list[StepFolder], list[StepFolder]] = [], []
         failure = None
-        # Only rank 0 lists the folder: on a network disk other ranks may see a new folder later.
+        # Only rank 0 lists the folder, because other ranks may see a new folder on a network disk
+        # later.
         if self._spec.world_group.rank == 0:
             try:
                 own = (
@@ -80,9 +81,9 @@ class CheckpointLoader:
         return everywhere
 
     def load(self, path: Path, *, strict: bool, model_only: bool) -> int | None:
-        """See Engine.load. Returns the number of steps, or None if `path` does not record it.
+        """See Engine.load. Returns the step of the checkpoint, or None if only weights were loaded.
 
-        If it raises BrokenCheckpoint, it does so on all ranks, and nothing has changed.
+        If a file is damaged, raises BrokenCheckpoint on every rank before anything has changed.
         """
         state, spec, objects, world = self._state, self._spec, self._objects, self._world
         objects.look_for_changes()
@@ -92,8 +93,8 @@ class CheckpointLoader:
             examine = partial(
                 self._examine, path, tensors, stack, strict=strict, model_only=model_only
             )
-            # All ranks read and check their part before anything changes, so a damaged checkpoint
-            # leaves the engine unchanged, and `resume` can try the previous one.
+            # All ranks read and verify their part before anything changes. A damaged checkpoint
+            # therefore leaves the engine unchanged, and `resume` can try the previous one.
             checkpoint, parsed = read_on_all(spec.world_group, path, examine)
             if model_only and not checkpoint.fields and lacks_document(path):
                 world.say_once(
@@ -103,11 +104,11 @@ class CheckpointLoader:
                 tensors = EngineTensors(spec, objects.states, state.extra_sets)
             state.extra_sets.before_model()
             load_tensors.fill_model(tensors, checkpoint)
-            # The load itself wrote buffers: do not report these writes as the user's.
+            # Writes to buffers by this load must not be reported as the user's.
             objects.buffers.remember()
             if spec.pipeline is not None:
                 spec.pipeline.tied_weights.invalidate()
-            # Only weights were loaded: step count, optimizers and random streams keep their values.
+            # Only weights were loaded, so step count, optimizers and random streams do not change.
             if parsed is None:
                 state.extra_sets.start_again()
                 return None
@@ -126,9 +127,9 @@ class CheckpointLoader:
                 "a DeepSpeed checkpoint has no state for the tracked objects "
                 f"{', '.join(untouched)}: they keep their state."
             )
-        # Last: a user's object may look at the optimizers while it loads its state.
+        # Restore tracked objects last, because a scheduler may read the optimizers as it loads.
         self._tracked.restore(parsed.tracked)
-        # A restart's progress is then counted from this step, not from step 0.
+        # The launcher must count the progress of this start from the loaded step, not from 0.
         world.progress.stepped(state.number, parsed.step)
         world.progress.kept(state.number, parsed.step)
         return parsed.step
@@ -142,9 +143,9 @@ class CheckpointLoader:
         strict: bool,
         model_only: bool,
     ) -> tuple[CheckpointSource, _ParsedFields | None]:
-        """Open `path`, and verify the checksums of this rank's part.
+        """Open `path`, and verify this rank's share of the checksums.
 
-        The second result is None if only the model is wanted, or the files contain nothing else.
+        The second result is None if only the model is loaded, or the files contain nothing else.
         """
         group = self._spec.world_group
         extra = self._state.extra_sets

@@ -1,4 +1,4 @@
-"""Optimizer fields of checkpoint.json: options, and state that is a single value."""
+"""Encodes, decodes and checks the optimizer fields of checkpoint.json: options, scalar state."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismat
 
 @dataclass(frozen=True)
 class OptimizerFields:
-    """The optimizers' fields of checkpoint.json.
+    """The decoded optimizer fields of checkpoint.json.
 
     Args:
-        options: Options by optimizer and group.
-        state: State that is a single value, by parameter and key.
-        borders: Parameters at whose borders segments were cut.
-        attributes: Attributes of each optimizer, or None if they were not saved.
+        options: Options of each parameter group of each optimizer.
+        state: Scalar state, by parameter name and key.
+        borders: Names of the parameters at whose start a segment of optimizer state was cut.
+        attributes: Encoded attributes of each optimizer, or None if they were not saved.
     """
 
     options: list[list[dict[str, Any]]]
@@ -33,21 +33,22 @@ class OptimizerFields:
     attributes: list[dict[str, Any] | None]
 
     def take_options(self, optimizers: Sequence[optim.Optimizer]) -> None:
-        """Set the options of all groups (rates, entries of schedulers) to the saved ones."""
+        """Set all options of the parameter groups, such as learning rates, to the saved values."""
         for optimizer, saved_groups in zip(optimizers, self.options, strict=True):
             for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
                 for key, value in saved.items():
                     now = group.get(key)
                     if isinstance(now, Tensor) and isinstance(value, Tensor):
-                        now.copy_(value)  # in place: a CUDA graph may read a rate that is a tensor
+                        # Copy in place, because a CUDA graph may read a tensor learning rate.
+                        now.copy_(value)
                     else:
                         group[key] = value
 
 
 def encode_optimizers(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
-    """Return class, groups with options, and attributes of each optimizer, as JSON.
+    """Return class, parameter groups and attributes of each optimizer, encoded as JSON.
 
-    Raises CheckpointError for a value that no file can hold.
+    Raises CheckpointError if a value cannot be encoded.
     """
     names = engine_tensors.optimizer_names
     return [
@@ -59,7 +60,7 @@ def encode_optimizers(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
                     "options": {
                         key: _encode(value, f"option {key} of {type(optimizer).__name__}")
                         for key, value in group.items()
-                        # Parameters are saved by name; torch's param_names repeat them.
+                        # Parameters are saved by name, so torch's param_names are not needed.
                         if key not in ("params", "param_names")
                     },
                 }
@@ -76,7 +77,14 @@ def encode_optimizers(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
 def encode_state(
     numbers: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Return state that is a single value as JSON, by parameter, and an error message or None."""
+    """Encode scalar state as JSON.
+
+    Args:
+        numbers: Values by parameter name and key.
+
+    Returns:
+        The encoded values, and None. If a value cannot be encoded: {}, and an error message.
+    """
     try:
         return {
             name: {key: _encode(value, f"{key} of {name}") for key, value in entries.items()}
@@ -97,7 +105,10 @@ def _encode(value: Any, what: str) -> Any:
 
 
 def read(fields: Mapping[str, Any]) -> OptimizerFields:
-    """Return the decoded fields. Raises BrokenCheckpoint for values that no save writes."""
+    """Decode the optimizer fields of checkpoint.json.
+
+    Raises BrokenCheckpoint if no save could have written a value.
+    """
     state = {
         name: {key: json_values.decode(value) for key, value in entries.items()}
         for name, entries in fields["state"].items()
@@ -121,13 +132,16 @@ def read(fields: Mapping[str, Any]) -> OptimizerFields:
 
 
 def _check_steps(steps: Mapping[str, Any]) -> None:
-    """Raise BrokenCheckpoint for a step count that would otherwise fail only in an update.
+    """Raise BrokenCheckpoint if a parameter's step count is invalid.
 
-    Such a count is not a number, or differs from the others in being a tensor or not.
+    Step counts must be single numbers, and either all of them or none must be tensors. Otherwise
+    the load would succeed, but the next optimizer update would fail.
+
+    Args:
+        steps: Step counts by parameter name.
     """
-    # A tensor among numbers (or the reverse) would pass a load and fail in the next update.
     forms = Counter(isinstance(step, Tensor) for step in steps.values())
-    # Whether a step is a tensor depends on the optimizer, so the majority decides.
+    # Some optimizers use tensors and others do not, so the majority decides which is right.
     usual = forms[True] >= forms[False]
     for name, step in steps.items():
         if _kind(step) != NUMBER or isinstance(step, Tensor) != usual:
@@ -140,14 +154,14 @@ def _check_steps(steps: Mapping[str, Any]) -> None:
 def check(
     engine_tensors: EngineTensors, fields: Mapping[str, Any], numbers: OptimizerFields
 ) -> None:
-    """Raise CheckpointMismatch if the optimizers, their groups or parameters differ from the saved
-    ones.
+    """Check that the saved optimizers match this engine's optimizers.
 
-    Raises BrokenCheckpoint for options that no optimizer of that class has.
+    Raises CheckpointMismatch if the optimizers, their parameter groups or their parameters differ,
+    and BrokenCheckpoint if an option has the wrong type.
     """
     classes = [(type(o).__name__, len(o.param_groups)) for o in engine_tensors.spec.optimizers]
     saved = [(described["class"], len(described["groups"])) for described in fields["optimizers"]]
-    if len(saved) == len(classes):  # a save that names no class matches any
+    if len(saved) == len(classes):  # an optimizer saved without a class name matches any class
         saved = [(name or own[0], count) for own, (name, count) in zip(classes, saved, strict=True)]
     if classes != saved:
 
@@ -159,6 +173,7 @@ def check(
             f"{describe(classes)}. Build the same ones, or load only the model: "
             "engine.load(path, model_only=True)."
         )
+    # From the most general to the most specific check, so that the message names the real cause.
     _check_groups(engine_tensors, fields)
     _check_kind(engine_tensors.spec.optimizers, fields, numbers)
     _check_options(engine_tensors.spec.optimizers, numbers)
@@ -172,9 +187,9 @@ def check(
 
 
 def _check_groups(engine_tensors: EngineTensors, fields: Mapping[str, Any]) -> None:
-    """Raise CheckpointMismatch if a parameter would get the options of another group.
+    """Raise CheckpointMismatch if a parameter is in a different group than when it was saved.
 
-    Options belong to groups by position.
+    Groups are matched by position, so the parameter would get the wrong group's options.
     """
     saved_places = {
         name: place
@@ -198,7 +213,7 @@ def _check_groups(engine_tensors: EngineTensors, fields: Mapping[str, Any]) -> N
 
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "lr_scale"}
-"""Options that schedulers add to a group."""
+"""Options that learning-rate schedulers add to a parameter group."""
 
 _ADAMW = "decoupled_weight_decay"
 """Option that is True in torch's AdamW and False in its Adam."""
@@ -207,9 +222,9 @@ _ADAMW = "decoupled_weight_decay"
 def _check_kind(
     optimizers: Sequence[optim.Optimizer], fields: Mapping[str, Any], numbers: OptimizerFields
 ) -> None:
-    """Raise CheckpointMismatch if the saved options belong to another class.
+    """Raise CheckpointMismatch if the saved options belong to a different optimizer class.
 
-    Needed for DeepSpeed checkpoints, which do not name the class of an optimizer.
+    Applies to DeepSpeed checkpoints, which do not record the optimizer's class.
     """
     for described, optimizer, saved_groups in zip(
         fields["optimizers"], optimizers, numbers.options, strict=True
@@ -217,6 +232,7 @@ def _check_kind(
         if described["class"]:
             continue
         for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+            # An option that this class does not have shows that the saved class is a different one.
             odd = sorted(set(saved) - set(group) - _OF_SCHEDULERS)
             if saved.get(_ADAMW, group.get(_ADAMW)) != group.get(_ADAMW):
                 odd.append(_ADAMW)
@@ -235,7 +251,10 @@ _SWITCHES = {"foreach", "fused"}
 
 
 def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFields) -> None:
-    """Raise BrokenCheckpoint for an option whose wrong type would fail only in an update."""
+    """Raise BrokenCheckpoint if an option has the wrong type.
+
+    Otherwise it would cause an error only at the next optimizer update.
+    """
     for optimizer, saved_groups in zip(optimizers, numbers.options, strict=True):
         for place, (group, saved) in enumerate(
             zip(optimizer.param_groups, saved_groups, strict=True)
@@ -252,7 +271,7 @@ def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFiel
 
 
 def _fits(now: Any, saved: Any) -> bool:
-    """Return whether `saved` may replace `now`: a number any number, None a bool."""
+    """Return whether an option with the current value `now` may be set to the value `saved`."""
     if now is None or (saved is None and not isinstance(now, int | float)):
         return True
     if saved is None:
@@ -263,6 +282,7 @@ def _fits(now: Any, saved: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
+    # bool counts as a number, because scripts may write 0 or 1 for False or True.
     if isinstance(value, bool | int | float):
         return NUMBER
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Readers of tensors by element ranges, so that no rank reads more than it holds."""
+"""Reads ranges of elements from files, so that each rank reads only its part of a tensor."""
 
 from __future__ import annotations
 
@@ -28,11 +28,15 @@ from shardwise.checkpoint.schema import is_plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 _CHUNK = 2**20
-"""Elements per read when a checksum is computed."""
+"""Number of elements per read when computing a checksum."""
 
 
 class TensorReader(ABC):
-    """Reads tensors by name; `specs` lists them."""
+    """Reads tensors by name.
+
+    Attributes:
+        specs: Dtype and shape of every tensor, by name.
+    """
 
     specs: Mapping[str, TensorSpec]
 
@@ -43,18 +47,18 @@ class TensorReader(ABC):
         Raises BrokenCheckpoint if the file is too short.
 
         Args:
-            into: A flat CPU tensor of any dtype.
+            into: A 1-D CPU tensor. Elements are converted to its dtype.
         """
 
     def whole(self, name: str) -> Tensor:
-        """Return the whole tensor `name`, in its shape."""
+        """Return the full tensor `name`, with its saved shape and dtype."""
         spec = self.specs[name]
         value = torch.empty(spec.numel, dtype=dtype_of(spec.dtype))
         self.read(name, 0, value)
         return value.view(spec.shape)
 
     def checksum(self, name: str) -> str:
-        """Return the CRC-32 of the bytes of tensor `name`, as a checkpoint stores it."""
+        """Return the CRC-32 of the bytes of tensor `name`, as 8 hexadecimal digits."""
         spec, crc = self.specs[name], 0
         dtype = dtype_of(spec.dtype)
         for first in range(0, spec.numel, _CHUNK):
@@ -68,10 +72,10 @@ class TensorReader(ABC):
 
 
 class SafetensorsReader(TensorReader):
-    """Reads the tensors of one or several safetensors files.
+    """Reads the tensors in one or more safetensors files.
 
     Args:
-        headers: Expected CRC-32 of the files' headers, by file name, as far as known.
+        headers: Expected CRC-32 of each file's header, by file name. Other headers are not checked.
     """
 
     def __init__(self, paths: Iterable[Path], headers: Mapping[str, str] | None = None) -> None:
@@ -98,7 +102,7 @@ class SafetensorsReader(TensorReader):
             ) from error
         self._fds[path.name], self._paths[path.name] = fd, path
         nbytes = os.fstat(fd).st_size
-        # Compare the length in the file with the file size before reading that many bytes.
+        # Check that the header's length fits the file size before reading that many bytes.
         length = header_length(os.pread(fd, 8, 0), nbytes, str(path))
         header = os.pread(fd, 8 + length, 0)
         written = self._headers.get(path.name)
@@ -109,7 +113,7 @@ class SafetensorsReader(TensorReader):
             )
         file = parse(header, nbytes, str(path))
         for name, placed in file.tensors.items():
-            # Two files with the same tensor: nothing says which one is right.
+            # If two files contain the same tensor, there is no way to tell which one is right.
             if name in self._placed:
                 raise BrokenCheckpoint(
                     f"{path} and {self._placed[name].file} both contain {name!r}. Use another "
@@ -124,7 +128,7 @@ class SafetensorsReader(TensorReader):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The metadata of all headers."""
+        """Merged metadata from the headers of all files."""
         return {key: value for file in self.files for key, value in file.metadata.items()}
 
     def read(self, name: str, first: int, into: Tensor) -> None:
@@ -132,7 +136,7 @@ class SafetensorsReader(TensorReader):
         dtype = dtype_of(placed.spec.dtype)
         assert first + into.numel() <= placed.spec.numel, "the range is within the tensor"
         target = into if into.dtype == dtype and into.is_contiguous() else None
-        # Read straight into the target if possible, otherwise through a buffer of the file's dtype.
+        # Read directly into `into` if possible, otherwise through a buffer in the file's dtype.
         value = torch.empty(into.numel(), dtype=dtype) if target is None else target
         data = value.detach().view(torch.uint8).numpy().data if value.numel() else memoryview(b"")
         self._fill(placed, first * dtype.itemsize, data)
@@ -142,7 +146,7 @@ class SafetensorsReader(TensorReader):
     def _fill(self, placed: PlacedTensor, at: int, data: memoryview) -> None:
         offset = placed.begin + at
         while data:
-            # preadv has no shared file position, so threads may read the same file concurrently.
+            # preadv does not use the file position, so threads may read the same file concurrently.
             count = os.preadv(self._fds[placed.file], [data], offset)
             if count == 0:
                 raise BrokenCheckpoint(
@@ -158,7 +162,7 @@ class SafetensorsReader(TensorReader):
 
 
 class PickleReader(TensorReader):
-    """Reads the tensors of files that torch.save wrote. Never runs code."""
+    """Reads the tensors in files written by torch.save, without running code from them."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -170,7 +174,7 @@ class PickleReader(TensorReader):
         }
 
     def read(self, name: str, first: int, into: Tensor) -> None:
-        # The file is memory-mapped, so elements that are not used are not read from disk.
+        # The file is memory-mapped, so only the elements that are used are read from disk.
         flat = self._tensors[name].detach().contiguous().view(-1)
         into.copy_(flat[first : first + into.numel()])
 
@@ -180,7 +184,7 @@ def _unpickle(path: Path) -> Any:
         must_be_file(path)
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, ValueError):  # not a zip file: written by torch before 1.6
+        except (RuntimeError, ValueError):  # not a zip file, so written by torch before 1.6
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -190,16 +194,16 @@ def _unpickle(path: Path) -> Any:
         ) from error
     except BrokenCheckpoint:
         raise
-    except Exception as error:  # torch raises many types for a truncated file
+    except Exception as error:  # torch raises many exception types for truncated files
         raise BrokenCheckpoint(f"{path} cannot be read: {error!r:.300}.") from error
 
 
 _INSIDE = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which training scripts store a model's tensors."""
+"""Keys under which training scripts commonly store a model's state_dict."""
 
 
 def _find_state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
-    """Return the tensors in a loaded object by name."""
+    """Return the state_dict in a loaded object. Raises CheckpointError if there is none."""
     while isinstance(loaded, Mapping):
         if loaded and all(isinstance(value, Tensor) for value in loaded.values()):
             return {_check_name(path, name, value): value for name, value in loaded.items()}
@@ -215,7 +219,11 @@ def _find_state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _check_name(path: Path, name: Any, value: Tensor) -> str:
-    """Return `name` if it is text and `value` can be read by ranges."""
+    """Return `name`.
+
+    Raises CheckpointError if it is not a string, or if `value` is not a dense CPU tensor and so
+    cannot be read by ranges.
+    """
     if value.layout != torch.strided or value.device.type != "cpu":
         raise CheckpointError(
             f"{path} has {name!r:.60} as a {value.layout} tensor on {value.device}, which cannot "
@@ -235,12 +243,12 @@ _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def open_foreign(path: Path) -> TensorReader:
-    """Open a file, or a folder in Hugging Face's layout, split or not.
+    """Open another library's model: a file, or a folder in Hugging Face's layout.
 
-    Raises CheckpointError if there is nothing to load.
+    Raises CheckpointError if `path` does not exist or has an unsupported format.
     """
     if path.is_dir():
-        # Names of transformers, diffusers and older transformers, in this order of preference.
+        # Prefer the file names of transformers, then of diffusers, then of older transformers.
         for stem in ("model", "diffusion_pytorch_model", "pytorch_model"):
             if (files := files_of(path, stem, ".safetensors")) is not None:
                 return SafetensorsReader(files)
@@ -266,12 +274,20 @@ def open_foreign(path: Path) -> TensorReader:
 def open_set(
     folder: Path, names: Iterable[Any], headers: Mapping[str, str] | None = None
 ) -> SafetensorsReader:
-    """Open the files `names` of a checkpoint in `folder`; see SafetensorsReader for `headers`."""
+    """Open a tensor set of the checkpoint in `folder`.
+
+    Args:
+        names: Names of the set's files.
+        headers: Expected CRC-32 of each file's header, as in `SafetensorsReader`.
+    """
     return SafetensorsReader([folder / _check_file_name(folder, name) for name in names], headers)
 
 
 def files_of(folder: Path, stem: str, suffix: str) -> list[Path] | None:
-    """Return the files of the set `stem` in `folder`, from its index if any, or None."""
+    """Return the files of the set `stem` in `folder`, or None if it does not exist.
+
+    Reads the file names from the set's index if there is one.
+    """
     index = folder / f"{stem}{suffix}.index.json"
     if os.path.lexists(index):
         return [folder / name for name in _read_index(index)]
@@ -280,7 +296,7 @@ def files_of(folder: Path, stem: str, suffix: str) -> list[Path] | None:
 
 
 def _read_index(path: Path) -> list[str]:
-    """Return the file names that an index lists."""
+    """Return the file names in an index. Raises BrokenCheckpoint if it is invalid."""
     try:
         table = json.loads(read_whole(path))["weight_map"]
         names = sorted(set(table.values()))
@@ -292,7 +308,7 @@ def _read_index(path: Path) -> list[str]:
 
 
 def _check_file_name(path: Path, name: Any) -> str:
-    """Return `name` if it is a file name without folders: no name may point outside `path`."""
+    """Return `name`. Raises BrokenCheckpoint if it could refer to a file in a different folder."""
     if not is_plain_name(name):
         raise BrokenCheckpoint(
             f"{path} names the file {name!r}, which is not a file in the same folder."

@@ -1,4 +1,4 @@
-"""Plan of a save, this rank's byte ranges, and the documents next to the tensors.
+"""Plans a save, passes this rank's byte ranges to a writer, and builds the small files.
 
 plan ─▶ lend: spans ─▶ extents ─▶ byte ranges ─▶ a writer or a copy ─▶ documents with checksums
 """
@@ -41,23 +41,28 @@ from shardwise.tiers.host_window import HostWindow
 T = TypeVar("T")
 
 Sums = Mapping[TensorKey, Sequence[ChecksumPart]]
-"""Checksums of the parts that a rank has written, by set and tensor."""
+"""Checksums of the tensor parts that a rank has written, by set and tensor."""
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Contents of a checkpoint before it is written; the same on all ranks."""
+    """Plan of a checkpoint's contents.
+
+    Args:
+        sets: Layout of the files of each set, identical on all ranks.
+        reported: Optimizer state of the ranks that shard it.
+    """
 
     sets: dict[str, list[TensorFile]]
     reported: ReportedState
     state: dict[str, dict[str, Any]]
-    """State that is a single value, as JSON, by parameter and key."""
+    """Scalar optimizer state as JSON, by parameter and key."""
     borders: list[str]
-    """Parameters at whose borders segments of optimizer state were cut."""
+    """Names of the parameters at whose start a segment of optimizer state was cut."""
     extra_fields: dict[str, Any]
-    """Fields that an ExtraSets adds."""
+    """Fields that the engine's ExtraSets adds."""
     failure: str | None
-    """Why a value cannot be saved, or None."""
+    """Error message if a value cannot be saved, else None."""
 
     @property
     def files(self) -> list[TensorFile]:
@@ -73,19 +78,24 @@ class SavePlan:
 def plan(
     engine_tensors: EngineTensors, extra_sets: ExtraSets, scaling: Mapping[str, Any], limit: int
 ) -> SavePlan:
-    """Plan the files, of at most `limit` bytes each. Collective."""
+    """Plan the contents of a checkpoint. Collective.
+
+    Args:
+        scaling: The field `scaling` of checkpoint.json.
+        limit: Maximum size of a file in bytes.
+    """
     spec, states, inventory = engine_tensors.spec, engine_tensors.states, engine_tensors.inventory
     gather_from_layers = engine_tensors.gather_from_layers
     reported = engine_tensors.trained.reported()
-    # Ranks may disagree on the shape of a buffer that grows: the rank that writes it decides.
+    # Ranks may disagree on the shape of a growing buffer. The rank that writes it decides.
     buffers: dict[str, TensorSpec] = {}
     own_specs = {name: spec_of(name, value) for name, value in engine_tensors.own_buffers.items()}
-    # All ranks get the same dict: a buffer is written by exactly one rank.
+    # Exactly one rank writes each buffer, so all ranks build the same dict.
     for rank_specs in spec.world_group.gather_objects(own_specs):
         buffers |= rank_specs
     named = states.parameters.named
     numbers: dict[str, dict[str, Any]] = {}
-    # Entries with a Blank are tensors and go into files; the rest is small and goes into JSON.
+    # A Blank stands for a tensor, which goes into a file. All other entries go into the JSON.
     singles = {
         named[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
         for number, entries in sorted(reported.states.items())
@@ -93,8 +103,8 @@ def plan(
     singles |= {e.name: e.numbers for e in engine_tensors.frozen_states if e.numbers or e.tensors}
     for part in gather_from_layers(singles):
         numbers |= part
-    # A segment is cut at a parameter without a gradient. A load must make the same cuts, because
-    # optimizers keep one step count per segment.
+    # Segments were cut at parameters without a gradient. A load must cut at the same parameters,
+    # because optimizers store one step count per segment.
     borders = _concatenate(
         gather_from_layers([named[number].name for number in sorted(reported.borders)])
     )
@@ -106,8 +116,8 @@ def plan(
         AVERAGE: _concatenate(gather_from_layers(average_specs(states))),
         ATTRIBUTES: engine_tensors.attribute_specs,
     } | _specs_of_groups(engine_tensors, reported)
-    # The order of these sets and of the names in them must be the same on all ranks, because each
-    # rank computes the offsets of the files for itself.
+    # Sets and names must be in the same order on all ranks, because each rank computes the offsets
+    # in the files itself.
     sets = {
         kind: lay_out(
             kind, set_specs, limit=limit, aliases=inventory.aliases if kind == MODEL else {}
@@ -115,7 +125,8 @@ def plan(
         for kind, set_specs in specs.items()
         if set_specs
     }
-    # A value that no file can hold is an error on all ranks, but only after the next collective.
+    # Do not raise here if a value cannot be encoded, because other ranks wait in the collective
+    # below. The caller raises `failure` on all ranks.
     state, failure = optimizer_fields.encode_state(numbers)
     extra = extra_sets.fields(
         {"state": state, "borders": borders, "scaling": scaling}, gather_from_layers
@@ -126,7 +137,7 @@ def plan(
 def _specs_of_groups(
     engine_tensors: EngineTensors, reported: ReportedState
 ) -> dict[str, list[TensorSpec]]:
-    """Return, by set, the tensors that differ between groups of ranks. Collective."""
+    """Return the specs of tensors that differ between groups of ranks, by set. Collective."""
     spec, extra = engine_tensors.spec, engine_tensors.extra
     own_specs = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
     if extra is not None:
@@ -137,7 +148,7 @@ def _specs_of_groups(
         for kind in own_specs
     }
     if extra is not None:
-        # Not across the layers: the ranks of one replica write the buffers of all.
+        # Gather buffers in the whole group, because only the ranks of one replica write them.
         buffers = [spec_of(name, value) for name, value in engine_tensors.extra_buffers.items()]
         specs_by_kind[GROUP] += _concatenate(spec.step_group.gather_objects(buffers))
     return {
@@ -152,11 +163,14 @@ def _concatenate(lists: Iterable[Iterable[T]]) -> list[T]:
 
 
 def lend(engine_tensors: EngineTensors, save_plan: SavePlan, sink: TensorSink) -> None:
-    """Pass to `sink` everything that this rank writes. Collective if memory is out of order."""
-    # An empty optimizer state or a set that no rank has is not in the plan: skip its tensors.
+    """Pass everything that this rank writes to `sink`.
+
+    Collective if the memory order of a tensor differs from its element order.
+    """
+    # Sets that are empty on all ranks are not in the plan, so skip their tensors.
     known = {(kind, n) for kind, files in save_plan.sets.items() for f in files for n in f.tensors}
-    # A tensor in channels_last order has no contiguous range of the file on any rank. Such
-    # tensors are assembled and written whole, after all others, which are written in place.
+    # If a tensor is in channels_last order, no rank's part is contiguous in the file. Such tensors
+    # are gathered and written in full, after all others, which are written without a copy.
     out_of_order = engine_tensors.out_of_order(save_plan.reported)
     out_of_order = {(engine_tensors.set_of(kind), name) for kind, name in out_of_order}
     window = HostWindow()
@@ -174,14 +188,20 @@ def _lend_span(
     sink: TensorSink,
     window: HostWindow,
 ) -> None:
-    """Pass to `sink` this rank's share of the `wanted` tensors of a span in the set `kind`."""
+    """Pass this rank's share of a span to `sink`.
+
+    Args:
+        held: The span.
+        kind: Name of the set that contains the span's tensors.
+        wanted: Tensors to write. Others in the span are skipped.
+    """
     storage = held.storage
     wanted_extents = [part for part in held.extents if (kind, part.tensor) in wanted]
     if not wanted_extents:
         return
-    # Ranks that hold the same elements write equal shares, so that all disks and links are used.
+    # Ranks that hold the same elements write equal shares, to use the bandwidth of all hosts.
     first, end = share(storage.numel, held.copy, held.copies)
-    # Per span of the storage: its number, the part [low, high) of it to write, and its start.
+    # For each span of the storage: its index, the part [low, high) to write, and its start.
     pieces = [
         (number, max(a, first) - a, min(b, end) - a, a)
         for number, (a, b) in enumerate(storage.spans)
@@ -189,16 +209,17 @@ def _lend_span(
     ]
     for place, (number, low, high, start) in enumerate(pieces):
         if place + 1 < len(pieces):
-            # On a slow tier, the next span is read while this one is written.
+            # On a slow tier, read the next span while this one is being written.
             storage.read_ahead(pieces[place + 1][0])
         taken = storage.take(number)[low:high].detach()
         for offset, near in window.read(taken, sink.settle):
             begin = start + low + offset
             parts = clipped(wanted_extents, begin, begin + near.numel())
-            # As bytes, because numpy has no bf16. A tensor without elements cannot be viewed so.
+            # View the elements as bytes, because numpy has no bf16. An empty tensor has no such
+            # view.
             memory = near.view(torch.uint8).numpy().data if near.numel() else memoryview(b"")
             sink.write(kind, byte_ranges(parts, storage.dtype.itemsize, CHUNK), memory)
-        # The storage may reuse this memory, so the sink must have finished reading it.
+        # `put` lets the storage reuse this memory, so the sink must have finished reading it.
         sink.settle()
         storage.put(number, changed=False)
 
@@ -209,12 +230,12 @@ def documents(
     fields: Mapping[str, Any],
     small_files: Mapping[str, bytes],
 ) -> dict[str, bytes]:
-    """Return the small files of a checkpoint by name, checkpoint.json last.
+    """Return the contents of a checkpoint's small files by name, with checkpoint.json last.
 
     Args:
-        sums_by_rank: The checksums of the parts that each rank has written.
-        fields: The fields of checkpoint.json, except those about files.
-        small_files: Additional small files.
+        sums_by_rank: Each rank's checksums of the parts that it has written.
+        fields: The fields of checkpoint.json, except those that describe files.
+        small_files: Contents of additional small files, by name.
     """
     parts: dict[TensorKey, list[ChecksumPart]] = {}
     for sums in sums_by_rank:
@@ -234,9 +255,9 @@ def documents(
         if len(files) > 1:
             small[index_name(kind)] = json.dumps(index(files), indent=1).encode() + b"\n"
     sets = {kind: [file.name for file in files] for kind, files in save_plan.sets.items()}
-    # The header of a tensor file has a checksum too: it says where each tensor starts.
+    # Headers of tensor files have checksums too, because they determine where each tensor starts.
     file_sums = {name: document.crc_of(data) for name, data in small.items()}
     file_sums |= {file.name: document.crc_of(file.header) for file in save_plan.files}
     tensors = {"sets": sets, "checksums": checksums, "files": file_sums}
-    # Last: a folder counts as a checkpoint once this file is in it.
+    # This file must be the last, because a folder that contains it counts as a checkpoint.
     return small | {DOCUMENT: document.dump(tensors | dict(fields))}

@@ -1,10 +1,10 @@
-"""Saves of an engine: in the foreground, or copied first and written by a thread.
+"""Saves an engine, in the foreground, or from a copy that a background thread writes.
 
-save_tensors.plan       tensors, and their files                              all ranks
-Draft.begin, create     a hidden folder with files of full length             rank 0
-lend ─▶ Writer          each rank writes its byte ranges, with checksums      all ranks
-documents               checksums of whole tensors, checkpoint.json           rank 0
-Draft.finish            fsync, rename: the checkpoint is published            rank 0
+save_tensors.plan       plan which file contains which tensor                 all ranks
+Draft.begin, create     create a hidden folder with files of full length      rank 0
+lend ─▶ Writer          write this rank's byte ranges, with checksums         all ranks
+documents               combine the checksums, build checkpoint.json          rank 0
+Draft.finish            fsync, then rename to publish the checkpoint          rank 0
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from shardwise.world.world import leave
 
 
 class CheckpointSaver:
-    """Saves an engine: tensors, fields, and the `tracked` objects."""
+    """Saves an engine's tensors and fields, and its tracked objects."""
 
     def __init__(self, state: EngineView, tracked: Tracking) -> None:
         self._state = state
@@ -58,31 +58,32 @@ class CheckpointSaver:
         self._job: BackgroundSave | None = None
         self._claims: dict[Path, FolderClaim] = {}
         self._is_awaited_at_exit = False
-        # An engine that is dropped without `close` must release its folders for other jobs.
+        # Release the folders for other jobs even if the engine is dropped without `close`.
         finalize(self, _release, self._claims)
 
     # -- saving ---------------------------------------------------------------------------
 
     def save(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
-        """See Engine.save. Raises CheckpointNotWritten even if training may continue without."""
+        """See Engine.save. Raises CheckpointNotWritten even with `--save-failure continue`."""
         group = self._spec.world_group
-        # With elastic groups, write in the foreground: if a group left during a background save,
-        # its part would be missing, and the save would have to start again.
+        # With elastic groups, write in the foreground. If a group left during a background save,
+        # its part would be missing, and the save would have to be repeated.
         in_background = background and not group.has_changing_ranks
 
         def save() -> Path:
             return self._save(folder, keep=keep, background=in_background, split=split)
 
-        # Elastic groups may change during a save: `steadily` then repeats it with the new ranks.
+        # If elastic groups change during the save, `steadily` repeats it with the new ranks.
         with span("save", Row.CHECKPOINT):
             return group.steadily(save)
 
     def _save(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         if keep is not None and keep < 1:
             raise UsageError(f"keep={keep}: must be the number of checkpoints to keep, 1 or more.")
-        # One save at a time: `Draft.begin` removes all drafts, even one that a thread is writing.
+        # Run one save at a time, because `Draft.begin` removes all drafts, including one that a
+        # thread is still writing.
         self.wait()
-        # An error in a forward since the last step must surface now, before anything is written.
+        # Report an error in a forward pass since the last step now, before anything is written.
         self._objects.check_passes()
         self._objects.look_for_changes()
         for line in self._tracked.describe_losses(
@@ -91,30 +92,30 @@ class CheckpointSaver:
             self._world.say_once(line)
         for line in self._objects.attributes.describe_losses():
             self._world.say_once(line)
-        # Before any work: a second job in the same folder must fail at once, not after a long copy.
+        # Claim the folder before any work, so that a second job in it fails at once.
         self.claim(folder)
-        # The model in a checkpoint is the state that all groups of ranks share.
+        # A checkpoint contains one model, the weights that all groups of ranks last agreed on.
         with self._state.anchored():
             return self._save_model(folder, keep=keep, background=background, split=split)
 
     def _save_model(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         state, spec, group = self._state, self._spec, self._spec.world_group
-        # Copies of the user's optimizer make the updates. Return the state that belongs to no
-        # parameter to the user's own optimizer, because the save reads it there.
+        # Internal copies of the user's optimizer apply the updates. Move the state that belongs to
+        # no parameter back to the user's optimizer, from which it is saved.
         self._objects.states.optimizer.return_common_state()
         attributes = [self._objects.attributes.changed(optimizer) for optimizer in spec.optimizers]
         tensors = EngineTensors(spec, self._objects.states, state.extra_sets, attributes)
         scaling = engine_fields.SCALING.value(state)
         save_plan = save_tensors.plan(tensors, state.extra_sets, scaling, split)
-        # Only rank 0 encodes them: tracked objects may be large, and one copy is enough.
+        # Only rank 0 encodes the fields, because tracked objects may be large.
         is_first = group.rank == 0
-        # Any rank may hold a value that cannot be saved: islands have separate optimizers.
+        # A value that cannot be saved may be on any rank, because islands have separate optimizers.
         fields, small_files, failure = (
             self._fields(tensors, save_plan) if is_first else ({}, {}, save_plan.failure)
         )
-        # Before the draft: a value that cannot be saved must leave no trace on disk.
+        # Raise the error before the draft is created, so that nothing is left on disk.
         agree(group, failure)
-        # From here on a failure of the disk is CheckpointNotWritten, which `tolerate` may accept.
+        # From here on, disk errors become CheckpointNotWritten, which `tolerate` may accept.
         draft = Draft(folder, state.steps, save_plan.nbytes)
         report_kept = partial(self._world.progress.kept, state.number, state.steps)
         finish = partial(
@@ -128,16 +129,18 @@ class CheckpointSaver:
                 write(tensors, save_plan, draft, finish)
         except CheckpointNotWritten:
             if group.rank == 0:
-                draft.discard()  # a partial checkpoint would only waste space
+                draft.discard()  # a partial checkpoint is useless
             raise
         return draft.final
 
     def _fields(
         self, tensors: EngineTensors, save_plan: SavePlan
     ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
-        """Return the fields of checkpoint.json, the small files, and an error message or None.
+        """Encode the contents of the small files. Called on rank 0.
 
-        Called on rank 0.
+        Returns:
+            The fields of checkpoint.json, the contents of other small files by name, and None. If a
+            value cannot be saved, the last item is an error message and the others are empty.
         """
         spec = self._spec
         try:
@@ -147,7 +150,7 @@ class CheckpointSaver:
                 raise CheckpointError(save_plan.failure)
         except CheckpointError as error:
             return {}, {}, str(error)
-        # For human readers: no load uses these, so that no version or size is ever rejected.
+        # For human readers only. No load uses these, so a checkpoint is never rejected for them.
         written_by = {
             "shardwise": __version__,
             "torch": torch.__version__,
@@ -161,8 +164,8 @@ class CheckpointSaver:
         fields = {"optimizers": optimizers, "state": save_plan.state, "borders": save_plan.borders}
         fields |= save_plan.extra_fields | {"step": self._state.steps} | required
         fields |= {"tracked": tracked, "written_by": written_by} | of_engine
-        # from_pretrained needs a config.json next to model.safetensors. With several models their
-        # names have prefixes, so no stock reader could use it.
+        # transformers' from_pretrained needs a config.json next to model.safetensors. With several
+        # models, tensor names have prefixes, so from_pretrained could not load them anyway.
         for model in spec.models if len(spec.models) == 1 else ():
             config: Any = getattr(model, "config", None)
             if callable(getattr(config, "to_json_string", None)):  # a model of transformers
@@ -172,10 +175,10 @@ class CheckpointSaver:
         return fields, files, None
 
     def _begin(self, draft: Draft, save_plan: SavePlan) -> None:
-        """Create the draft's folder and files on rank 0, and check that all ranks see them.
-        Collective.
+        """Create the draft's files on rank 0, and check that all ranks see them. Collective.
 
-        Raises CheckpointNotWritten or CheckpointError on all ranks.
+        Raises CheckpointNotWritten on all ranks if the disk fails, and CheckpointError if a rank
+        does not see the folder.
         """
         group, failure = self._spec.world_group, None
         if group.rank == 0:
@@ -185,13 +188,13 @@ class CheckpointSaver:
             except OSError as error:
                 failure = draft.describe_error(error)
         agree(group, failure, CheckpointNotWritten)
-        # Rank 0 uses a temporary folder if the file system has no writes at an offset.
+        # Rank 0 may have chosen a temporary folder (see Draft), so use its path on all ranks.
         draft.path = group.gather_objects(draft.path)[0]
-        # The path may exist on every host and be a different disk there, so look for the draft.
+        # The parent folder may exist on every host but on different disks, so check the draft.
         seen = group.gather_objects((socket.gethostname(), draft.path.is_dir()))
         blind = sorted({host for host, is_visible in seen if not is_visible})
         if blind:
-            # Another rank's view is wrong, not the disk: nothing will complete this draft.
+            # Not all ranks can write to this draft, so it will never be complete.
             if group.rank == 0:
                 draft.discard()
             raise CheckpointError(
@@ -207,15 +210,16 @@ class CheckpointSaver:
         draft: Draft,
         finish: Callable[[Sequence[Sums]], None],
     ) -> None:
-        """Write everything, and return once the checkpoint is complete. Collective.
+        """Write and publish the checkpoint. Collective.
 
-        Raises CheckpointNotWritten on all ranks.
+        Raises CheckpointNotWritten on all ranks if a disk fails.
         """
         group, failure = self._spec.world_group, None
         writer = Writer(draft.path, save_plan.sets)
         sums: Sums = {}
         try:
-            # An OSError in here is about the disk of an offloaded state, not the checkpoint's.
+            # Do not catch OSErrors here. They are errors in reading offloaded state, because the
+            # writer raises its errors only in `finish`.
             save_tensors.lend(tensors, save_plan, writer)
             try:
                 sums = writer.finish()
@@ -223,7 +227,7 @@ class CheckpointSaver:
                 failure = draft.describe_error(error)
         finally:
             writer.close()
-        # Two rounds: rank 0 may publish the checkpoint only once every part is on disk.
+        # Rank 0 may publish the checkpoint only once every rank's part is on disk.
         agree(group, failure, CheckpointNotWritten)
         sums_by_rank = group.gather_objects(sums)
         if group.rank == 0:
@@ -240,16 +244,17 @@ class CheckpointSaver:
         draft: Draft,
         finish: Callable[[Sequence[Sums]], None],
     ) -> None:
-        """Copy everything, and start a thread that writes the copy. Collective."""
+        """Copy this rank's part, and start a thread that writes the copy. Collective."""
         group, failure = self._spec.world_group, None
         self._copies.begin()
         save_tensors.lend(tensors, save_plan, self._copies)
-        # Reserve space for the note of a failure now, because the thread may fill the disk.
+        # Reserve space for an error note now, because the tensors may fill the disk.
         try:
             reserve(draft.path, group.rank)
         except OSError as error:
             failure = draft.describe_error(error)
-        # A rank that failed must not leave the others waiting for its note until the timeout.
+        # If a rank has failed, raise on all ranks now. They would wait for its note until the
+        # timeout.
         agree(group, failure, CheckpointNotWritten)
         self._job = BackgroundSave(
             self._copies,
@@ -262,25 +267,25 @@ class CheckpointSaver:
         )
         if not self._is_awaited_at_exit:
             self._is_awaited_at_exit = True
-            # Weak, so that the handler does not keep a dropped engine and its memory alive.
+            # Use a weak reference, so that the handler does not keep a dropped engine alive.
             _await_at_exit(WeakMethod(self.wait))
         self._job.start()
 
     # -- the folder -------------------------------------------------------------------------
 
     def claim(self, folder: Path) -> None:
-        """Lock `folder`, into which this job saves, against other jobs. Collective.
+        """Lock `folder`, so that no other job saves into it. Collective.
 
-        Raises FolderInUse on all ranks if another job holds it. A folder that cannot be written
-        raises nothing here: the save reports it.
+        Raises FolderInUse on all ranks if another job holds the lock. Ignores errors from folders
+        that cannot be written, because the save reports them.
         """
         failure = None
         held = self._claims.get(folder)
-        # If the folder was removed since, its lock is gone too. Only rank 0 locks: the lock keeps
-        # other jobs out, not other ranks of this one.
+        # Only rank 0 locks the folder, on behalf of the job. If the folder has been removed since,
+        # its lock is gone, so lock it again.
         if self._spec.world_group.rank == 0 and (held is None or not held.holds()):
             try:
-                with suppress(OSError):  # for example a read-only disk
+                with suppress(OSError):  # for example, a read-only disk
                     if held is not None:
                         held.release()
                     claim = self._claims[folder] = take(folder)
@@ -294,39 +299,39 @@ class CheckpointSaver:
         agree(self._spec.world_group, failure, FolderInUse)
 
     def end_removals(self, folder: Path) -> None:
-        """Finish removals in `folder` that a kill interrupted.
+        """Finish removing checkpoints in `folder` if a kill interrupted their removal.
 
-        A save does this too, but a run that has nothing left to train makes no save.
+        A save does this too, but a run that has no steps left may never save.
         """
         if self._spec.world_group.rank == 0 and folder in self._claims:
             atomic_folders.end_removals(folder)
 
     def leave(self) -> None:
-        """Release the folders for other jobs."""
+        """Release the locks on all folders, so that other jobs can save there."""
         _release(self._claims)
 
     def tolerate(self, error: CheckpointNotWritten) -> None:
-        """Report a missing checkpoint if training may continue without it; otherwise raise."""
+        """Print `error` if training may continue without the checkpoint, otherwise raise it."""
         if self._spec.settings.save_failure == "stop":
             raise error
         self._world.print(f"shardwise: {error} Training continues.", file=sys.stderr)
 
     @property
     def has_failed(self) -> bool:
-        """True once this rank knows that the background save failed."""
+        """True if this rank knows that the background save has failed."""
         return self._job is not None and not self._job.is_alive() and bool(self._job.failure)
 
-    # -- leaving at a step boundary ---------------------------------------------------------
+    # -- saving at a step boundary ----------------------------------------------------------
 
     def mark_boundary(self) -> None:
-        """Keep a copy of the model's buffers, for a save between this step and the next."""
+        """Copy the model's buffers, for a save between this step and the next."""
         self._objects.buffers.keep()
 
     def go_back_to_boundary(self) -> None:
-        """Undo the effects of forwards since the last step.
+        """Undo the effects of forward passes since the last step.
 
-        Outside a loop over a Loader, this rewinds the common random stream too. Inside such a loop
-        the body has finished with the last batch, so its draws count.
+        Outside a loop over a Loader, this also rewinds the common random stream. Inside such a
+        loop, the draws are kept, because the loop body has finished with the last batch.
         """
         self._objects.buffers.restore()
         if not self._world.current_batch.in_loop():
@@ -335,8 +340,8 @@ class CheckpointSaver:
     def at_boundary(self) -> AbstractContextManager[None]:
         """Return a context manager for a save that other ranks will load.
 
-        It rewinds the common random stream to the last boundary, because those ranks will repeat
-        the draws that this process has made since.
+        Inside it, the common random stream is rewound to the last step boundary, because the other
+        ranks will repeat the draws that this process has made after it.
         """
         in_loop = self._world.current_batch.in_loop()
         return nullcontext() if in_loop else self._world.draws.at_boundary()
@@ -344,10 +349,11 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait for the background save.
 
-        Raises CheckpointNotWritten on all ranks if it failed and training must not continue.
+        If it failed, raises CheckpointNotWritten on all ranks unless training may continue without
+        the checkpoint.
         """
         if self._job is not None:
-            # Clear it first: a failure must be reported once, not again by the next save.
+            # Clear it first, so that the next save does not report an error again.
             job, self._job = self._job, None
             with span("wait for the save before", Row.CHECKPOINT):
                 job.join()
@@ -365,17 +371,17 @@ def _finish(
     say: Callable[[str], None],
     sums_by_rank: Sequence[Sums],
 ) -> None:
-    """Publish a checkpoint with the checksums of all ranks, then remove the oldest ones.
+    """Publish a checkpoint with the checksums from all ranks, then remove old checkpoints.
 
-    Runs on rank 0, possibly in a thread.
+    Runs on rank 0, possibly in the background thread.
     """
     draft.finish(save_tensors.documents(save_plan, sums_by_rank, fields, small_files))
-    # After the rename: only now can a restart rely on this checkpoint. Before pruning: a kill
-    # between the two leaves too many checkpoints, never too few.
+    # Report after the rename, because a restart cannot use the checkpoint earlier. Prune last, so
+    # that a kill in between leaves too many checkpoints rather than too few.
     report_kept()
     if keep is not None:
         draft.prune(keep)
-    for line in draft.warnings:  # warnings only: this checkpoint is complete
+    for line in draft.warnings:  # the checkpoint itself is complete
         say(line)
 
 
@@ -385,9 +391,9 @@ def _release(claims: dict[Path, FolderClaim]) -> None:
 
 
 def _await_at_exit(wait: WeakMethod[Callable[[], None]]) -> None:
-    """Wait for the background save before the process exits.
+    """Register a handler that waits for the background save before the process exits.
 
-    If the save failed, exit with code 1: at that point no caller can catch an exception.
+    If the save failed, the handler exits with code 1, because no caller can catch an exception.
     """
 
     def last() -> None:
@@ -396,7 +402,7 @@ def _await_at_exit(wait: WeakMethod[Callable[[], None]]) -> None:
                 call()
         except CheckpointError as error:
             print(f"shardwise: {error}", file=sys.stderr, flush=True)
-            # Skips other exit handlers and the interpreter's shutdown, so leave the group first.
+            # os._exit skips all other exit handlers, so leave the group of ranks first.
             leave()
             sys.stdout.flush()
             os._exit(1)

@@ -1,8 +1,7 @@
-"""Validation of checkpoint.json, done once when it is read. Pure.
+"""Validates checkpoint.json when it is read, so that later code can rely on its values. No I/O.
 
-Later code uses values of the file without checking them again.
-
-A check is called with the path of a value, such as `optimizers[0].groups`, and the value.
+A `Check` is called with the path of a value, such as `optimizers[0].groups`, and the value. It
+raises Fault if the value is invalid.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 DEEPEST = 100
-"""Maximum nesting of lists and maps in a user's value."""
+"""Maximum nesting depth of lists and maps in a user's value."""
 
 Check = Callable[[str, Any], None]
 
 
 class Fault(ValueError):
-    """A value that no save writes. The message has its path and value."""
+    """Raised if no save could have written a value. The message shows its path and the value."""
 
 
 def _must(good: bool, place: str, value: Any, wanted: str) -> None:
@@ -30,12 +29,12 @@ def _must(good: bool, place: str, value: Any, wanted: str) -> None:
 
 
 def _check(wanted: str, good: Callable[[Any], bool]) -> Check:
-    """Return a check that `good` holds; `wanted` describes the valid values."""
+    """Return a Check that passes if `good` returns True. `wanted` describes the valid values."""
     return lambda place, value: _must(good(value), place, value, wanted)
 
 
 def _is_number(value: Any, *kinds: type) -> bool:
-    # In Python True and False are integers; in JSON they are not.
+    # Exclude bool, which is a subclass of int in Python but a different type in JSON.
     return isinstance(value, kinds or (int, float)) and not isinstance(value, bool)
 
 
@@ -54,7 +53,7 @@ crc = _check(
     "8 hexadecimal digits",
     lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None,
 )
-# json_values.py encodes a number that is not finite as {"$float": ...}.
+# json_values.py encodes infinities and NaN as {"$float": ...}.
 number = _check(
     "a number",
     lambda v: _is_number(v) or (isinstance(v, dict) and v.get("$float") in ("nan", "inf", "-inf")),
@@ -62,8 +61,10 @@ number = _check(
 
 
 def is_plain_name(name: Any) -> bool:
-    """Return whether `name` is a file name without folders, so that no name points outside a
-    checkpoint."""
+    """Return whether `name` is a file name without folders.
+
+    Only such names are accepted, so that a checkpoint cannot refer to files outside its folder.
+    """
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
@@ -71,7 +72,7 @@ file_name = _check("the name of a file in the same folder", is_plain_name)
 
 
 def plain_value(place: str, value: Any, depth: int = 0) -> None:
-    """Raise Fault if a value, of any JSON type, is nested too deeply."""
+    """Raise Fault if a value is nested too deeply. Otherwise accept any JSON value."""
     if depth > DEEPEST:
         raise Fault(f"its {place[:60]} is nested deeper than {DEEPEST} levels")
     if isinstance(value, dict | list):
@@ -98,9 +99,9 @@ def map_of(check: Check) -> Check:
 
 
 def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """Return a check for a map with all `fields`, and possibly `optional` ones.
+    """Return a Check for a map that must contain all `fields`, and may contain `optional` ones.
 
-    Other keys are allowed, because later versions may add some.
+    Unknown keys are accepted, because later versions may add fields.
     """
 
     def check_record(place: str, value: Any) -> None:
@@ -110,6 +111,7 @@ def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = N
             if name not in value:
                 raise Fault(f"it has no {here}")
             check(here, value[name])
+        # Optional fields may be missing, but must be valid if they exist.
         for name, check in (optional or {}).items():
             if name in value:
                 check(f"{place}.{name}" if place else name, value[name])
@@ -136,7 +138,7 @@ FIELDS: dict[str, Check] = {
     "tracked": map_of(plain_value),
     "written_by": map_of(plain_value),
 }
-"""Fields of every checkpoint.json besides format, version and checksum."""
+"""Checks of the fields that every checkpoint.json has, except format, version and checksum."""
 
 _ISLAND = record(
     {
@@ -152,7 +154,7 @@ REPORTED = (
     *("step", "weight", "shown", "loss", "backwards", "divisor", "several", "asked", "unsaved"),
     *("finite", "options", "weights", "scale", "updates"),
 )
-"""Numbers that an island reports with its gradients."""
+"""Names of the numbers that an island reports along with its gradients."""
 
 _REPORT = record(dict.fromkeys(REPORTED, number))
 _WAITING = record({"step": count, "reports": list_of(_REPORT), "used": list_of(text)})
@@ -163,9 +165,9 @@ OPTIONAL: dict[str, Check] = {
     "islands": list_of(_ISLAND),
     "behind": _BEHIND,
 }
-"""Optional fields: only some runs write them, and older checkpoints lack them."""
+"""Checks of optional fields, which only some runs write or which older checkpoints lack."""
 
 
 def check(fields: Any) -> None:
-    """Raise Fault for the first field that is missing or has an invalid value."""
+    """Raise Fault if a field of checkpoint.json is missing or has an invalid value."""
     record(FIELDS, OPTIONAL)("", fields)

@@ -1,4 +1,4 @@
-"""Opens the files of a load, checks them against the model, and locates each tensor's values."""
+"""Opens the files to load, checks them against the model, and locates each tensor's values."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Locates the values of a model's tensors in an opened checkpoint."""
+    """Opened checkpoint that locates the values of an engine's tensors."""
 
     read: SetsToRead
-    """Sets and fields that this rank reads."""
+    """Tensor sets and fields that this rank reads."""
     names: Mapping[str, str]
-    """Maps the model's tensor names to those in the files."""
+    """Map from the model's tensor names to the names in the files."""
     foreign: Save | None
-    """The DeepSpeed checkpoint that is loaded, or None."""
+    """The DeepSpeed checkpoint to load, or None if it is not one."""
     written: Sets
-    """All sets of the checkpoint."""
+    """All tensor sets of the checkpoint, including those that other ranks read."""
 
     @property
     def sets(self) -> Sets:
-        """Sets that this rank reads."""
+        """Tensor sets that this rank reads, by name."""
         return self.read.sets
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Fields of checkpoint.json or of a DeepSpeed checkpoint; empty for other files."""
+        """Fields of checkpoint.json or of a DeepSpeed checkpoint. Empty for other files."""
         return self.read.fields
 
     def has(self, kind: str, name: str) -> bool:
@@ -59,16 +59,22 @@ class CheckpointSource:
         return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
 
     def of_model(self, name: str) -> tuple[TensorReader, str]:
-        """Return the reader for tensor `name` of the model, and the tensor's name there."""
+        """Return the reader that has the model's tensor `name`, and the tensor's name in it."""
         return self.read.own.get(name) or (self.sets[MODEL], self.names[name])
 
     def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[TensorReader, str] | None:
-        """Return the reader with the best values for tensor `name`, and the tensor's name there.
+        """Return the reader with the best values for a tensor, and the tensor's name in it.
 
-        A master replaces its parameter if a wider dtype than the parameter's is wanted. It also
-        replaces an average that was not saved. A parameter replaces a missing master.
+        If `dtype` is wider than the saved parameter's, its fp32 master replaces it. A missing
+        average or master is replaced by the parameter (or by the master, if `dtype` is wider).
+        Returns None if there are no suitable values.
+
+        Args:
+            kind: Kind of set that the tensor belongs to.
+            name: Name of the tensor.
+            dtype: Dtype of the memory to fill.
         """
-        # Averages and moments are saved under exactly this name, or not at all.
+        # Averages and moments have no other name, so use them if they exist.
         is_master = kind == OPTIMIZER and name.endswith(f".{MASTER}")
         if self.has(kind, name) and kind != MODEL and not is_master:
             return self.sets[kind], name
@@ -80,7 +86,7 @@ class CheckpointSource:
         if parameter not in self.names:
             return None
         master = state_name(parameter, MASTER)
-        # Narrower values would lose bits that the master still has, so prefer it if it helps.
+        # Prefer the master if `dtype` can hold more bits than the saved parameter has.
         held = self.sets[MODEL].specs[self.names[parameter]]
         if dtype.itemsize > dtype_of(held.dtype).itemsize and self.has(OPTIMIZER, master):
             return self.sets[OPTIMIZER], master
@@ -96,19 +102,25 @@ def open_source(
     strict: bool,
     model_only: bool,
 ) -> CheckpointSource:
-    """Open `path`, a checkpoint folder or another library's files, for the model of
-    `engine_tensors`.
+    """Open a checkpoint folder or another library's files, and check that they match the model.
 
-    The files stay open until `stack` closes.
+    Args:
+        path: The folder or file.
+        engine_tensors: Tensors of the engine to load into.
+        extra_sets: Chooses the sets to read.
+        stack: Closes the files when it exits.
+        strict: Raise if tensors are missing or unexpected.
+        model_only: Load only the model.
 
     Raises:
-        CheckpointMismatch: Tensors have the wrong shape or, with `strict`, are missing or
-            unexpected. The message has all names.
-        BrokenCheckpoint: checkpoint.json is missing and more than the model is wanted.
+        CheckpointMismatch: Tensors have the wrong shape or, if `strict`, are missing or unexpected.
+            The message lists their names.
+        BrokenCheckpoint: checkpoint.json is damaged, or it is missing and `model_only` is False.
     """
     fields: dict[str, Any] = {}
     save: Save | None = None
-    # Such a folder looks like a Hugging Face model; loading it silently would lose all progress.
+    # Such a folder looks like a Hugging Face model. Loading it as one would silently lose the
+    # optimizers and the step count.
     if lacks_document(path) and not model_only:
         raise BrokenCheckpoint(
             f"{path} has the tensors of a checkpoint but no {DOCUMENT}, which holds everything "
@@ -138,7 +150,7 @@ def open_source(
             sets, fields = fields_of(save, engine_tensors.inventory.names, groups)
     else:
         sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
-    # Names may have the prefix of DistributedDataParallel or torch.compile.
+    # Names in the file may have a prefix from DistributedDataParallel or torch.compile.
     match = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
     _check(path, engine_tensors, sets[MODEL], match, strict=strict)
     buffers = engine_tensors.inventory.buffers.keys()
@@ -154,7 +166,7 @@ def _check(
     *,
     strict: bool,
 ) -> None:
-    """Raise CheckpointMismatch, naming every tensor that does not match."""
+    """Raise CheckpointMismatch if tensors do not match. The message lists all of them."""
     inventory = engine_tensors.inventory
     shapes = {name: spec.shape for name, spec in inventory.parameters.items()}
     shapes |= {name: tuple(value.shape) for name, value in inventory.buffers.items()}
@@ -164,7 +176,7 @@ def _check(
         if shapes[name] != tensors.specs[saved_name].shape
     ]
     faults = [("with another shape", misshapen)]
-    # With strict=False a file may hold another model's other tensors, but shapes must still fit.
+    # With strict=False the file may lack tensors or have more, but shapes must still match.
     if strict:
         faults += [("missing in the file", match.missing), ("unexpected", match.unexpected)]
     lines = [f"{what}: {names.listed(fault_names)}" for what, fault_names in faults if fault_names]
@@ -177,9 +189,9 @@ def _check(
 
 
 def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
-    """Verify the checksums of the part of a checkpoint that is assigned to `rank` of `size`.
+    """Verify the checksums of the tensors that are assigned to `rank`, one of `size` ranks.
 
-    Whole tensors are assigned by size, largest first. Raises BrokenCheckpoint if one has changed.
+    Raises BrokenCheckpoint if a tensor has changed since the save, or is missing.
     """
     if source.foreign is not None:
         verify_save(source.foreign, rank, size)
@@ -195,15 +207,16 @@ def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
             f"{path} lacks tensors that were saved: {names.listed(missing)}. Use another "
             "checkpoint."
         )
-    # All bytes of all sets, not just those that this rank will use: some rank checks each byte
-    # once. Each tensor, largest first, goes to the least loaded rank, so that all finish together.
+    # The ranks together check every tensor of every set once, including tensors that no rank loads.
+    # Assign the largest tensors first, each to the rank with the fewest bytes so far, so that all
+    # ranks finish at about the same time.
     bytes_by_rank = [0] * size
     specs = [
         (kind, spec)
         for kind, tensors in sorted(source.written.items())
         for spec in tensors.specs.values()
     ]
-    # Sorted with the name as a tie-break: all ranks must compute the same assignment.
+    # Use the name as a tie-break, because all ranks must compute the same assignment.
     for kind, spec in sorted(specs, key=lambda entry: (-entry[1].nbytes, entry[1].name)):
         assigned_rank = bytes_by_rank.index(min(bytes_by_rank))
         bytes_by_rank[assigned_rank] += spec.nbytes

@@ -1,6 +1,7 @@
-"""Protocols for the parts of an engine's specification and states that a checkpoint uses.
+"""Defines protocols for the parts of an engine's specification and states that checkpoints use.
 
-The engine is in a layer above and passes in its `EngineSpec` and `States`.
+The engine is in a higher layer that this package must not import, so it passes in its `EngineSpec`
+and `States`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters
 
-# Properties: a plain attribute of a protocol must be writable and have exactly the same type.
+# The protocols use properties, because a plain attribute would have to be writable and of exactly
+# the same type in every implementation.
 
 
 class SpecView(Protocol):
-    """Models, optimizers, settings and groups of ranks of an engine."""
+    """An engine's models, optimizers, settings and groups of ranks."""
 
     @property
     def models(self) -> Sequence[nn.Module]: ...
@@ -48,9 +50,9 @@ class SpecView(Protocol):
     def tensor_rank(self) -> int: ...
     @property
     def has_separate_steps(self) -> bool:
-        """True if groups of ranks make separate updates (islands)."""
+        """True if groups of ranks (islands) update their weights separately."""
 
-    # Groups of ranks, as in engine/engine_spec.py.
+    # Groups of ranks, described in engine/engine_spec.py.
     @property
     def world_group(self) -> Collectives: ...
     @property
@@ -65,20 +67,20 @@ class SpecView(Protocol):
     def apart(self) -> Collectives: ...
 
     def located(self) -> list[NamedParameter]:
-        """Return every parameter of the models and optimizers."""
+        """Return all parameters of the models and optimizers, with their names."""
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
-        """Return the part of a whole tensor that `parameter` is; None if it is whole."""
+        """Return which part of the full tensor `parameter` holds, or None if it is not split."""
 
     def is_here(self, parameter: Tensor) -> bool:
-        """Return whether this rank trains `parameter` or a part of it."""
+        """Return whether this rank holds `parameter` or a part of it."""
 
     def runs(self, module: nn.Module) -> bool:
-        """Return whether this rank runs `module`."""
+        """Return whether this rank runs `module`, which may be on a different pipeline stage."""
 
 
 class StatesView(Protocol):
-    """The states of an engine in their present layout."""
+    """An engine's states in their current layout."""
 
     @property
     def parameters(self) -> Parameters: ...

@@ -1,8 +1,8 @@
-"""Matching of the tensor names in a file to the names in a model, for files of any library. Pure.
+"""Matches the tensor names in a file from any library to the names in a model. No I/O.
 
 DistributedDataParallel adds the prefix `module.` to every name, and torch.compile adds `_orig_mod.`
 to the names in a compiled module. A prefix is removed only if more names match without it, so a
-submodule that is really called `module` keeps its name.
+submodule that is actually called `module` keeps its name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ _COMPILED = "_orig_mod."
 
 @dataclass(frozen=True)
 class Match:
-    """Result of a match. `found` maps the model's first name of a tensor to the name in the file;
-    `missing` are names of the model, `unexpected` names of the file."""
+    """Result of `match`.
+
+    Args:
+        found: Maps the model's first name of each matched tensor to its name in the file.
+        missing: The model's first names of tensors that are not in the file.
+        unexpected: Names in the file that the model does not have.
+    """
 
     found: dict[str, str]
     missing: list[str]
@@ -25,14 +30,15 @@ class Match:
 
 
 def match(wanted: Mapping[str, Sequence[str]], held: Iterable[str]) -> Match:
-    """Match the names in a file (`held`) to the tensors of a model.
+    """Match the names in a file to the tensors of a model.
 
     Args:
-        wanted: All names of each tensor (several for tied weights), keyed by the first.
+        wanted: The model's names of each tensor (several for tied weights), keyed by the first one.
+        held: The names in the file.
     """
     names = list(held)
     known = {name for all_names in wanted.values() for name in all_names}
-    # max returns the first of equals, so the simplest interpretation wins.
+    # max returns the first of equal candidates, so the simplest interpretation wins.
     best = max(_readings(names), key=lambda read: sum(read(name) in known for name in names))
     by_name = {best(name): name for name in names}
     found = {
@@ -48,9 +54,9 @@ def match(wanted: Mapping[str, Sequence[str]], held: Iterable[str]) -> Match:
 
 
 def _readings(names: Sequence[str]) -> list[Callable[[str], str]]:
-    """Return the ways to interpret the names, simplest first; `max` picks the first of equals."""
+    """Return functions that remove possible prefixes from a name, the simplest one first."""
     readings: list[Callable[[str], str]] = [str, _uncompiled]
-    # DistributedDataParallel wraps the whole model, so either all names have its prefix or none.
+    # DistributedDataParallel wraps the entire model, so all names have its prefix or none does.
     if names and all(_uncompiled(name).startswith(_WRAPPER) for name in names):
         readings += [
             lambda name: name.removeprefix(_WRAPPER),
@@ -64,6 +70,6 @@ def _uncompiled(name: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the names for a message: the first 20, and the number of the others."""
+    """Return a comma-separated list of names for a message, shortened after 20 names."""
     shown = ", ".join(names[:20])
     return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"

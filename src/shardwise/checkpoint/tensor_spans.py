@@ -1,7 +1,8 @@
-"""Maps intervals of buckets to named tensors, so that checkpoints can read and write them.
+"""Maps intervals of flat buckets to named tensors, so that checkpoints can read and write them.
 
-The states store intervals of flat buckets. A checkpoint stores tensors by name, and
-each rank holds some of their elements. A StoredTensors connects the two.
+An engine's states are intervals of flat buckets. A checkpoint stores tensors by name, and each rank
+holds some of their elements. A StoredTensors describes the elements of named tensors in such an
+interval.
 """
 
 from __future__ import annotations
@@ -28,24 +29,30 @@ from shardwise.states.parameters.sharded_bucket import ShardedBucket
 from shardwise.states.storage.storage import MemoryStorage, Storage
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
-"""Kinds of sets that any checkpoint may have."""
+"""Kinds of tensor sets that any checkpoint may contain."""
 
 OUTER, GROUP = "outer", "group"
-"""Kinds of extra sets: one that all groups of ranks share, and one per group."""
+"""Kinds of extra sets: OUTER is shared by all groups of ranks, GROUP exists once per group."""
 
 ATTRIBUTES = "attributes"
-"""Kind of the tensors in optimizers' attributes."""
+"""Kind of the set with tensors from optimizers' attributes."""
 
 MASTER = "master"
-"""Key of fp32 masters among the optimizer's tensors."""
+"""Key of a parameter's fp32 master weights among the optimizer's tensors."""
 
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """A flat interval with tensors of one set. `copies` ranks hold it; this rank is number `copy`.
+    """A flat interval on this rank that holds elements of tensors of one set.
 
-    Elements outside all extents are padding. With `as_counted`, elements are in the order of their
-    own tensor, even if their parameter is stored in another order.
+    Args:
+        kind: Kind of the set.
+        storage: Storage of the interval.
+        extents: Positions of tensor elements in the interval. The rest is padding.
+        copy: Index of this rank among the ranks that hold the same interval.
+        copies: Number of ranks that hold the same interval.
+        as_counted: True if elements are in their tensor's own order, even if the memory order of
+            its parameter is different.
     """
 
     kind: str
@@ -58,26 +65,31 @@ class StoredTensors:
 
 @dataclass(frozen=True)
 class ReportedState:
-    """Optimizer state of all ranks: the entries by parameter, with a Blank for each tensor, and
-    the parameters at whose borders segments were cut."""
+    """Description of the optimizer state of all ranks that shard it.
+
+    Args:
+        states: Entries by parameter index and key, with a Blank in place of each tensor.
+        borders: Indices of the parameters at whose start a segment was cut.
+    """
 
     states: dict[int, dict[str, Any]]
     borders: set[int]
 
 
 def state_name(name: str, key: str) -> str:
-    """Return the tensor name of entry `key` in the state of parameter `name`."""
+    """Return the name under which entry `key` of parameter `name`'s optimizer state is saved."""
     return f"{name}.{key}"
 
 
 class TensorSpans:
-    """Spans of one rank in trained parameters, masters, optimizer state and averages.
+    """Yields this rank's spans of trained parameters, masters, optimizer state and averages.
 
     Args:
-        group: Ranks that shard the states, if `scattered`.
-        among: This rank's position among the ranks with the same elements, and their number. The
-            key says whether a rank has only a part of each tensor (tensor parallelism).
-        among_own: The same for optimizer state, which each group of ranks has for itself.
+        group: Ranks that shard the states, if `scattered` is true.
+        scattered: True if the optimizer state is sharded across `group`.
+        among: This rank's position among the ranks that hold the same elements, and their number.
+            The key True is for tensors that tensor parallelism has split, False for all others.
+        among_own: Like `among`, but for optimizer state, which each group of ranks has separately.
     """
 
     def __init__(
@@ -105,9 +117,9 @@ class TensorSpans:
         }
 
     def reported(self) -> ReportedState:
-        """Gather the optimizer state's entries from all ranks. Collective."""
+        """Gather the description of the optimizer state from all ranks. Collective."""
         own_report = self._own_states(), self._own_borders()
-        # With replicated state each rank has all entries, so no collective is needed.
+        # If the state is replicated, this rank has all entries, so no collective is needed.
         gathered = self._group.gather_objects(own_report) if self._scattered else [own_report]
         states: dict[int, dict[str, Any]] = {}
         for interval, _ in gathered:
@@ -135,7 +147,7 @@ class TensorSpans:
         return Blank(tuple(shape), value.dtype)
 
     def _own_borders(self) -> set[int]:
-        # A cut at an interval's start follows from the bucket layout, so it need not be saved.
+        # A cut at the start of an interval follows from the bucket layout, so it need not be saved.
         return {
             segment.pieces[0].parameter
             for interval, group in zip(
@@ -147,17 +159,17 @@ class TensorSpans:
         }
 
     def __iter__(self) -> Iterator[StoredTensors]:
-        """Yield all spans, bucket by bucket."""
+        """Yield all spans of this rank, bucket by bucket."""
         for index in range(len(self._optimizer.intervals)):
             for kind, key, storage in self._intervals(index):
                 yield self._span(index, kind, storage, self._extents(index, key))
             yield from self._states(index)
 
     def _intervals(self, index: int) -> Iterator[tuple[str, str | None, Storage]]:
-        """Yield set, key and storage of each state that covers a whole interval."""
+        """Yield kind, key and storage of each state that covers an entire interval."""
         interval = self._optimizer.intervals[index]
         yield MODEL, None, interval.target
-        # fp32 training has no separate master: target and master are the same storage.
+        # In fp32 training there is no separate master: `master` and `target` are the same storage.
         if interval.master is not interval.target:
             yield OPTIMIZER, MASTER, interval.master
         if self._averages is not None:
@@ -165,7 +177,7 @@ class TensorSpans:
 
     def _states(self, index: int) -> Iterator[StoredTensors]:
         interval = self._optimizer.intervals[index]
-        # Moments cover the whole interval, but some parameters may have none yet.
+        # Moments cover the entire interval, but some of its parameters may have no state yet.
         for key, storage in interval.moments.items():
             numbers = {
                 piece.parameter
@@ -174,7 +186,7 @@ class TensorSpans:
                 for piece in segment.pieces
             }
             yield self._span(index, OPTIMIZER, storage, self._extents(index, key, numbers))
-        # All other tensors, such as Adafactor's factors, belong to one segment each.
+        # Every other tensor, such as one of Adafactor's factors, belongs to a single segment.
         for segment, state in self._optimizer.state_of(index):
             for key, value in state.items():
                 is_tensor = self._optimizer.is_tensor(index, segment, key, value)
@@ -191,7 +203,12 @@ class TensorSpans:
     def _extents(
         self, index: int, key: str | None, numbers: set[int] | None = None
     ) -> list[Extent]:
-        """Return the extents of a bucket's interval, named by `key`; only of `numbers` if given."""
+        """Return the extents of the tensors in the interval of bucket `index`.
+
+        Args:
+            key: Key of the optimizer state in the interval, or None for parameters.
+            numbers: Indices of the parameters to include, or None for all.
+        """
         interval = self._optimizer.intervals[index]
         names = {
             slot.parameter: self._name(slot.parameter, key)
@@ -207,7 +224,7 @@ class TensorSpans:
     def _span(
         self, index: int, kind: str, storage: Storage, parts: Sequence[Extent]
     ) -> StoredTensors:
-        # Tensors of a bucket are either all whole or all parts, so the first slot decides.
+        # Tensor parallelism has split either all tensors of a bucket or none, so check the first.
         slots = self._optimizer.intervals[index].bucket.slots
         among = self._among_own if kind == OPTIMIZER else self._among
         copy, copies = among[slots[0].parameter in self._shards]
@@ -216,7 +233,7 @@ class TensorSpans:
     # -- tensors whose memory order differs from their element order ------------------------
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
-        """Return set and name of tensors whose memory order differs from their element order."""
+        """Return kind and name of each tensor whose memory order differs from its element order."""
         return {
             (kind, self._name(slot.parameter, key))
             for index in range(len(self._optimizer.intervals))
@@ -227,9 +244,10 @@ class TensorSpans:
         }
 
     def reordered(self, reported: ReportedState) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield these tensors flat in element order, whole on every rank.
+        """Yield kind, name and value of each tensor that `out_of_order` returns.
 
-        Collective, bucket by bucket.
+        The values are full tensors, flattened in element order, on every rank. Collective: gathers
+        one bucket at a time.
         """
         for index in range(len(self._optimizer.intervals)):
             if not (slots := self._reordered_slots(index)):
@@ -254,12 +272,14 @@ class TensorSpans:
     def _flat_states(
         self, index: int, slots: Sequence[Slot], reported: ReportedState
     ) -> Iterator[tuple[str, str | None, torch.dtype]]:
-        """Yield set, key and dtype of the states that are flat over a bucket, in the same order
-        on all ranks."""
+        """Yield kind, key and dtype of the states that have one value per element of a bucket.
+
+        The order is the same on all ranks.
+        """
         for kind, key, storage in self._intervals(index):
             yield kind, key, storage.dtype
-        # From the reported state, not from this rank's: another rank's parameters may have a key
-        # that no parameter of this rank has, and the gather needs every rank.
+        # Use the keys reported by all ranks. A key may belong only to other ranks' parameters, but
+        # every rank must take part in the gather.
         dtypes = {
             key: entry.dtype
             for slot in slots
@@ -270,7 +290,7 @@ class TensorSpans:
             yield OPTIMIZER, key, dtypes[key]
 
     def _gather_state(self, index: int, kind: str, key: str | None, dtype: torch.dtype) -> Tensor:
-        """Gather one state of a whole bucket. Collective if the state is sharded."""
+        """Return one state for the full bucket `index`. Collective if the state is sharded."""
         interval = self._optimizer.intervals[index]
         own = {(k, name): storage for k, name, storage in self._intervals(index)}
         device = self._parameters.kind(index)[1]
@@ -286,7 +306,11 @@ class TensorSpans:
 def of_sharded_bucket(
     bucket: ShardedBucket, among: Mapping[bool, tuple[int, int]]
 ) -> StoredTensors:
-    """Return the span of a sharded bucket of frozen parameters; `among` is as in TensorSpans."""
+    """Return this rank's span of a sharded bucket of frozen parameters.
+
+    Args:
+        among: As in `TensorSpans`.
+    """
     slots = list(zip(bucket.layout.slots, bucket.named, strict=True))
     names = {slot.parameter: named.name for slot, named in slots}
     shards = {slot.parameter: t.shard for slot, t in slots if t.shard is not None}
@@ -302,7 +326,12 @@ def of_tensor(
     kind: str = MODEL,
     shard: Shard | None = None,
 ) -> StoredTensors:
-    """Return the span of a whole tensor that `copies` ranks hold, or of its part `shard`."""
+    """Return the span of the tensor `value`, which `copies` ranks hold.
+
+    Args:
+        copy: Index of this rank among these ranks.
+        shard: Which part of the full tensor `value` is, or None if it is the full tensor.
+    """
     whole = Extent(name, 0, value.numel(), 0)
     parts = [whole] if shard is None else of_whole(whole, shard)
     return StoredTensors(kind, MemoryStorage(_flat(value)), parts, copy, copies)
@@ -311,8 +340,10 @@ def of_tensor(
 def reordered_bucket(
     bucket: ShardedBucket, group: Collectives
 ) -> Iterator[tuple[NamedParameter, Tensor]]:
-    """Yield the tensors of `bucket` whose memory order differs from their element order, in
-    element order. Collective."""
+    """Yield the full tensors of `bucket` whose memory order differs from their element order.
+
+    The values are flattened in element order. Collective.
+    """
     if all(named.in_order for named in bucket.named):
         return
     value = bucket.storage.loaded(bucket.kind[2])

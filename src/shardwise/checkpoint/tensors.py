@@ -1,4 +1,4 @@
-"""Names of all tensors of an engine in a checkpoint, with the intervals that this rank holds."""
+"""Lists all tensors that a checkpoint of an engine contains, and the spans that this rank holds."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Inventory:
-    """Tensors of the models, in registration order.
+    """Tensors of an engine's models, in registration order.
 
     Args:
         names: All names of each tensor, keyed by the first one, under which it is saved.
-        buffers: Buffers of this rank by name.
-        parameters: Dtype and whole shape of each parameter.
+        buffers: Buffers on this rank by name.
+        parameters: Dtype and full (unsplit) shape of each parameter, by name.
     """
 
     names: dict[str, list[str]]
     buffers: dict[str, Tensor]
     homes: dict[str, nn.Module]
-    """Modules that own the tensors, by name."""
+    """The module that owns each tensor, by the tensor's name."""
     whole: dict[str, Tensor]
-    """Parameters that are neither trained nor in a flat buffer; every rank holds them whole."""
+    """Parameters that are not in a flat buffer, so not trained or sharded. Not sharded by ZeRO."""
     parameters: dict[str, TensorSpec]
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Maps each alias of a tied weight to its first name."""
+        """Map from each alias of a tied weight to its first name."""
         return {alias: first for first, all_names in self.names.items() for alias in all_names[1:]}
 
 
 def take_inventory(spec: SpecView, states: StatesView) -> Inventory:
-    """Return the inventory of an engine's present tensors."""
+    """Return the inventory of an engine's current tensors."""
     parameters = states.parameters
-    # Parameters in flat buffers, whose own tensors may be empty at the moment (ZeRO-3).
+    # Parameters in flat buffers. With ZeRO-3 their own tensors may currently be empty.
     forms = {t.parameter: t for t in parameters.named}
     forms |= {t.parameter: t for slab in parameters.frozen for t in slab.named}
     names: dict[int, list[str]] = {}
     buffers: dict[str, Tensor] = {}
-    # By identity, because tied weights are one tensor under several names.
+    # Identify tensors by id, because a tied weight is one tensor with several names.
     homes: dict[str, nn.Module] = {}
     by_id: dict[int, Any] = {}
     for name, value, module in _named_tensors(spec):
@@ -91,9 +91,9 @@ def take_inventory(spec: SpecView, states: StatesView) -> Inventory:
 
 
 def _named_tensors(spec: SpecView) -> Iterator[tuple[str, Tensor, nn.Module]]:
-    """Yield name, tensor and owner of all parameters and persistent buffers, as in state_dict()."""
+    """Yield name, tensor and owning module of everything that state_dict() would contain."""
     for model, prefix in zip(spec.models, spec.prefixes, strict=True):
-        # With duplicates, because the file lists every name of a tied weight.
+        # Include duplicates, because the file lists every name of a tied weight.
         for path, module in model.named_modules(remove_duplicate=False):
             buffers = {
                 key: buffer
@@ -103,20 +103,20 @@ def _named_tensors(spec: SpecView) -> Iterator[tuple[str, Tensor, nn.Module]]:
             for key, value in [*module._parameters.items(), *buffers.items()]:
                 if value is not None:
                     name = ".".join(part for part in (prefix, path, key) if part)
-                    # torch.compile's wrapper must not change the names in the file.
+                    # Names in the file must not depend on whether a module is compiled.
                     yield name.replace("_orig_mod.", ""), value, module
 
 
 def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
-    """Return name, dtype and shape in a file, of `value` or of the tensor that it is a part of."""
+    """Return the spec of `value`, or of the full tensor if `value` is its part `shard`."""
     shape = tuple(value.shape) if shard is None else shard.shape
     return TensorSpec(name, dtype_name(value.dtype), shape)
 
 
 def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> list[TensorSpec]:
-    """Return the tensors of the optimizers' state, with masters whose dtype differs."""
+    """Return the specs of the optimizers' state, including masters in a different dtype."""
     states, specs = engine_tensors.states, []
-    # A master with its parameter's dtype is the parameter itself, and is saved as such.
+    # A master in its parameter's dtype is the parameter itself, so it is saved only once.
     named = states.parameters.named
     masters = {
         slot.parameter: part.master.dtype
@@ -140,7 +140,7 @@ def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> l
 
 
 def average_specs(states: StatesView) -> list[TensorSpec]:
-    """Return the moving averages, if the engine has any."""
+    """Return the specs of the moving averages, or [] if the engine has none."""
     if states.averages is None:
         return []
     dtypes = {
@@ -155,7 +155,7 @@ def average_specs(states: StatesView) -> list[TensorSpec]:
 
 
 class _Group:
-    """A parameter group of an optimizer. Its kind needs a trial, which runs once, on first use."""
+    """A parameter group of an optimizer. The trial that determines its kind runs on first use."""
 
     def __init__(self, optimizer: optim.Optimizer, options: dict[str, Any]) -> None:
         self.optimizer = optimizer
@@ -163,17 +163,17 @@ class _Group:
 
     @cached_property
     def kind(self) -> OptimizerKind:
-        """How the parameters of this group are updated."""
-        # All parameters of a group are updated in the same way, so one is enough for the trial.
+        """Kind of optimizer that updates this group."""
+        # All parameters in a group are updated in the same way, so one is enough for the trial.
         device = self.options["params"][0].device
         return examine(self.optimizer, self.options, device, is_copied=False)
 
 
 @dataclass(frozen=True)
 class FrozenState:
-    """State of a parameter that is in an optimizer's group and is frozen now.
+    """Optimizer state of a frozen parameter that is in one of the optimizer's groups.
 
-    It stays in the user's optimizer, whole on every rank, until the parameter is trained again.
+    The state stays in the user's optimizer, unsharded, until the parameter is trained again.
     """
 
     name: str
@@ -182,7 +182,7 @@ class FrozenState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors of its state by key, with the classification used while it is trained."""
+        """Entries of the state that count as tensors while the parameter is trained, by key."""
         state = self._state
         if not state:
             return {}
@@ -191,7 +191,7 @@ class FrozenState:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Single values of its state by key."""
+        """Scalar entries of the state, by key."""
         tensors = self.tensors
         return {k: v for k, v in self._state.items() if k not in tensors}
 
@@ -201,8 +201,8 @@ class FrozenState:
         return state
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Replace the state with `state`."""
-        # Removed first: an optimizer without state for it creates a new one at the next step.
+        """Replace the parameter's optimizer state with `state`."""
+        # If `state` is empty, only remove the old one. The optimizer then creates a new state.
         held(self.group.optimizer).pop(self.parameter, None)
         if state:
             device = self.parameter.device
@@ -212,7 +212,7 @@ class FrozenState:
 
 
 def _frozen_states(spec: SpecView, states: StatesView) -> Iterator[FrozenState]:
-    """Yield the frozen parameters in the optimizers' groups, in order."""
+    """Yield a FrozenState for each frozen parameter in the optimizers' groups, in order."""
     trained = {named.parameter for named in states.parameters.named}
     names = {named.parameter: named.name for named in spec.located()}
     for optimizer in spec.optimizers:
@@ -223,21 +223,27 @@ def _frozen_states(spec: SpecView, states: StatesView) -> Iterator[FrozenState]:
 
 
 def _position(rank: int, selected: list[bool]) -> tuple[int, int]:
-    """Return the position of `rank` among the `selected` ranks, and their number."""
+    """Return the position of `rank` among the selected ranks, and their number.
+
+    Args:
+        selected: For each rank, whether it is selected.
+    """
     return sum(selected[:rank]), sum(selected)
 
 
 def _all_hold(*conditions: list[bool]) -> list[bool]:
-    """Return for each rank whether all conditions in `conditions` hold."""
+    """Combine conditions, each a list with one value per rank, with a logical and."""
     return [all(flags) for flags in zip(*conditions, strict=True)]
 
 
 class EngineTensors:
-    """All tensors that a rank saves or loads. The constructor is collective.
+    """The tensors that this rank saves or loads. The constructor is collective.
 
     Args:
+        spec: Specification of the engine.
+        states: States of the engine.
         extra_sets: Tensors and fields that a feature adds.
-        attributes: Attribute values of each optimizer, for a save.
+        attributes: Attributes of each optimizer. Empty for a load.
     """
 
     def __init__(
@@ -254,8 +260,8 @@ class EngineTensors:
         self.frozen_states = list(_frozen_states(spec, states))
         run = spec.world_group
         self.attribute_specs, self._attribute_copies = self._share_attributes()
-        # Each rank's coordinates, gathered at once: which part of each tensor it has, which layers,
-        # which shard, which group of ranks, and its number in that group.
+        # Gather the coordinates of every rank in one collective: which part of each tensor it has,
+        # which layers, which shard, which of the groups with separate weights, and which island.
         places_of = spec.shard_group, spec.apart, spec.peers
         coordinates = spec.tensor_rank, spec.pipeline_rank, *(group.rank for group in places_of)
         parts, near, shared, home, peer = (
@@ -271,12 +277,12 @@ class EngineTensors:
                 True: _position(run.rank, _all_hold(near, parts, *conditions)),
             }
 
-        # Ranks that hold the same elements share the writing: `among` are those with the same
-        # shard, `everywhere` is for a state that is not sharded. Parameters are equal in all
-        # groups of ranks; optimizer state is equal only within a group (`home`).
+        # Ranks that hold the same elements divide the writing among themselves. `_among` is for
+        # sharded states, `_everywhere` for states that are not sharded. Parameters are identical in
+        # all groups of ranks, but optimizer state only within a group (`home`).
         self._among, self._everywhere = places(shared), places()
         among_own, self._everywhere_own = places(shared, home), places(home)
-        # With replicated optimizer state all ranks hold everything, so all of them share the work.
+        # If the optimizer state is replicated, all ranks hold it, so all of them write a share.
         scattered = spec.placement.is_sharded("optimizer")
         self.trained = TensorSpans(
             states.parameters,
@@ -293,11 +299,13 @@ class EngineTensors:
         self.extra = extra_sets.tensors(self.extra_places)
 
     def _share_attributes(self) -> tuple[list[TensorSpec], tuple[int, int] | None]:
-        """Return the tensors of `attributes`, and this rank's position among their writers.
+        """Return the specs of the attributes' tensors, and this rank's position among the writers.
 
-        The position is None if this rank writes none. Collective.
+        The position (index, number of writers) is None if this rank does not write them. Collective
+        unless no optimizer has attributes.
         """
-        # No collective if there are no attributes: all ranks agree on that from the classes alone.
+        # Whether an optimizer has attributes depends only on its class, so all ranks skip the
+        # collective or none does.
         run = self.spec.world_group
         if all(values_of_optimizer is None for values_of_optimizer in self.attributes):
             return [], None
@@ -307,9 +315,9 @@ class EngineTensors:
         if self.spec.has_separate_steps or any(
             values_of_optimizer != first for values_of_optimizer in everywhere
         ):
-            # Ranks disagree: write the values of one rank, which are consistent with each other.
+            # Ranks disagree, so write only rank 0's values, which are consistent with each other.
             return first, (0, 1) if run.rank == 0 else None
-        # Equal on all ranks, so all ranks share the writing.
+        # The tensors are the same on all ranks, so each rank writes a share.
         return first, (run.rank, run.size)
 
     @property
@@ -322,14 +330,14 @@ class EngineTensors:
         }
 
     def set_of(self, kind: str, group: int | None = None) -> str:
-        """Return the name of the set for tensors of a kind, for this rank's group or for
-        `group`."""
+        """Return the name of the set for tensors of `kind` in `group` (default: this rank's)."""
         return self._extra_sets.set_name(kind, self.spec.peers.rank if group is None else group)
 
     @property
     def optimizer_names(self) -> dict[nn.Parameter, str]:
-        """Names of all parameters in the optimizers' groups, trained or frozen."""
-        # A pipeline rank has only its layers' states, but a group has the parameters of all layers.
+        """Names of all parameters in the optimizers' groups, both trained and frozen."""
+        # With a pipeline, groups contain the parameters of all layers, but this rank has only its
+        # own layers' states.
         if self.spec.pipeline is not None:
             return {named.parameter: named.name for named in self.spec.located()}
         names = {named.parameter: named.name for named in self.states.parameters.named}
@@ -337,37 +345,37 @@ class EngineTensors:
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
-        """Buffers that this rank writes: the first rank that runs the module does."""
+        """Buffers that this rank writes. Each is written by the first rank that runs its module."""
         return {} if self.spec.peers.rank > 0 else self._buffers_of_group
 
     @property
     def extra_buffers(self) -> dict[str, Tensor]:
-        """Buffers that this rank writes into its group's set."""
+        """Buffers that this rank writes into its group's own set."""
         return {} if self.extra is None else self.extra.buffers(self._buffers_of_group)
 
     @property
     def _buffers_of_group(self) -> dict[str, Tensor]:
-        # The ranks of a stage hold equal buffers, so its first rank writes them.
+        # All ranks of a stage hold the same buffers, so only the first one writes them.
         if self.spec.stage_group.rank > 0:
             return {}
         homes = self.inventory.homes
         return {n: b for n, b in self.inventory.buffers.items() if self.spec.runs(homes[n])}
 
     def gather_from_layers(self, value: T) -> list[T]:
-        """Gather `value` from the pipeline's ranks, in order of their layers. Collective."""
+        """Gather `value` from the pipeline's ranks, ordered by layer. Collective."""
         pipeline = self.spec.pipeline
         return [value] if pipeline is None else pipeline.group.gather_objects(value)
 
     def frozen(self) -> Iterator[StoredTensors]:
-        """Yield the spans of sharded frozen parameters."""
+        """Yield this rank's spans of sharded frozen parameters."""
         for slab in self.states.parameters.frozen:
             yield tensor_spans.of_sharded_bucket(slab, self._among)
 
     def beside(self) -> Iterator[StoredTensors]:
-        """Yield the spans of all tensors that are not trained.
+        """Yield this rank's spans of everything that is not trained.
 
-        These are frozen parameters and their state, attributes of optimizers, buffers, and extra
-        sets.
+        These are frozen parameters and their optimizer state, tensors in optimizers' attributes,
+        buffers, and extra sets.
         """
         yield from self.frozen()
         if self.extra is not None:
@@ -390,26 +398,26 @@ class EngineTensors:
     def _tensor(
         self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
     ) -> StoredTensors:
-        """Return the span of a tensor that belongs to `parameter` and is whole on every rank."""
+        """Return the span of an unsharded tensor that is `parameter` or part of its state."""
         shard = self.spec.shard_of(parameter)
         return tensor_spans.of_tensor(name, value, *self._copies(kind, shard), kind, shard)
 
     def _copies(self, kind: str, shard: Shard | None = None) -> tuple[int, int]:
-        """Return this rank's position among the ranks that hold the whole tensor, and their
+        """Return this rank's position among the ranks that hold an unsharded tensor, and their
         number."""
         own = {tensor_spans.OPTIMIZER: self._everywhere_own, GROUP: self._everywhere_peers}
         return own.get(kind, self._everywhere)[shard is not None]
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
-        """Return set and name of tensors whose memory order differs from their element order."""
+        """Return kind and name of each tensor whose memory order differs from its element order."""
         frozen = [t for slab in self.states.parameters.frozen for t in slab.named]
         odd = {(tensor_spans.MODEL, named.name) for named in frozen if not named.in_order}
         apart = set() if self.extra is None else self.extra.out_of_order()
         return self.trained.out_of_order(reported) | odd | apart
 
     def reordered(self, reported: ReportedState) -> Iterator[StoredTensors]:
-        """Yield spans of these tensors in element order. Collective."""
-        # A part of a tensor (tensor parallelism) is always in element order.
+        """Yield spans of the tensors that `out_of_order` returns, in element order. Collective."""
+        # Tensors that tensor parallelism has split are always in element order.
         beside = () if self.extra is None else self.extra.reordered()
         for kind, name, value in chain(self.trained.reordered(reported), beside):
             yield tensor_spans.of_tensor(name, value, *self._copies(kind), kind)

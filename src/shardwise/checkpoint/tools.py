@@ -1,4 +1,4 @@
-"""Inspection, verification and export of a checkpoint without a run."""
+"""Inspects, verifies and exports checkpoints outside a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 @dataclass(frozen=True)
 class TensorLine:
-    """A tensor of a checkpoint, with its set, its file and its stored CRC-32."""
+    """A tensor in a checkpoint.
+
+    Args:
+        kind: Name of its set.
+        spec: Name, dtype and shape.
+        file: Name of the file that contains it.
+        checksum: Stored CRC-32 as 8 hexadecimal digits, or "" if there is none.
+    """
 
     kind: str
     spec: TensorSpec
@@ -30,17 +37,21 @@ class TensorLine:
 
 
 class OpenedCheckpoint:
-    """Context manager for a checkpoint's fields and tensors.
+    """Context manager that opens a checkpoint and closes its files on exit.
 
-    `path` is the folder of one step, or of several, whose newest is opened. Raises CheckpointError
-    if it does not exist, BrokenCheckpoint if a file is damaged.
+    Args:
+        path: Folder of one step, or a folder of several steps, whose newest one is opened.
+
+    Raises:
+        CheckpointError: The checkpoint does not exist.
+        BrokenCheckpoint: A file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = newest(path)
         self.fields = document.load(self.path)
         self._stack = ExitStack()
-        # Files that are already open are closed if a later one is damaged.
+        # If a file is damaged, `opening` closes those opened before it.
         self.sets: dict[str, SafetensorsReader] = {}
         with ExitStack() as opening:
             for kind, names in self.fields["sets"].items():
@@ -56,7 +67,7 @@ class OpenedCheckpoint:
 
     @property
     def is_summed(self) -> bool:
-        """True if the fields have a checksum. Checkpoints of earlier versions do not."""
+        """True if checkpoint.json contains its own checksum. Earlier versions did not write it."""
         return bool(self.fields["version"] > document.UNSUMMED)
 
     def lines(self) -> Iterator[TensorLine]:
@@ -67,12 +78,12 @@ class OpenedCheckpoint:
                 yield TensorLine(kind, tensors.specs[name], tensors.file_of(name), written)
 
     def verify_tensors(self) -> Iterator[tuple[TensorLine, bool]]:
-        """Yield every tensor, and whether its bytes match the stored checksum."""
+        """Yield every tensor, and True if its bytes match the stored checksum."""
         for line in self.lines():
             yield line, self.sets[line.kind].checksum(line.spec.name) == line.checksum
 
     def changed_files(self) -> list[str]:
-        """Return the names of small files that are changed or missing."""
+        """Return the names of small files that have changed or are missing."""
         tensors = {name for names in self.fields["sets"].values() for name in names}
         names = []
         for name, written in self.fields["files"].items():
@@ -85,7 +96,7 @@ class OpenedCheckpoint:
         return names
 
     def missing_tensors(self) -> list[str]:
-        """Return the tensors that have a checksum but are in no file."""
+        """Return the tensors that have a checksum but are not in any file."""
         return [
             f"{kind}: {name}"
             for kind, sums in self.fields["checksums"].items()
@@ -95,10 +106,17 @@ class OpenedCheckpoint:
 
 
 def export(path: Path, to: Path, kind: str = "model") -> int:
-    """Write the tensors of set `kind` into one .safetensors or .pt file; return their number.
+    """Write the tensors of set `kind` to a single .safetensors or .pt file.
 
-    The folder is created. Raises CheckpointError for another suffix, if the checkpoint has no such
-    set, or if the file cannot be written.
+    Creates the file's folder if necessary.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        CheckpointError: The suffix is unknown, the checkpoint has no such set, or the file cannot
+            be written.
+        BrokenCheckpoint: A tensor does not match its checksum.
     """
     if to.suffix not in (".safetensors", *PICKLED):
         raise CheckpointError(
@@ -112,6 +130,7 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
             )
         tensors = opened.sets[kind]
         values = {name: tensors.whole(name) for name in sorted(tensors.specs)}
+        # An exported file has no checksums of its tensors, so verify them before writing it.
         _check_all(opened, kind, values)
         aliases = {k: v for k, v in tensors.metadata.items() if v in values}
         try:
@@ -134,7 +153,7 @@ def _check_all(opened: OpenedCheckpoint, kind: str, values: dict[str, Tensor]) -
 
 
 def summary(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """Return step, seed, optimizers, tracked objects and versions."""
+    """Return step, seed, optimizers, tracked objects and versions, for display."""
     fields = opened.fields
     written = fields["written_by"]
     return {

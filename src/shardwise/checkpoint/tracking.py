@@ -1,4 +1,4 @@
-"""State of the objects passed to `engine.track`, saved and loaded under their names."""
+"""Saves and restores the state of objects passed to `engine.track`, by name."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismat
 from shardwise.world.current_batch import LoaderStream
 
 _all: WeakSet[Tracking] = WeakSet()
-"""The Tracking of every engine in this process."""
+"""The Tracking objects of all engines in this process."""
 
 
 class Tracking:
-    """Objects with a state, by name; see `trackable`.
+    """The objects that an engine tracks, by name. `trackable` lists the supported types.
 
-    If a load finds a state for a name that is not tracked yet, it is kept until the name is.
+    If a checkpoint contains state for a name that is not tracked yet, the state is stored until an
+    object is tracked under this name.
     """
 
     def __init__(self) -> None:
@@ -39,10 +40,9 @@ class Tracking:
         _all.add(self)
 
     def add(self, objects: Mapping[str, Any]) -> None:
-        """Track `objects` too, and restore any states that were loaded for them earlier."""
+        """Track more objects, and restore states that were loaded for them earlier."""
         for name, value in objects.items():
-            # Tracking the same object again is harmless, for example in a notebook cell that runs
-            # twice.
+            # Tracking the same object again must work, because a notebook cell may run twice.
             if name in self._objects and self._objects[name] is not value:
                 raise UsageError(
                     f"engine.track already has an object named {name}. Use another name."
@@ -54,9 +54,14 @@ class Tracking:
     # -- saving ---------------------------------------------------------------------------
 
     def states(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Return the states as JSON, and files of torch.save for those with larger tensors.
+        """Return the state of every object.
 
-        Raises CheckpointError for a state that could only be read by running code.
+        Returns:
+            The states that can be encoded as JSON, by name. For all others, an entry that refers to
+            a file, whose contents (written by torch.save) are in the second result by file name.
+
+        Raises:
+            CheckpointError: Loading a state would run code from the file.
         """
         fields: dict[str, Any] = {}
         files: dict[str, bytes] = {}
@@ -72,11 +77,11 @@ class Tracking:
     def describe_losses(
         self, optimizers: Iterable[optim.Optimizer], streams: Iterable[LoaderStream]
     ) -> Iterator[str]:
-        """Yield a warning for each object whose state a resume would lose."""
+        """Yield a warning for each object whose state would be lost in a save now."""
         known = list(self._tracked.values())
         for optimizer in optimizers:
             is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-            # A scheduler of schedulers (SequentialLR) may store the optimizer only in its parts.
+            # A scheduler that combines others (SequentialLR) may not refer to the optimizer itself.
             is_tracked = any(
                 hasattr(each, "get_last_lr")
                 and (
@@ -90,7 +95,7 @@ class Tracking:
                     f"a learning-rate scheduler of {type(optimizer).__name__} is not tracked, so "
                     "a resume would restart it. Write engine.track(scheduler=scheduler)."
                 )
-        # A Loader that any engine of this process tracks is saved with that engine.
+        # A Loader may be tracked by a different engine in this process, which then saves it.
         all_tracked = [each for tracking in _all for each in tracking._tracked.values()]
         names = {getattr(each, "name", None) for each in all_tracked}
         for stream in streams:
@@ -108,10 +113,17 @@ class Tracking:
     # -- loading --------------------------------------------------------------------------
 
     def read(self, path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the states in the checkpoint `path`, whose JSON has `fields`.
+        """Read the states of tracked objects from the checkpoint at `path`.
 
-        Raises BrokenCheckpoint if a file is damaged, CheckpointMismatch if a tracked object has no
-        saved state.
+        Args:
+            fields: Fields of its checkpoint.json.
+
+        Returns:
+            The decoded states by name.
+
+        Raises:
+            BrokenCheckpoint: A file is damaged.
+            CheckpointMismatch: The checkpoint has no state for a tracked object.
         """
         saved, sums = fields["tracked"], fields["files"]
         missing = sorted(set(self._tracked) - set(saved))
@@ -129,10 +141,10 @@ class Tracking:
         }
 
     def match_schedulers(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return scheduler states of another library, under the names used here.
+        """Return a DeepSpeed checkpoint's scheduler states under the names of tracked schedulers.
 
-        If there is one state and one tracked scheduler, they belong together. Otherwise names
-        decide.
+        If there is exactly one state and one tracked scheduler, they match regardless of their
+        names. Otherwise the names are unchanged.
         """
         schedulers = [n for n, tracked in self._tracked.items() if hasattr(tracked, "get_last_lr")]
         if len(schedulers) == len(states) == 1:
@@ -140,11 +152,11 @@ class Tracking:
         return dict(states)
 
     def names_missing_from(self, states: Mapping[str, Any]) -> list[str]:
-        """Return the tracked names that `states` lacks."""
+        """Return the names of tracked objects that have no entry in `states`."""
         return sorted(set(self._tracked) - set(states))
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Restore the state of each object. Raises BrokenCheckpoint if an object rejects it."""
+        """Restore the states by name. Raises BrokenCheckpoint if an object rejects its state."""
         for name, state in states.items():
             if name in self._tracked:
                 _restore_state(name, self._tracked[name], state)
@@ -153,12 +165,12 @@ class Tracking:
 
 
 def _restore_state(name: str, tracked: Any, state: Any) -> None:
-    """Restore one state. Raises BrokenCheckpoint if `tracked` rejects it."""
+    """Restore the state of one object. Raises BrokenCheckpoint if the object rejects it."""
     try:
         tracked.load_state_dict(state)
     except UsageError:
         raise
-    except Exception as error:  # a user's object may raise anything
+    except Exception as error:  # a user's object may raise any exception
         raise BrokenCheckpoint(
             f"The {type(tracked).__name__} tracked as {name} rejects its state in the checkpoint "
             f"({type(error).__name__}: {error}). Track the object that was saved, or use another "
@@ -167,11 +179,11 @@ def _restore_state(name: str, tracked: Any, state: Any) -> None:
 
 
 def _pickle(name: str, state: Any, odd: str) -> bytes:
-    """Serialize a state with torch.save. Raises CheckpointError if reading it would run code."""
+    """Serialise a state with torch.save. Raises CheckpointError if loading it would run code."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
-    # Checked at the save: at the load it would be too late, because the training would be lost.
+    # Check this now. An error at the load would be too late, because the progress would be lost.
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
         raise CheckpointError(
@@ -183,7 +195,10 @@ def _pickle(name: str, state: Any, odd: str) -> bytes:
 
 
 def _unpickle(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
-    """Return the contents of file `name` in the checkpoint `path`, after a check of its CRC-32."""
+    """Load the file `name` in the checkpoint at `path`, after checking its CRC-32.
+
+    Raises BrokenCheckpoint if the file is missing or damaged.
+    """
     if not is_plain_name(name):
         raise BrokenCheckpoint(
             f"{path} names the file {name!r}, which is not a file in the same folder. Use another "
@@ -199,7 +214,7 @@ def _unpickle(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except BrokenCheckpoint:
         raise
-    except Exception as error:  # torch raises many types for a truncated file
+    except Exception as error:  # torch raises many exception types for truncated files
         raise BrokenCheckpoint(f"{path / name} cannot be read: {error!r:.300}.") from error
 
 
@@ -221,23 +236,23 @@ class _StateAdapter:
 
 
 def trackable(name: str, value: Any) -> Any:
-    """Return `value`, or an adapter that adds `state_dict` and `load_state_dict`.
+    """Return `value` if it has `state_dict` and `load_state_dict`, otherwise an adapter with them.
 
     Adapters exist for random generators (torch, numpy, random.Random), and for dicts, lists, deques
-    and tensors, which are filled in place.
+    and tensors, which are restored in place.
 
-    Raises UsageError for other objects. A number, for example, cannot be changed in place.
+    Raises UsageError for any other object, such as a number, which cannot be changed in place.
     """
     if all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict")):
         return value
     if isinstance(value, torch.Generator):
         return _StateAdapter(value.get_state, value.set_state)
     if isinstance(value, random.Random):
-        # The state is (version, words, gauss). JSON turns its tuples into lists.
+        # The state is (version, words, gauss). `setstate` accepts only a tuple of words.
         return _StateAdapter(
             lambda: list(value.getstate()), lambda s: value.setstate((s[0], tuple(s[1]), s[2]))
         )
-    if hasattr(value, "bit_generator"):  # a numpy Generator; numpy may not be imported
+    if hasattr(value, "bit_generator"):  # a numpy Generator (numpy may not be installed)
         bits = value.bit_generator
         return _StateAdapter(lambda: bits.state, lambda state: setattr(bits, "state", state))
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""Writer of a rank's byte ranges into files that all ranks share.
+"""Writes a rank's byte ranges into files that all ranks share.
 
     memory ─┬─ thread: pwrite ──▶ file, writeback starts at once ──▶ fsync at the end
-            └─ caller: CRC-32 ──▶ one per tensor, combined over all ranks
+            └─ caller: CRC-32 ──▶ one per tensor, combined across ranks
 
-So the disk writes while the caller computes the checksum of the next range.
+Writing and checksums overlap: the disk writes while the caller computes the next checksum.
 """
 
 from __future__ import annotations
@@ -24,38 +24,49 @@ from shardwise.checkpoint.format import PlacedTensor, TensorFile
 from shardwise.layout.byte_ranges import Extent
 
 CHUNK = 8 * 2**20
-"""Bytes per write. While one chunk is written, the checksum of the next is computed."""
+"""Maximum number of bytes per write. The next checksum is computed while a chunk is written."""
 
 WORTH_STARTING = 2**20
-"""Minimum size in bytes of a range to start its writeback early."""
+"""Minimum size in bytes of a range whose writeback is started early."""
 
 TensorKey = tuple[str, str]
-"""Name of a set, and name of a tensor in it."""
+"""Key of a tensor: the name of its set, and its name in the set."""
 
 
 class TensorSink(Protocol):
-    """Receives ranges of tensors. It may read `memory` until `settle` has returned."""
+    """Receives ranges of tensors. It may read their memory until `settle` returns."""
 
     def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
-        """Take `ranges` of `memory`; each belongs to a tensor of the set `kind`."""
+        """Receive ranges of tensors.
+
+        Args:
+            kind: Name of the set that contains the tensors.
+            ranges: Positions, in bytes, in `memory` and in the tensors.
+            memory: The bytes.
+        """
 
     def settle(self) -> None:
-        """Return once the memory of earlier writes may be modified."""
+        """Block until the caller may modify the memory of all earlier writes."""
 
 
 def create(folder: Path, files: Iterable[TensorFile]) -> None:
-    """Create files with their headers and full length. Raises OSError."""
+    """Create files with their headers and full length. Raises OSError if the disk fails."""
     for file in files:
         with (folder / file.name).open("xb") as out:
             out.write(file.header)
-            # Full length at once, because ranks write their ranges in any order.
+            # Set the full length now, because ranks write their ranges in any order.
             out.truncate(file.nbytes)
 
 
 class Writer:
-    """Writes into the files `sets` (by set), which must exist in `folder`.
+    """TensorSink that writes ranges to files, and computes their checksums.
 
-    Disk errors are raised only by `finish`, so that the rank reaches its next collective.
+    Only `finish` raises disk errors. An earlier error would keep this rank from its next
+    collective, and other ranks would wait for it.
+
+    Args:
+        folder: Folder with the files from `create`.
+        sets: Layout of the files of each set.
     """
 
     def __init__(self, folder: Path, sets: Mapping[str, Sequence[TensorFile]]) -> None:
@@ -67,35 +78,39 @@ class Writer:
             for name, placed in file.tensors.items()
         }
         self._files: dict[str, int] = {}
-        # Not an executor: the interpreter shuts executors down before it joins other threads.
+        # Not an executor, because the interpreter shuts executors down before it joins the thread
+        # of a background save.
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Not a daemon thread: a save in progress must finish before the interpreter exits.
+        # Not a daemon thread, because a save in progress must finish before the interpreter exits.
         self._thread = Thread(target=self._run_orders, name="shardwise-checkpoint-writer")
         self._thread.start()
         self._parts: dict[TensorKey, list[ChecksumPart]] = defaultdict(list)
         self._failure: BaseException | None = None
 
     def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
-        """Start writing `ranges` of `memory`, and compute their checksums."""
+        """Queue `ranges` for writing, and compute their checksums."""
         for extent in ranges:
             tensor = kind, extent.tensor
             data = memory[extent.start : extent.end]
             self._orders.put(partial(self._put, self._placed[tensor], extent.offset, data))
-            # Computed here while the thread writes the same bytes.
+            # Compute the checksum here while the thread writes the same bytes.
             self._parts[tensor].append(ChecksumPart(extent.offset, len(data), zlib.crc32(data)))
 
     def settle(self) -> None:
-        """Return once all earlier ranges are in the page cache."""
+        """Block until all earlier ranges are in the page cache."""
         done = Event()
-        # The thread runs orders one after another, so this one runs after all earlier writes.
+        # The thread runs orders sequentially, so it runs this one after all earlier writes.
         self._orders.put(done.set)
         done.wait()
 
     def finish(self) -> dict[TensorKey, list[ChecksumPart]]:
-        """Wait until all ranges are on disk, and return their checksums. Raises OSError."""
+        """Wait until all ranges are on disk, and return their checksums.
+
+        Raises OSError if a write failed.
+        """
         self.settle()
         if self._failure is None:
-            # On every rank: fsync on one host does not flush the page cache of another host.
+            # Every rank calls fsync, because the call flushes only the page cache of one host.
             for fd in self._files.values():
                 os.fsync(fd)
         self.close()
@@ -111,7 +126,7 @@ class Writer:
             os.close(self._files.popitem()[1])
 
     def _run_orders(self) -> None:
-        """Run orders one after another. After a failure, write nothing more."""
+        """Run orders until `close`. After an error, the remaining writes do nothing."""
         while (order := self._orders.get()) is not None:
             try:
                 order()
@@ -121,7 +136,7 @@ class Writer:
     def _put(self, placed: PlacedTensor, at: int, data: memoryview) -> None:
         if self._failure is not None:
             return
-        # Opened on first use: with split sets a rank writes into only some of the files.
+        # Open files on first use, because a rank may write to only some files of a split set.
         fd = self._files.get(placed.file)
         if fd is None:
             fd = self._files[placed.file] = os.open(
@@ -130,20 +145,20 @@ class Writer:
         offset = placed.begin + at
         assert offset + len(data) <= placed.end, "a rank writes within its tensor"
         first = offset
-        # pwrite may write less than requested, for example near the end of a quota.
+        # pwrite may write fewer bytes than requested, for example if a quota is almost used up.
         while data:
             written = os.pwrite(fd, data, offset)
             data, offset = data[written:], offset + written
         start = _sync_file_range()
         if start is not None and offset - first >= WORTH_STARTING:
-            # The disk writes while the next ranges are processed. This is only a hint: the final
-            # fsync waits for all data and reports errors.
+            # The disk then writes while the next ranges are processed. This is only a hint, because
+            # the final fsync waits for all data and reports errors.
             start(fd, ctypes.c_int64(first), ctypes.c_int64(offset - first), _WRITE)
 
 
 @cache
 def _sync_file_range() -> Callable[..., int] | None:
-    """Return Linux's sync_file_range, which starts writeback and which Python does not wrap."""
+    """Return Linux's sync_file_range, which Python does not wrap, or None on other systems."""
     function: Callable[..., int] | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
     return function
 

@@ -1,13 +1,13 @@
-"""Starts the ranks of a run, and watches them until they end.
+"""Starts the ranks of a run and watches them until they exit.
 
 start.py             interprets the command line, and chooses the program that starts the ranks
-run_spec.py          the description of a run, which is sent to each host
+run_spec.py          describes a run; the description is sent to each host
 one_host.py, ssh/    start the ranks on this host, or on several hosts over ssh
 elastic.py           starts torch's elastic agent
-allocations.py       the hosts of a batch job
-supervisor.py        watches the ranks, and ends all of them when one fails
-failure_report.py    finds the rank that failed first, and words the report
-function.py          sw.launch; function_rank.py, function_fork.py: its ranks
+allocations.py       finds the hosts that a scheduler has allocated to this job
+supervisor.py        watches the ranks, and stops all of them when one fails
+failure_report.py    finds the rank that failed first, and writes the report
+function.py          implements sw.launch; function_rank.py and function_fork.py run its ranks
 deepspeed_flags.py   translates command lines of DeepSpeed's launcher
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class _Module(ModuleType):
-    """This package, made callable: `shardwise.launch(function)` starts ranks."""
+    """Makes this package callable, so that `shardwise.launch(function)` starts ranks."""
 
     def __call__(self, *args: Any, **keywords: Any) -> list[Any]:
         """See `shardwise.launch.function.launch`."""

@@ -1,17 +1,17 @@
-"""Reads the hosts that a scheduler has allocated to this job, for `shardwise run` without `-H`.
+"""Finds the hosts that a scheduler has allocated to this job, for `shardwise run` without `-H`.
 
-Schedulers list the hosts in a file or a variable of the batch script:
+Schedulers list the hosts in an environment variable, or in a file that a variable names:
 
-    PBS, Torque     PBS_NODEFILE          a line per slot: n1 n1 n2 n2
-    Cobalt          COBALT_NODEFILE       a line per host
-    LSF             LSB_DJOB_HOSTFILE     a line per slot
+    PBS, Torque     PBS_NODEFILE          file, one line per slot: n1 n1 n2 n2
+    Cobalt          COBALT_NODEFILE       file, one line per host
+    LSF             LSB_DJOB_HOSTFILE     file, one line per slot
                     LSB_MCPU_HOSTS        n1 2 n2 2
                     LSB_HOSTS             n1 n1 n2 n2
-    Grid Engine     PE_HOSTFILE           a line per host: n1 2 all.q@n1 UNDEFINED
-    OAR             OAR_NODEFILE          a line per slot, which is a core
-    SkyPilot        SKYPILOT_NODE_IPS     a line per host
+    Grid Engine     PE_HOSTFILE           file, one line per host: n1 2 all.q@n1 UNDEFINED
+    OAR             OAR_NODEFILE          file, one line per slot (a core)
+    SkyPilot        SKYPILOT_NODE_IPS     one line per host
 
-On the hosts of Slurm, srun starts the ranks (see slurm.py).
+Slurm is missing here, because in a Slurm job srun starts the ranks (see slurm.py).
 """
 
 import shutil
@@ -26,9 +26,12 @@ from shardwise.net.hosts import Host
 
 @dataclass(frozen=True)
 class Allocation:
-    """The hosts of a job, and the `variable` that lists them.
+    """The hosts that a scheduler has allocated to this job.
 
-    `slots` of a host is None if the scheduler only gives its name.
+    Args:
+        scheduler: Name of the scheduler.
+        variable: Environment variable that lists the hosts, or names the file that does.
+        hosts: The hosts. `slots` is None if the scheduler does not specify it.
     """
 
     scheduler: str
@@ -36,12 +39,15 @@ class Allocation:
     hosts: tuple[Host, ...]
 
     def with_ranks(self, gpus: int) -> tuple[Host, ...]:
-        """Return the hosts, with their number of ranks as slots. Pure.
+        """Return the hosts with their number of ranks as `slots`. Does no I/O.
 
-        `gpus` is the number of GPUs on each host. With GPUs there is at most one rank per GPU.
+        If there are GPUs, each host has at most one rank per GPU.
+
+        Args:
+            gpus: Number of GPUs on each host.
         """
-        # Slots above 1 were requested by the job. But batch systems often count cores as slots, and
-        # more ranks than GPUs would be wrong.
+        # If the job requested more than 1 slot per host, use that number. But many schedulers count
+        # cores as slots, so do not exceed the number of GPUs.
         counts = {host.slots or 1 for host in self.hosts}
         if not gpus:
             return tuple(Host(host.name, host.slots or 1) for host in self.hosts)
@@ -52,9 +58,9 @@ class Allocation:
 
     @property
     def ssh(self) -> str | None:
-        """The scheduler's replacement for ssh; None for ssh itself."""
-        # The scheduler accounts for processes that it starts itself, and ends them with the job.
-        # Many clusters also forbid ssh between hosts.
+        """The scheduler's own command to use instead of ssh, or None to use ssh."""
+        # Processes started by the scheduler count towards the job and are killed with it. Many
+        # clusters also forbid ssh between hosts.
         command = _INSTEAD_OF_SSH.get(self.scheduler)
         return command if command and shutil.which(command.split()[0]) else None
 
@@ -64,7 +70,10 @@ class Allocation:
 
 @dataclass(frozen=True)
 class _Source:
-    """A variable with a list of hosts, and a parser of that list into words of -H."""
+    """A variable that lists hosts, or names a file that does.
+
+    `listed` converts the list to the syntax of `-H`.
+    """
 
     scheduler: str
     variable: str
@@ -73,23 +82,25 @@ class _Source:
 
 
 def _per_slot(text: str) -> list[str]:
-    """Parse a list with one entry per slot."""
+    """Parse a list of host names, with one entry per slot."""
     words = text.split()
+    # dict.fromkeys removes duplicates but keeps the order, so that rank 0 is on the first host.
     return [f"{name}:{words.count(name)}" for name in dict.fromkeys(words)]
 
 
 def _in_pairs(text: str) -> list[str]:
-    """Parse `n1 2 n2 2`."""
+    """Parse a list such as `n1 2 n2 2`."""
     words = text.split()
     return [f"{name}:{slots}" for name, slots in zip(words[::2], words[1::2], strict=True)]
 
 
 def _grid_engine(text: str) -> list[str]:
-    """Parse lines that start with a host and its slots. A host may have several lines."""
+    """Parse lines that start with a host and its number of slots. Hosts may appear repeatedly."""
     return _in_pairs(" ".join(" ".join(line.split()[:2]) for line in text.splitlines()))
 
 
 def _per_host(text: str) -> list[str]:
+    # In the syntax of -H, an IPv6 address must be in brackets.
     return [f"[{word}]" if word.count(":") > 1 else word for word in dict.fromkeys(text.split())]
 
 
@@ -109,13 +120,13 @@ _SOURCES = (
 
 
 VARIABLES = frozenset(source.variable for source in _SOURCES)
-"""The variables that make `shardwise run` use the hosts of a job."""
+"""The environment variables that list the hosts of a job."""
 
 
 def find(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation of this batch job; None outside of one.
+    """Return the allocation of this batch job, or None outside a batch job.
 
-    Raises LaunchError if its list of hosts cannot be read.
+    Raises LaunchError if the list of hosts cannot be read.
     """
     for source in _SOURCES:
         if not environ.get(source.variable):
@@ -135,7 +146,7 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
                 "with -H, or unset it."
             ) from None
         if "CSM_ALLOCATION_ID" in environ and len(found) > 1 and found[0].slots == 1:
-            found = found[1:]  # the launch node of IBM's CSM, which runs no rank
+            found = found[1:]  # IBM's CSM lists its launch node first, which must not run ranks
         if found:
             return Allocation(source.scheduler, source.variable, tuple(found))
     return None

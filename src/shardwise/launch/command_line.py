@@ -1,4 +1,4 @@
-"""Builds the flags of commands from the settings, and checks settings on a command line."""
+"""Builds command-line flags from the fields of Settings, and checks settings on a command line."""
 
 import json
 import os
@@ -22,14 +22,14 @@ WIDTH = 100
 
 
 PROGRAM_LAST = {"allow_interspersed_args": False, "max_content_width": WIDTH}
-"""click's options for commands whose script takes all arguments after its name."""
+"""click options for commands that pass all arguments after the script's name to the script."""
 
 
 def check_settings(flags: dict[str, str]) -> None:
-    """Raise the errors in settings that every rank would raise, once and before any rank starts."""
+    """Check settings before any rank starts, so that an error is raised only once."""
     if environment.current_folder() is None:
         raise LaunchError("The current folder does not exist any more: change to another one (cd).")
-    # Resolve all sources as each rank will do later.
+    # Resolve settings from all sources, as each rank will do later.
     environ = {**os.environ, config.FLAGS_VARIABLE: json.dumps(flags)}
     settings, _ = config.resolve(config.sources(environ, {}))
     settings.placement  # noqa: B018 raises for an illegal row
@@ -37,9 +37,13 @@ def check_settings(flags: dict[str, str]) -> None:
 
 
 def mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
-    """Warn of our flags among the script's arguments: flags of settings, and `more`.
+    """Warn about flags of shardwise after the script's name, because the script receives them.
 
-    A flag is left out if the script's text names it, because then the script has that option too.
+    Skips a flag if the script's source mentions it, because the script then has such a flag too.
+
+    Args:
+        words: The script and its arguments.
+        more: Additional flags to warn about. Flags of settings are always included.
     """
     ours = {*(config.flag(name) for name in config.FIELDS), *more}
     text = program.text_of(words[0])
@@ -58,12 +62,17 @@ def mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
 
 
 def adopting(names: Sequence[str], words: Sequence[str], *, module: bool) -> tuple[str, ...]:
-    """Return the words of a module that runs `words` with the classes of `names` replaced by ours.
+    """Return the arguments of `python -m` that run a program with `--adopt`.
 
     Raises LaunchError if a library or the program is missing, or the program is not Python.
+
+    Args:
+        names: Libraries whose classes are replaced by shardwise's classes.
+        words: The program and its arguments.
+        module: True if the program is a module.
     """
     for name in names:
-        # Our classes for DeepSpeed use nothing of its package.
+        # The replacements for DeepSpeed's classes do not need the deepspeed package.
         if name != "deepspeed" and find_spec(name) is None:
             raise LaunchError(
                 f"--adopt {name} needs the package {name}: pip install 'shardwise[{name}]'"
@@ -71,11 +80,12 @@ def adopting(names: Sequence[str], words: Sequence[str], *, module: bool) -> tup
     program.command(words[0], tuple(words[1:]), module=module)  # raises if it does not exist
     if not module and not program.is_script(words[0]):
         raise LaunchError(f"--adopt needs a Python script, and {words[0]} is not one.")
+    # The module replaces the classes first and then runs the program in the same process.
     return ("shardwise.adopt", ",".join(names), *(("-m",) if module else ()), *words)
 
 
 def spelled(name: str, value: str) -> list[str]:
-    """Return a setting as words of a command line."""
+    """Return a setting as command-line arguments."""
     flag = config.flag(name)
     if name in config.FIELDS and not config.FIELDS[name].metadata["metavar"]:
         return [flag if value == "on" else f"--no-{flag[2:]}"]
@@ -87,7 +97,7 @@ def as_text(value: str | bool) -> str:
 
 
 def _setting_flag(field: "Field[Any]") -> Flag:
-    """Return the flag of a field of Settings."""
+    """Return the command-line flag for a field of Settings."""
     name, about = config.flag(field.name), field.metadata
     common = {"group": about["group"], "rare": about["rare"], "default": None}
     common["listed"] = about["parse"] in values.OF_SEVERAL
@@ -96,7 +106,7 @@ def _setting_flag(field: "Field[Any]") -> Flag:
         default = f" (default {'on' if field.default else 'off'})"
         return Flag([field.name, both], shown=shown, help=about["help"] + default, **common)
     default = ""
-    if field.default is not None and field.default != "auto":  # else the help has it already
+    if field.default is not None and field.default != "auto":  # else the help text explains it
         value = f"{field.default:g}" if isinstance(field.default, float) else field.default
         default = f" (default {value})"
     shown = f"{name} {about['metavar']}"
@@ -114,7 +124,7 @@ def flags_named(names: Collection[str]) -> list[click.Parameter]:
 
 
 def help_all() -> click.Option:
-    """Return the flag --help-all, which prints the help as soon as it is parsed."""
+    """Return the flag --help-all, which prints the help of all flags, including rare ones."""
 
     def show(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
         if wanted and isinstance(ctx.command, Command):
@@ -123,6 +133,7 @@ def help_all() -> click.Option:
             click.echo(formatter.getvalue(), nl=False)
             ctx.exit()
 
+    # Eager, so that the help is printed even if other arguments are missing or invalid.
     return click.Option(
         ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=show
     )

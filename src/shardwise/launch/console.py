@@ -1,6 +1,6 @@
 """Writes the output of all ranks to the launcher's standard output and error.
 
-It also opens standard streams that were closed when the command started.
+Also replaces standard streams that were closed when the command started.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ STDOUT, STDERR = 1, 2
 
 
 class Console:
-    """The screen of a run.
+    """Writes the output of a run.
 
-    Rank 0 draws live on the terminal, if there is one. All other output is written in whole lines.
-    `broken` says why the output cannot be written any more; it is "" while it can.
+    On a terminal, the output of rank 0 appears immediately. All other output is written in complete
+    lines.
 
     Args:
-        size: The number of ranks.
-        environ: The environment variables, for the kind of terminal.
-        piped: The output of ranks goes through the launcher. Always so with more than one rank.
+        size: Number of ranks.
+        environ: Environment variables, which describe the terminal.
+        piped: True to pass the output through the launcher. Always the case with several ranks.
         streams: Python streams that replace descriptors 1 and 2, as in a notebook.
+
+    Attributes:
+        broken: Error message once the output cannot be written any more, "" before that.
     """
 
     def __init__(
@@ -53,24 +56,27 @@ class Console:
         ]
         is_smart = environ.get("TERM") != "dumb"
         self._color = is_smart and not environ.get("NO_COLOR")
-        # Without pipes, the only rank writes to the terminal itself.
+        # Without pipes, the only rank writes directly to the terminal.
         self._live = None
         if self._terminals and self.piped and is_smart:
             self._live = LiveRow(self.prefix(0, self._terminals[0]))
 
     @property
     def drawn(self) -> tuple[int, ...]:
-        """The streams of rank 0 that are drawn live on the terminal."""
+        """The streams of rank 0 whose output appears on the terminal immediately."""
         return () if self._live is None else tuple(self._terminals)
 
     def prefix(self, rank: int, fd: int) -> bytes:
-        """Return the prefix for lines of `rank` on `fd`; empty if there is only one rank."""
+        """Return the prefix for lines from `rank` on `fd`, or b"" if there is only one rank."""
         if self.size == 1:
             return b""
         return prefix(rank, self.size, color=self._color and fd in self._terminals)
 
     def window(self) -> tuple[int, int] | None:
-        """Return the rows, and the columns without the prefix, or None without a terminal."""
+        """Return the space for output on the terminal (rows, columns), or None without a terminal.
+
+        The columns of the prefix are not included. Also None if the terminal is too narrow.
+        """
         if not self._terminals:
             return None
         columns, rows = os.get_terminal_size(self._terminals[0])
@@ -78,39 +84,40 @@ class Console:
         return (rows, columns - taken) if columns > taken else None
 
     def lines(self, text: bytes, fd: int = STDERR) -> None:
-        """Write whole lines, above a progress bar of rank 0 on the same terminal."""
+        """Write complete lines. On a terminal they appear above rank 0's progress bar."""
         if fd in self._terminals:
-            fd = self._terminals[0]  # output and error share the screen
+            fd = self._terminals[0]  # standard output and error share the screen
             if text and self._live is not None:
                 text = self._live.clear() + text + self._live.redraw()
         self._write(fd, text)
 
     def draw(self, data: bytes) -> None:
-        """Write live output of rank 0."""
+        """Write output of rank 0 to the terminal immediately."""
         assert self._live is not None
         self._write(self._terminals[0], self._live.feed(data))
 
     def say(self, words: str) -> None:
-        """Show whole lines from the launcher."""
+        """Write complete lines from the launcher itself."""
         self.lines(as_utf8(words))
 
     def close(self) -> None:
-        """Move the cursor to the start of a new line."""
+        """Move the cursor to the start of a new line, and reset the terminal's state."""
         if self._live is not None:
             self._write(self._terminals[0], self._live.close())
 
     def _write(self, fd: int, data: bytes) -> None:
+        # A notebook's streams accept only text, so decode incrementally.
         if data and fd in self._streams:
             self._streams[fd].write(self._decoders[fd].decode(data))
             self._streams[fd].flush()
             return
-        # Raw descriptors instead of sys.stdout: the output of ranks may be any bytes.
+        # Write to the descriptor instead of sys.stdout, because ranks may output arbitrary bytes.
         while data and fd not in self._lost:
             try:
                 data = data[os.write(fd, data) :]
-            except BlockingIOError:  # another process has made our output non-blocking
+            except BlockingIOError:  # another process has set the shared descriptor to non-blocking
                 select.select([], [fd], [])
-            except OSError as error:  # the reader or the terminal is gone, or the disk is full
+            except OSError as error:  # the reader has exited, or the disk is full
                 self._lost.add(fd)
                 gone = error.errno in (errno.EPIPE, errno.EIO)
                 self.broken = self.broken or (
@@ -121,9 +128,12 @@ class Console:
 
 
 def open_standard_streams() -> str:
-    """Replace closed standard streams by /dev/null. Return an error if the output was closed.
+    """Replace closed standard streams with /dev/null.
 
-    The output then accepts any text, including file names that are not UTF-8.
+    Also makes standard output accept any text, including file names that are not valid UTF-8.
+
+    Returns:
+        An error message if standard output was closed, else "".
     """
     closed = []
     for fd in (0, 1, 2):
@@ -131,8 +141,8 @@ def open_standard_streams() -> str:
             os.fstat(fd)
         except OSError:
             closed.append(fd)
-    # Otherwise the next file or socket that is opened would get the number of a standard stream,
-    # and a print would write into it.
+    # If a standard stream stayed closed, the next file or socket that is opened would get its
+    # descriptor, and print would write into that file.
     for fd in closed:
         flags = os.O_RDONLY if fd == 0 else os.O_WRONLY
         opened = os.open(os.devnull, flags)
@@ -153,7 +163,7 @@ def open_standard_streams() -> str:
 
 
 def forget_unwritten() -> None:
-    """Drop unwritten output, so that Python does not try to write it again when it exits."""
+    """Discard buffered output, so that Python does not try to write it again at exit."""
     with suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -1,6 +1,6 @@
-"""Translates a command line of DeepSpeed's launcher into one of `shardwise run`.
+"""Translates command lines of DeepSpeed's launcher to `shardwise run`.
 
-Each flag of `deepspeed --help` becomes flags of ours, or is refused with an alternative.
+Each flag in `deepspeed --help` is translated, or raises an error that names an alternative.
 """
 
 import os
@@ -31,10 +31,10 @@ REFUSED = {
     "bind_core_list": "write taskset -c LIST before the command",
     "log_level": "leave it out; --quiet leaves out the start lines",
 }
-"""Flags of DeepSpeed's launcher without a counterpart, and what to write instead."""
+"""Flags of DeepSpeed's launcher that are not supported, with an alternative for each."""
 
 SWITCHES = ("force_multi", "save_pid", "elastic_training")
-"""Flags of REFUSED that take no value."""
+"""Flags in REFUSED that take no value."""
 
 LAUNCHERS = {
     "openmpi": "mpirun -n N python SCRIPT",
@@ -43,7 +43,7 @@ LAUNCHERS = {
     "mvapich": "mpirun -n N python SCRIPT",
     "slurm": "srun -n N python SCRIPT",
 }
-"""The command to run instead of naming a launcher. Ranks take their identity from it."""
+"""Launchers that `--launcher` may name in DeepSpeed, with the command to run instead."""
 
 HOSTFILE = "/job/hostfile"
 """DeepSpeed's default hostfile."""
@@ -60,7 +60,7 @@ shardwise deepspeed [its flags, and settings of run] SCRIPT.py [the script's arg
 
 
 def options() -> Iterator[click.Parameter]:
-    """Yield the flags of DeepSpeed's launcher."""
+    """Yield the command-line flags of DeepSpeed's launcher."""
     count = Typed(values.whole(1, values.MOST_ON_A_HOST))
     for names, takes, help in (
         (["--num_gpus", "--num_accelerators"], count, "number of ranks on each host"),
@@ -98,9 +98,9 @@ class DeepSpeedCommand:
     """A parsed command line of DeepSpeed's launcher.
 
     Args:
-        flags: The flags by name; None or False if not given.
+        flags: Values of the flags by name. None or False if a flag was not given.
         words: The script and its arguments.
-        hosts: The hosts of the hostfile; empty without a hostfile.
+        hosts: Hosts in the hostfile. Empty if there is no hostfile.
     """
 
     flags: Mapping[str, Any]
@@ -109,7 +109,10 @@ class DeepSpeedCommand:
 
 
 def run_words(command: DeepSpeedCommand) -> list[str]:
-    """Return the flags of `shardwise run` that do the same. Raises LaunchError if some cannot."""
+    """Return the equivalent flags of `shardwise run`.
+
+    Raises LaunchError if a flag or a combination of flags is not supported.
+    """
     _refuse(command.flags)
     flags = command.flags
     words = ["-m"] if flags.get("module") else []
@@ -135,6 +138,7 @@ def _named(flag: str, value: object) -> list[str]:
 
 
 def _refuse(flags: Mapping[str, Any]) -> None:
+    # Ignoring such a flag would run the script in a different way than the user expects.
     for name, instead in REFUSED.items():
         if flags.get(name):
             raise LaunchError(f"--{name} of DeepSpeed's launcher is not supported: {instead}.")
@@ -161,7 +165,7 @@ def _refuse(flags: Mapping[str, Any]) -> None:
 
 
 def _this_host(flags: Mapping[str, Any]) -> list[str]:
-    """Return the flags of a run without a hostfile."""
+    """Return the flags for a run without a hostfile, on this host."""
     if (flags.get("num_nodes") or 1) > 1:
         raise LaunchError(
             f"--num_nodes {flags['num_nodes']} needs the names of the hosts: give --hostfile FILE."
@@ -188,7 +192,10 @@ def _included_here(text: str) -> list[str]:
 
 
 def _check_master(address: str | None, first: str) -> None:
-    """Raise LaunchError if `address` is not the `first` host, where our ranks meet."""
+    """Raise LaunchError if `--master_addr` names a host other than the first.
+
+    In `shardwise run`, ranks always connect to the first host.
+    """
     if address is not None and address not in (first, *_HERE):
         raise LaunchError(
             f"--master_addr {address}: ranks meet on the first host, {first}. Put {address} first "
@@ -197,10 +204,10 @@ def _check_master(address: str | None, first: str) -> None:
 
 
 def _visible(chosen: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the flag that selects the chosen GPUs; empty if they are the first ones anyway."""
+    """Return the flag that selects the chosen GPUs, or [] if they are the first of each host."""
     if all(list(slots) == list(range(len(slots))) for slots in chosen.values()):
         return []
-    # One variable goes to all hosts, so they must all use the same numbers.
+    # All hosts receive the same variable, so they must use the same GPU indices.
     several = {tuple(slots) for slots in chosen.values()}
     if len(several) > 1:
         raise LaunchError(
@@ -211,7 +218,7 @@ def _visible(chosen: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def _each_host_by_itself(command: DeepSpeedCommand) -> list[str]:
-    """Return the flags of a run that is started on each host, as with torchrun."""
+    """Return the flags for a run that the user starts on each host, as with torchrun."""
     flags = command.flags
     if flags.get("node_rank") is None or not flags.get("master_addr"):
         raise LaunchError("--no_ssh needs --node_rank N and --master_addr HOST.")
@@ -233,7 +240,7 @@ def _each_host_by_itself(command: DeepSpeedCommand) -> list[str]:
 
 
 def _chosen(command: DeepSpeedCommand) -> dict[str, list[int]]:
-    """Return the slots to use on each host, in the order of the hostfile."""
+    """Return the slots to use, by host, in the order of the hostfile."""
     flags = command.flags
     there = {host.login: list(range(host.slots or 1)) for host in command.hosts}
     if flags.get("include"):
@@ -265,7 +272,7 @@ def _first(
 
 
 def _known(flag: str, text: str, there: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Parse `text`. Raises LaunchError for a host or slot that is not in `there`."""
+    """Parse `--include` or `--exclude`. Raises LaunchError if a host or slot is not in `there`."""
     named = _parsed(flag, text)
     for host, slots in named.items():
         if host not in there:
@@ -280,7 +287,10 @@ def _known(flag: str, text: str, there: Mapping[str, list[int]]) -> dict[str, li
 
 
 def _parsed(flag: str, text: str) -> dict[str, list[int]]:
-    """Parse `host1@host2:0,2` into slots by host; no slots mean all. Raises LaunchError."""
+    """Parse text such as `host1@host2:0,2` into slots by host. An empty list means all slots.
+
+    Raises LaunchError if the syntax is invalid.
+    """
     found: dict[str, list[int]] = {}
     for part in text.split("@"):
         host, colon, slots = part.strip().partition(":")
@@ -295,9 +305,10 @@ def _parsed(flag: str, text: str) -> dict[str, list[int]]:
 
 
 def parse(flags: Mapping[str, Any], words: Sequence[str]) -> DeepSpeedCommand:
-    """Return the command line with the hosts of its hostfile, or of DeepSpeed's default one.
+    """Return a DeepSpeedCommand with the hosts from the hostfile.
 
-    Raises LaunchError if the hostfile cannot be read.
+    Without `--hostfile`, reads DeepSpeed's default hostfile if it exists. Raises LaunchError if the
+    hostfile cannot be read.
     """
     named = flags.get("hostfile")
     path = named if named is not None else HOSTFILE if os.path.exists(HOSTFILE) else None
@@ -305,7 +316,7 @@ def parse(flags: Mapping[str, Any], words: Sequence[str]) -> DeepSpeedCommand:
 
 
 def line_of(words: Sequence[str]) -> str:
-    """Return our command line as text for the screen."""
+    """Return a `shardwise run` command line as text, for display."""
     return shlex.join(["shardwise", "run", *words])
 
 
@@ -313,12 +324,14 @@ def line_of(words: Sequence[str]) -> str:
 
 
 def adopts(words: Sequence[str], flags: Mapping[str, Any]) -> bool:
-    """Return whether our classes should replace DeepSpeed's in the script.
+    """Return whether to replace DeepSpeed's classes in the script (`--adopt deepspeed`).
 
-    They should if it imports deepspeed, or gets flags that a module of the script may read.
+    This is the case if the script imports deepspeed, or if its arguments contain DeepSpeed flags,
+    which a module that it imports may use.
     """
     known = DEEPSPEED in ADOPTED and not flags.get("module") and not flags.get("no_python")
     text = program.text_of(words[0]) if known else ""
+    # A script that mentions shardwise already uses it directly.
     if not text or program.names_us(text):
         return False
     given = any(word.partition("=")[0] in ("--deepspeed", "--deepspeed_config") for word in words)
@@ -326,13 +339,13 @@ def adopts(words: Sequence[str], flags: Mapping[str, Any]) -> bool:
 
 
 def with_local_rank(words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
-    """Return the words of a module that runs `words` and inserts --local_rank after the script.
+    """Return the arguments of `python -m` that run `words` with --local_rank after the script.
 
     Raises LaunchError if the program does not exist.
     """
     line = program.command(words[0], words[1:], module=module)
-    # `before` is the number of words up to and including the script. `shardwise.adopt LIBRARY` and
-    # an -m stand between the interpreter and the script.
+    # `before` is the number of words up to and including the script. With --adopt, the words
+    # `shardwise.adopt LIBRARY`, and possibly -m, precede the script.
     before = len(line) - len(words) + 1
     if module and words[0] == "shardwise.adopt":
         before += 3 if words[2] == "-m" else 2

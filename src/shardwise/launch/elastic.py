@@ -2,8 +2,8 @@
 
     on each host:   shardwise run --nnodes 2 --nproc-per-node 4 --rdzv-endpoint node1:29500 train.py
 
-The agents wait until between MIN and MAX hosts have joined, and number the ranks. After a failure
-they restart all ranks on the hosts that are left.
+The agents wait until between MIN and MAX hosts have joined, and assign ranks. After a failure, they
+restart all ranks on the remaining hosts.
 """
 
 import ipaddress
@@ -23,15 +23,15 @@ from shardwise.net.python_command import python_words
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticRendezvous:
-    """The meeting of hosts, for torch's elastic agent.
+    """Rendezvous options for torch's elastic agent.
 
     Args:
-        fewest: The smallest number of hosts.
-        most: The largest number of hosts.
-        host: Their meeting place; None for a run on one host.
-        port: Its port.
-        node_rank: The number of this host; None to number hosts in order of arrival.
-        name: A name that distinguishes runs with the same endpoint.
+        fewest: Minimum number of hosts.
+        most: Maximum number of hosts.
+        host: Host of the rendezvous, or None for a run on a single host.
+        port: Port of the rendezvous.
+        node_rank: Index of this host, or None to number hosts in order of arrival.
+        name: Name that distinguishes runs with the same rendezvous endpoint.
     """
 
     fewest: int
@@ -45,7 +45,14 @@ class ElasticRendezvous:
     def of(
         cls, nnodes: str, endpoint: str | None, node_rank: int | None, name: str
     ) -> "ElasticRendezvous":
-        """Return the meeting that flags describe. Raises LaunchError if they do not fit."""
+        """Return the rendezvous for these flags. Raises LaunchError if a flag is invalid.
+
+        Args:
+            nnodes: Value of `--nnodes`, as N or MIN:MAX.
+            endpoint: Value of `--rdzv-endpoint`, as HOST:PORT.
+            node_rank: Value of `--node-rank`.
+            name: Value of `--rdzv-id`.
+        """
         count = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", nnodes, re.ASCII)
         fewest, most = (int(count[1]), int(count[2] or count[1])) if count else (0, 0)
         if not 0 < fewest <= most:
@@ -75,14 +82,22 @@ def agent_command(
     address: str | None,
     log_dir: str | None,
 ) -> list[str]:
-    """Return the command of torch's agent for this host, which others reach at `address`. Pure."""
+    """Return the command that starts torch's agent on this host. Does no I/O.
+
+    Args:
+        command: The command of each rank.
+        per_host: Number of ranks on this host.
+        restarts: Maximum number of restarts.
+        address: Address of this host for the other hosts, or None to let torch choose.
+        log_dir: Folder for the output of each rank, or None.
+    """
     found = [*python_words("torch.distributed.run")]
     found += [f"--nnodes={meeting.fewest}:{meeting.most}", f"--nproc-per-node={per_host}"]
     if meeting.host is None:
         found += ["--standalone"]
     else:
         bracketed = f"[{meeting.host}]" if ":" in meeting.host else meeting.host
-        # torch's c10d backend ignores --node-rank, so numbered hosts need the static one.
+        # torch's c10d backend ignores --node-rank, so use the static backend with --node-rank.
         numbered = meeting.node_rank is not None
         found += [f"--rdzv-backend={'static' if numbered else 'c10d'}"]
         found += [f"--rdzv-endpoint={bracketed}:{meeting.port}", f"--rdzv-id={meeting.name}"]
@@ -90,14 +105,15 @@ def agent_command(
     found += [f"--max-restarts={restarts}"]
     found += [f"--local-addr={address}"] if address is not None else []
     found += [f"--log-dir={log_dir}", "--tee=3"] if log_dir is not None else []
-    return [*found, "--no-python", *command]  # `command` names its interpreter itself
+    return [*found, "--no-python", *command]  # `command` already includes the interpreter
 
 
 def own_address(meeting: ElasticRendezvous, name: str | None) -> str | None:
-    """Return the address of this host for the others: on interface `name`, or on the route to them.
+    """Return the address that other hosts use to reach this one.
 
-    Returns None if the route does not tell, as on the meeting host if its own name is a loopback
-    address there.
+    This is its address on interface `name`, if given, otherwise on the route to the rendezvous.
+    Returns None if the route does not determine it: on the rendezvous host, the host's own name may
+    resolve to a loopback address.
     """
     if name is not None:
         return network.address_of_interface(name)
@@ -105,14 +121,21 @@ def own_address(meeting: ElasticRendezvous, name: str | None) -> str | None:
         return None
     found = network.address_towards(meeting.host)
     local = ipaddress.ip_address(found.partition("%")[0]).is_loopback
+    # Other hosts cannot reach a loopback address, so let torch choose one.
     return None if local and meeting.most > 1 else found
 
 
 def agent_environment(
     base: Mapping[str, str], settings: Mapping[str, str], leads: str | None
 ) -> dict[str, str]:
-    """Return the variables for the agent and its ranks. `leads` is the interface to the others."""
-    # torch's store warns about each rank whose address does not resolve to a name.
+    """Return the environment variables for the agent and its ranks.
+
+    Args:
+        base: Variables of this process.
+        settings: Settings from the command line.
+        leads: Network interface to the other hosts, or None if unknown.
+    """
+    # Hide warnings of torch's store about addresses that do not resolve to a name.
     defaults = {"PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if leads is not None:
         defaults |= {"GLOO_SOCKET_IFNAME": leads, "NCCL_SOCKET_IFNAME": leads}
@@ -122,7 +145,7 @@ def agent_environment(
 
 
 def open_agent_warning(meeting: ElasticRendezvous, environ: Mapping[str, str]) -> str:
-    """Return the warning about torch's agent. Pure."""
+    """Return the warning that torch's agent accepts connections without authentication."""
     warning = (
         "torch's elastic agent, which --nnodes uses, listens on all interfaces without "
         "authentication: anybody who reaches it can run code as this user. Close its ports as in "
@@ -137,7 +160,8 @@ def open_agent_warning(meeting: ElasticRendezvous, environ: Mapping[str, str]) -
 
 
 def run(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the agent, which handles Ctrl-C and sets the exit code."""
+    """Replace this process with the agent, which then handles Ctrl-C and sets the exit code."""
+    # exec discards buffered output.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], list(command), dict(environ))

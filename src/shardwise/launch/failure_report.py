@@ -1,7 +1,7 @@
-"""Finds the rank that caused a failure, and words the report of a run.
+"""Finds the rank that caused a failure, and writes the report at the end of a run.
 
 `judge` finds the rank to blame, `describe_exit` explains its exit code, and `closing_words` builds
-the last lines of a run. Nothing here starts or ends a process.
+the last lines that the launcher prints. This module does not start or signal processes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _CHAINED = (
 _LINES_WITHOUT_TRACE = 20
 
 _LINES_OF_TRACE = 250
-"""Number of last lines to search for the start of a traceback: room for two stacks of faulthandler,
-which have up to 100 lines each, and some more."""
+"""Number of lines to search, at the end of the output, for the start of a traceback. Enough for two
+stacks from faulthandler, which have up to 100 lines each."""
 
 _CRASH = "Fatal Python error:"
 
 _STACK = re.compile(r"^(?:Current thread|Thread) 0x.*\n(?:  .*\n?)*\n*", re.MULTILINE)
-"""The stack of one thread, as faulthandler writes it."""
+"""Matches the stack of one thread, as faulthandler writes it."""
 
 _MODULES = re.compile(r"^Extension modules: .*\n?", re.MULTILINE)
 
@@ -43,8 +43,8 @@ _TRACE = re.compile(
     r"|Fatal Python error:)",
     re.MULTILINE,
 )
-"""The start of a traceback, possibly after an unfinished progress bar, but not one nested inside an
-exception group."""
+"""Matches the start of a traceback, possibly after an unfinished progress bar. Does not match
+tracebacks nested in an exception group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class ExitStatus:
 
     Args:
         rank: The rank.
-        code: The exit code, or the negative number of a signal, as in subprocess.
-        time: The time of the end, in seconds since the epoch.
-        stopped: The launcher had told the rank to end before.
+        code: The exit code, or the negative signal number, as in subprocess.
+        time: Time of the exit, in seconds since the epoch.
+        stopped: True if the launcher had sent the rank a signal before it exited.
     """
 
     rank: int
@@ -71,9 +71,9 @@ class Verdict:
     Args:
         rank: The rank to blame.
         exit_code: The exit code of the run.
-        waiting: A rank that waited for `rank`; None if `rank` itself failed.
-        late: `rank` never arrived and reported nothing until it was ended. Otherwise, if a rank
-            waited, `rank` had ended with code 0 too early.
+        waiting: A rank that waited for `rank`, or None if `rank` itself failed.
+        late: Only if `waiting` is not None. True if `rank` never arrived, and reported nothing
+            until it was stopped. False if `rank` exited too early, with code 0.
     """
 
     rank: int
@@ -83,22 +83,23 @@ class Verdict:
 
 
 def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Verdict | None:
-    """Judge a run whose ranks have all ended; None if all ended well.
+    """Find the rank to blame in a run whose ranks have all exited.
 
-    The cause is, in this order:
+    Returns None if no rank failed. Otherwise blames the first that applies:
 
-    1. the first failure that is not about another rank
-    2. the first rank that ended on its own with code 0: it left too early
-    3. a rank that reported nothing, and that waiting ranks name
-    4. the first failure
+    1. the first rank that failed for a reason other than a lost peer
+    2. the first rank that exited with code 0 on its own, which was too early
+    3. a rank that reported nothing, and that other ranks waited for
+    4. the first rank that failed
     """
-    # A rank that the launcher ended counts as failed only if it had reported an error before.
+    # A rank that the launcher stopped counts as failed only if it had reported an error before.
     failures = [end for end in ends if end.code != 0 and (not end.stopped or end.rank in reports)]
     if not failures:
         return None
     first = min(failures, key=lambda end: _moment(end, reports))
-    # If even the first failure is about a lost peer, no rank failed for a reason of its own.
+    # If the first failure (causes sort first) is a lost peer, no rank has any other reason.
     if _is_secondary(first, reports):
+        # A rank that exits with code 0 leaves no error, but its peers still wait for it.
         left = [end for end in ends if end.code == 0 and not end.stopped]
         if left:
             early = min(left, key=lambda end: end.time)
@@ -106,16 +107,17 @@ def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Ver
         late = _silent_rank(ends, failures, reports)
         if late is not None:
             return late
-    by_shell = 128 - first.code if first.code < 0 else first.code  # as shells count signals
+    by_shell = 128 - first.code if first.code < 0 else first.code  # 128 + signal, as in shells
     return Verdict(rank=first.rank, exit_code=1 if first.stopped else by_shell)
 
 
 def _silent_rank(
     ends: Sequence[ExitStatus], failures: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]
 ) -> Verdict | None:
-    """Blame the first rank that waiting ranks name and that reported nothing before it was ended.
+    """Blame a rank that others waited for, and that reported nothing before it was stopped.
 
-    If they name none, blame the only rank that reported nothing, if there is exactly one.
+    If the waiting ranks do not name such a rank, blame the only rank that reported nothing. Returns
+    None if there are several.
     """
     silent = {end.rank for end in ends} - {end.rank for end in failures}
     waited = sorted(failures, key=lambda end: _moment(end, reports))
@@ -129,21 +131,23 @@ def _silent_rank(
 
 
 def is_explained(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> bool:
-    """Return whether `ends` has the cause of a failure: one that is not about a lost peer."""
+    """Return whether any rank in `ends` exited for a reason other than a lost peer."""
     return any(not _is_secondary(end, reports) for end in ends)
 
 
 def is_consequence(judged: Verdict, reports: Mapping[int, ErrorReport]) -> bool:
-    """Return whether the judged failure is only about a lost peer."""
+    """Return whether the failure in `judged` is only a rank that lost a peer."""
     found = reports.get(judged.rank if judged.waiting is None else judged.waiting)
     return found is not None and found.secondary
 
 
 def common_refusal(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> str:
-    """Return the refusal that ended all ranks; "" if one rank ended for another reason.
+    """Return the refusal (the error message for a wrong call) that all ranks have in common.
 
-    Ranks that the launcher ended before they could report anything do not count.
+    Returns "" if a rank exited for a different reason. Ranks that the launcher stopped before they
+    could report an error do not count.
     """
+    # All ranks make the same wrong call, but not at the same time.
     own = [end.rank for end in ends if not end.stopped or end.rank in reports]
     found = {reports[rank].refusal if rank in reports else "" for rank in own}
     return found.pop() if len(found) == 1 else ""
@@ -154,28 +158,32 @@ def _is_secondary(end: ExitStatus, reports: Mapping[int, ErrorReport]) -> bool:
 
 
 def _moment(end: ExitStatus, reports: Mapping[int, ErrorReport]) -> tuple[bool, float]:
-    """Return a sort key for blame: causes before consequences, then by time."""
+    """Return a sort key that puts causes before consequences, and sorts each by time."""
     time = reports[end.rank].time if end.rank in reports else end.time
     return _is_secondary(end, reports), time
 
 
 def last_traceback(tail: str) -> str:
-    """Return the last traceback in `tail`, with the ones it is chained to; else the last lines."""
+    """Return the last traceback in `tail`, including the tracebacks that it is chained to.
+
+    If there is no traceback, return the last lines.
+    """
     text = tail.rstrip()
     starts = [match.start(1) for match in _TRACE.finditer(text)]
     if not starts:
         return "\n".join(text.splitlines()[-_LINES_WITHOUT_TRACE:])
     start = starts.pop()
-    # "During handling of the above exception" stands between two tracebacks of one error.
+    # If "During handling of the above exception" separates two tracebacks, they belong together.
     while starts and any(words in text[starts[-1] : start] for words in _CHAINED):
         start = starts.pop()
     return text[start:]
 
 
 def last_words(tail: str) -> str:
-    """Return the last traceback in the output of a rank without an error report.
+    """Extract the cause of failure from the output of a rank that left no error report.
 
-    For a crash, return the stacks of the current and the main thread; else the last lines.
+    After a crash in native code, this is the stacks of the current and the main thread. Otherwise
+    it is the last traceback. Without a traceback, it is the last lines.
     """
     before, crash, after = tail.rpartition(_CRASH)
     text = before + crash + (_two_stacks(after) if crash else after)
@@ -183,8 +191,8 @@ def last_words(tail: str) -> str:
 
 
 def _two_stacks(text: str) -> str:
-    """Return faulthandler's dump with only the stacks of the current and the main thread."""
-    # faulthandler writes the main thread last.
+    """Reduce a dump from faulthandler to the stacks of the current and the main thread."""
+    # faulthandler writes the main thread last, so keep the last stack and the current thread's.
     stacks = [match[0] for match in _STACK.finditer(text)]
     others = [stack for stack in stacks[:-1] if not stack.startswith("Current")]
     for stack in others:
@@ -199,18 +207,18 @@ _AGAIN_HINT = "A second one kills them immediately."
 def closing_words(
     judged: Verdict, how: str, trace: str, *, size: int, where: str = "", host: str = ""
 ) -> str:
-    """Return the last lines of a failed run, which end with a traceback.
+    """Return the last lines of a failed run, which usually end with a traceback.
 
     Args:
         judged: The rank to blame.
         how: Its exit status in words.
         trace: The traceback of the rank that failed or waited.
-        size: The number of ranks.
-        where: The line of the user's code that the waiting rank was in.
-        host: The host of the blamed rank; "" if there is one host.
+        size: Number of ranks.
+        where: The line of user code that the waiting rank was executing.
+        host: The host of the blamed rank, or "" on a single host.
 
     Returns:
-        The lines; "" for a run of one rank that ended on its own, whose output is on the screen.
+        The lines, or "" if the only rank exited on its own, because its output is already visible.
     """
     by_itself = how.startswith("exit code")
     if size == 1:
@@ -234,7 +242,7 @@ def closing_words(
 
 
 def unjoined_copies(size: int) -> str:
-    """Return the last lines of a run of `size` ranks that never joined each other."""
+    """Return the last lines of a run whose `size` ranks never connected to each other."""
     return (
         "\nshardwise: no rank called sw.init or hvd.init. Unless a library connected them, "
         f"{size} independent copies of the program have run, and each did all of the work. To "
@@ -244,9 +252,12 @@ def unjoined_copies(size: int) -> str:
 
 
 def refusal_words(sentence: str, ranks: Sequence[int], size: int) -> str:
-    """Return the last lines of a run whose `ranks`, of `size`, all failed with one `sentence`.
+    """Return the last lines of a run that failed with the same refusal on several ranks.
 
-    The launcher ended the other ranks before they could fail too.
+    Args:
+        sentence: The error message.
+        ranks: The ranks that reported it. The launcher stopped the others before they could.
+        size: Number of ranks.
     """
     who = "" if len(ranks) == size else f"rank {min(ranks)} of {size}: "
     return f"\nshardwise: {who}{sentence}\n"
@@ -255,7 +266,7 @@ def refusal_words(sentence: str, ranks: Sequence[int], size: int) -> str:
 def in_few_words(
     judged: Verdict, how: str, size: int, report: ErrorReport | None
 ) -> tuple[str, str]:
-    """Return in a few words the event with its rank, and the cause."""
+    """Describe a failure in two short texts: what happened to which rank, and why."""
     who = "the program" if size == 1 else f"rank {judged.rank} of {size}"
     if judged.late:
         return f"{who} did not arrive", report.message.partition("\n")[0] if report else ""
@@ -269,12 +280,12 @@ def in_few_words(
 
 
 def saving_line(asked: signal.Signals) -> str:
-    """Return the line for ranks that save before they end."""
+    """Return the line that the launcher prints when ranks save before they exit."""
     return f"shardwise: {asked.name}: the ranks save after this step. {_AGAIN_HINT}\n"
 
 
 def unsaved_line(asked: signal.Signals, progress: Progress | None) -> str:
-    """Return the last lines of a run that was ended without a save; "" if no step is lost."""
+    """Return the last line of a run that was stopped without a save, or "" if no step is lost."""
     if progress is None or not progress.step or progress.kept >= progress.step:
         return ""
     by = "Ctrl-C" if asked == signal.SIGINT else asked.name
@@ -286,7 +297,14 @@ def unsaved_line(asked: signal.Signals, progress: Progress | None) -> str:
 
 
 def stopping_line(asked: signal.Signals, size: int, *, again: bool, broken: str = "") -> str:
-    """Return the line for a signal that ends the run, or for a `broken` output."""
+    """Return the line that the launcher prints when it stops the ranks.
+
+    Args:
+        asked: The signal that stops the run. SIGPIPE means that the output cannot be written.
+        size: Number of ranks.
+        again: True if this is the second signal.
+        broken: Why the output cannot be written.
+    """
     by = {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: broken}
     reason = by.get(asked, asked.name)
     ranks = "the program" if size == 1 else f"{size} ranks"
@@ -297,14 +315,14 @@ def stopping_line(asked: signal.Signals, size: int, *, again: bool, broken: str 
 
 
 def lost_hosts(losses: Sequence[str]) -> str:
-    """Return the lines about lost hosts, each with its reason; "" if none was lost."""
+    """Return one line per lost host, with the reason, or "" if there are no lost hosts."""
     return "".join(f"\nshardwise: {why}\n" for why in losses)
 
 
 GIGABYTE = 10**9
 
 UNCAUGHT = "exit code 1"
-"""The end of a Python process by an uncaught exception."""
+"""How a Python process exits after an uncaught exception."""
 
 _SIGNAL_CAUSES = {
     signal.SIGSEGV: "a crash in native code: a driver, an extension, or a use of freed memory",
@@ -321,13 +339,13 @@ _SIGNAL_CAUSES = {
 
 
 def describe_exit(code: int, *, before: HostMemory, now: HostMemory, peak: int) -> str:
-    """Describe the end of a process, with its most likely cause.
+    """Describe how a process exited, and the most likely cause.
 
     Args:
-        code: The exit code, or the negative number of a signal.
+        code: The exit code, or the negative signal number.
         before: The memory of the host when the process started.
         now: The memory of the host now.
-        peak: The largest resident set of the process, in bytes.
+        peak: The peak resident set size of the process, in bytes.
     """
     if code >= 0:
         by_signal = signal_name(code - 128) if code > 128 else ""
@@ -343,7 +361,7 @@ def describe_exit(code: int, *, before: HostMemory, now: HostMemory, peak: int) 
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal: SIGKILL for 9."""
+    """Return the name of a signal, such as SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -401,7 +419,10 @@ OS_ERROR_HINTS = {
 
 
 def disk_hint(error: OSError, place: Path) -> str:
-    """Return advice for an error of the disk at `place`, without a full stop; "" if unknown."""
+    """Return advice about a disk error at the path `place`, without a full stop.
+
+    Returns "" if there is no advice for this error.
+    """
     if error.errno == errno.ENOSPC:
         # "No space left on device" may also mean that no inodes are left.
         with suppress(OSError):
@@ -412,9 +433,10 @@ def disk_hint(error: OSError, place: Path) -> str:
 
 
 def os_error_sentence(error: OSError, place: Path | None = None) -> str:
-    """Return an error of the operating system as a sentence, with advice.
+    """Return an OSError as a sentence, with advice.
 
-    `place` is the file that the error is about, for errors that do not name it.
+    Args:
+        place: The path that the error is about, used if the error itself contains no path.
     """
     named = (error.filename, error.filename2) if error.filename is not None else (place,)
     files = [str(name)[:200] for name in named if name is not None]

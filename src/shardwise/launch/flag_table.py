@@ -1,6 +1,6 @@
-"""The table of flags: one row for each flag of a command, in the order of its help.
+"""Defines each command's own flags, in the order of its help.
 
-The flags of settings are missing here: `command_line.py` makes them from the fields of `Settings`.
+Flags of settings are not defined here, because `command_line.py` derives them from `Settings`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from shardwise.launch.flags import ADOPTED, Flag, Typed, parse_adopted
 
 
 class FlagRow(NamedTuple):
-    """A flag: its left column in the help, its help, and the type of its value (default: text)."""
+    """A command-line flag.
+
+    Args:
+        shown: Left column in the help, such as "--port PORT".
+        help: Right column in the help.
+        type: Type of the value, or None for text.
+        names: Names of the flag.
+        options: Further options of `Flag`.
+    """
 
     shown: str
     help: str
@@ -33,13 +41,13 @@ def row(
     names: str = "",
     **options: Any,
 ) -> FlagRow:
-    """Return a row. `names` are the names for click, by default the first word of `shown`."""
+    """Return the row of a flag. The default for `names` is the first word of `shown`."""
     takes = parse if parse is None or isinstance(parse, click.ParamType) else Typed(parse)
     return FlagRow(shown, help, takes, (names or shown.split()[0]).split(), options)
 
 
 def flags_of(command: str) -> Iterator[Flag]:
-    """Yield the command's own flags."""
+    """Yield the flags in TABLE for `command`. Flags of settings are not included."""
     for group, rows in TABLE[command].items():
         for each in rows:
             yield Flag(
@@ -53,12 +61,12 @@ def flags_of(command: str) -> Iterator[Flag]:
 
 
 def amount(text: str) -> float:
-    """Parse a number above 0, such as 2e9."""
+    """Parse a positive number, such as 2e9."""
     return values.number(0, 1e30, above=True)(text)
 
 
 def days(text: str) -> float:
-    """Parse days, such as 10d, 12h or a plain number of days."""
+    """Parse a duration such as 10d, 12h or 10 (days), and return it in days."""
     wanted = "days or hours, such as 10d or 12h"
     try:
         found = values.duration("d", units="dh")(text) / 86400
@@ -82,7 +90,7 @@ def above_zero(parse: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def interval(text: str) -> float | None:
-    """Parse an interval in seconds; return None for "best"."""
+    """Parse an interval and return it in seconds, or None for "best"."""
     return None if text.strip() == "best" else above_zero(values.duration("s"))(text)
 
 
@@ -459,4 +467,4 @@ TABLE: dict[str, dict[str, tuple[FlagRow, ...]]] = {
     "pipeline-plan": {"pipeline_plan": PIPELINE_PLAN},
     "simulate": {"simulate": SIMULATE},
 }
-"""The rows of each command's own flags, by command and group of the help."""
+"""The own flags of each command, by command and help group."""

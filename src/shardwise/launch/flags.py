@@ -1,4 +1,4 @@
-"""Defines flags and commands with grouped help, and refuses flags that have no effect."""
+"""Defines flags and commands with grouped help, and rejects flags that have no effect."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,17 +22,17 @@ GROUPS = {
     "recover": "Recover",
     "watch": "Watch",
 }
-"""The headings of the help. Every setting and every flag belongs to one."""
+"""Headings in the help, by group. Every setting and every flag belongs to one group."""
 
 
 class Flag(click.Option):
-    """A flag of click with its place in the help.
+    """A click option with its position in the help.
 
     Args:
-        group: The heading that the flag stands under.
-        shown: The left column of the help, such as "--port PORT".
-        rare: Only `--help-all` shows the flag.
-        listed: The value is a list, so giving the flag twice is an error.
+        group: Group of the flag in the help, a key of GROUPS.
+        shown: Left column in the help, such as "--port PORT".
+        rare: True if only `--help-all` lists the flag.
+        listed: True if the value is a list. It is then an error to give the flag twice.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Flag(click.Option):
 
 
 class Typed(click.ParamType):  # type: ignore[type-arg]
-    """A type of click that parses values as settings do (see config/values.py)."""
+    """A click parameter type that parses values like a setting (see config/values.py)."""
 
     def __init__(self, parse: values.Parse[Any]) -> None:
         self.name = "value"
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert the value to its type. Raises ConfigError, naming the flag."""
+        """Parse the value. Raises ConfigError with the flag's name if it is invalid."""
         del ctx
         try:
             return self._parse(values.as_text(value, self._parse))
@@ -70,11 +70,11 @@ class Typed(click.ParamType):  # type: ignore[type-arg]
 
 
 ADOPTED = ("accelerate", "deepspeed", "transformers", "lightning")
-"""Libraries whose classes `--adopt` replaces with ours (see adopt.py)."""
+"""Libraries whose classes `--adopt` replaces with shardwise's classes (see adopt.py)."""
 
 
 def parse_adopted(text: str) -> tuple[str, ...]:
-    """Parse names of libraries for `--adopt`, separated by commas."""
+    """Parse the value of `--adopt`, a comma-separated list of libraries."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names or any(name not in ADOPTED for name in names):
         raise ValueError("one or more of " + ", ".join(ADOPTED))
@@ -82,10 +82,13 @@ def parse_adopted(text: str) -> tuple[str, ...]:
 
 
 def refuse_twice(order: Iterable[click.Parameter]) -> None:
-    """Raise ConfigError if `order` has a flag twice whose value is a list.
+    """Raise ConfigError if a flag that takes a list is given twice.
 
-    The user may have meant both lists. For other flags the last one wins, so that a wrapper's
-    `shardwise run --zero 2 "$@"` can be overridden.
+    The user may have meant to combine the lists. For any other flag, the last value is used, so
+    that a wrapper such as `shardwise run --zero 2 "$@"` can be overridden by its arguments.
+
+    Args:
+        order: All flags on the command line, in order.
     """
     seen: set[click.Parameter] = set()
     for each in order:
@@ -96,26 +99,29 @@ def refuse_twice(order: Iterable[click.Parameter]) -> None:
 
 
 class Command(click.Command):
-    """A command whose help fits on one screen: the examples in `top`, then its flags in groups."""
+    """A click command whose help fits on one screen.
+
+    The help consists of examples (`top`) and the flags, by group.
+    """
 
     def __init__(self, name: str, *, top: str, **options: Any) -> None:
         super().__init__(name, **options)
         self.top = top
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. Raises ConfigError for a list that is given twice."""
-        # click itself keeps only the last of repeated flags, so parse once more to see all.
+        """Parse the arguments. Raises ConfigError if a flag that takes a list is given twice."""
+        # click discards all but the last of repeated flags, so parse an extra time to see them all.
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         refuse_twice(order)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what `--help` shows: the flags that are not rare."""
+        """Write the text of `--help`, which omits rare flags."""
         self.write_help(formatter, all_flags=False)
         formatter.write(f"\nRare flags too:   shardwise {self.name} --help-all\n")
 
     def write_help(self, formatter: click.HelpFormatter, *, all_flags: bool) -> None:
-        """Write the examples and the flags."""
+        """Write the examples and the flags, with rare flags only if `all_flags` is true."""
         formatter.write(self.top)
         flags = [
             flag for flag in self.params if isinstance(flag, Flag) and (all_flags or not flag.rare)
@@ -150,11 +156,17 @@ NO_EFFECT = {
         "rendezvous": "start the ranks with mpirun or srun",
     },
 }
-"""For each way to start a run, the flags without effect, and what to write instead."""
+"""For each way to start a run, the flags that have no effect, and an alternative for each."""
 
 
 def refuse_without_effect(way: str, given: Mapping[str, Any]) -> None:
-    """Raise LaunchError if `given` has a flag that has no effect when the run starts this `way`."""
+    """Raise LaunchError if a flag in `given` has no effect for this kind of run.
+
+    Args:
+        way: How the run starts, a key of NO_EFFECT.
+        given: Values of the flags by name. None if a flag was not given.
+    """
+    # Raise instead of ignoring the flag, because the user expects an effect.
     for name, instead in NO_EFFECT[way].items():
         if given.get(name) is not None:
             raise LaunchError(
@@ -163,7 +175,7 @@ def refuse_without_effect(way: str, given: Mapping[str, Any]) -> None:
 
 
 def started_by_others(where: str) -> LaunchError:
-    """Return the error for `--elastic-islands` when another launcher starts the ranks."""
+    """Return the error for `--elastic-islands` if a different launcher starts the ranks."""
     return LaunchError(
         f"--elastic-islands needs ranks that shardwise run starts itself, and {where} another "
         "launcher starts them: leave it out, or name the hosts with -H or --hostfile."

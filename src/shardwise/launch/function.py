@@ -1,4 +1,4 @@
-"""Starts the ranks of a run from Python: `shardwise.launch` calls a function on each rank.
+"""Implements `shardwise.launch`, which starts ranks from Python and calls a function on each.
 
 settings ─▶ fork or new process ─▶ launch/one_host.py, as `shardwise run` ─▶ one result per rank
 """
@@ -42,10 +42,10 @@ from shardwise.world.world import has_joined
 METHODS = ("auto", "fork", "spawn")
 
 _MEANS_WORKERS = ("num_processes", "nprocs", "nproc_per_node", "world_size", "size", "n", "np")
-"""Keywords for the number of workers in Accelerate, torch and `shardwise run`."""
+"""Names of the argument for the number of workers in Accelerate, torch and `shardwise run`."""
 
 _CALLER = "sw.launch"
-"""Names the source of the settings in messages."""
+"""Source of the settings, as shown in error messages."""
 
 
 def launch(
@@ -59,38 +59,41 @@ def launch(
     log_dir: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> list[Any]:
-    """Call `function(*args)` on each of several ranks of this host, and return their results.
+    """Call `function(*args)` on several ranks of this host, and return their results.
 
-    This is `shardwise run` for a function, from a notebook cell, a prompt or a script. The function
-    calls `sw.init` itself. Output of ranks is shown with a prefix. Ctrl-C, or the failure of one
-    rank, ends all ranks. No process outlives the call.
+    This is the equivalent of `shardwise run` for a function in a notebook cell, at a prompt or in a
+    script. The function calls `sw.init` itself. The output of each rank is shown with a prefix. If
+    a rank fails or the user presses Ctrl-C, all ranks are stopped. No process outlives the call.
 
     Args:
         function: The function that each rank calls.
-        *args: Its arguments, the same on every rank.
-        workers: The number of ranks. By default one per visible GPU, or 1 without a GPU.
-        start_method: `"spawn"` starts new processes, which import `function` and get `args`
-            pickled. A script needs `if __name__ == "__main__":` around the call, as with
-            multiprocessing. `"fork"` copies this process, so that the function can use everything
-            in memory. It is not possible once this process has used CUDA. `"auto"` (the default)
-            spawns if a new process can import the function, and forks otherwise, such as for a
-            function that is defined in a notebook.
-        restarts: Restart all ranks after a failure, at most this many times.
-        grace: Seconds between SIGTERM and SIGKILL when the ranks have to end.
-        show: The ranks whose output is shown, such as `"0,2-3"` or `[0]`. By default all.
-        log_dir: A folder for the output of each rank, as one file per rank.
-        **settings: Settings of `shardwise run`, under the names of its flags: `zero=3`,
-            `micro_batch_size=8`, `config="run.toml"`. They override all other sources, as flags do.
+        *args: Arguments of the function, the same on every rank.
+        workers: Number of ranks. By default one per visible GPU, or 1 without a GPU.
+        start_method: How to start the ranks.
+
+            - `"spawn"` starts new processes, which import `function` and unpickle `args`. As with
+              multiprocessing, a script must put the call under `if __name__ == "__main__":`.
+            - `"fork"` copies this process, so that the function can use everything in memory. Not
+              possible once this process has used CUDA.
+            - `"auto"` (the default) spawns if a new process can import the function. Otherwise it
+              forks, for example if the function is defined in a notebook.
+        restarts: Maximum number of times to restart all ranks after a failure.
+        grace: Seconds between SIGTERM and SIGKILL when the ranks are stopped.
+        show: Ranks whose output is shown, such as `"0,2-3"` or `[0]`. By default all.
+        log_dir: Folder for the output of the ranks, with one file per rank.
+        **settings: Settings of `shardwise run`, named after its flags, such as `zero=3`,
+            `micro_batch_size=8` or `config="run.toml"`. Like flags, they override all other
+            sources.
 
     Returns:
-        The return value of each rank, in the order of ranks. Tensors are on the CPU.
+        The return value of each rank, ordered by rank, with tensors on the CPU.
 
     Raises:
         ConfigError: A setting is unknown or invalid. No rank was started.
-        UsageError: The call itself is wrong, such as one inside a rank. No rank was started.
+        UsageError: The call is not possible here, for example inside a rank. No rank was started.
         LaunchError: The ranks cannot be started.
-        RankFailed: A rank failed. The message names it and ends with its traceback.
-        KeyboardInterrupt: Ctrl-C ended the ranks.
+        RankFailed: A rank failed. The message names the rank and ends with its traceback.
+        KeyboardInterrupt: The user pressed Ctrl-C, and the ranks were stopped.
 
     Example:
         ```python
@@ -136,8 +139,8 @@ def launch(
     )
     method = _parsed("start_method", start_method, values.one_of(*METHODS))
     with ExitStack() as stack:
-        # One file per rank, opened before anything is started, so that every rank inherits them.
-        # Not pipes: a large result would block its rank until somebody reads it.
+        # Open one file per rank before starting any rank, so that all ranks inherit them. Pipes
+        # would not do, because a rank with a large result would block until the pipe is read.
         results = [_unnamed_file(stack) for _ in range(size)]
         fds = [file.fileno() for file in results]
         begin = _begin(function, args, method, fds, stack)
@@ -157,8 +160,8 @@ def _refuse_nested() -> None:
             "sw.launch was called while a new process imported the script. Put the call under "
             '`if __name__ == "__main__":`.'
         )
-    # Outside a rank ask only for commands, not for ranks: a notebook may run in a batch job, whose
-    # variables do not describe ranks yet.
+    # Outside a rank, detect only launchers that start a command once per rank. A notebook may run
+    # in a batch job, whose variables do not describe ranks.
     is_rank = RANK_VARIABLE in os.environ
     size = (launcher_detection.identify if is_rank else launcher_detection.around_command)().size
     if is_rank or size > 1:
@@ -193,6 +196,7 @@ def _check_call(function: Any, args: tuple[Any, ...]) -> None:
     except ValueError:  # a function written in C has no signature
         return
     try:
+        # Report wrong arguments here, once, rather than as a failure of every rank.
         signature.bind(*args)
     except TypeError as error:
         raise UsageError(
@@ -201,7 +205,7 @@ def _check_call(function: Any, args: tuple[Any, ...]) -> None:
 
 
 def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings as texts of flags. Raises ConfigError."""
+    """Return the settings as values of flags. Raises ConfigError if a setting is not valid."""
     own = list(inspect.signature(launch).parameters)[2:-1]
     flags = {}
     for name, value in settings.items():
@@ -246,14 +250,19 @@ def _begin(
     results: Sequence[int],
     stack: ExitStack,
 ) -> Begin:
-    """Return a function that starts a rank, which calls `function` and writes to `results`.
+    """Return a function that starts a rank, which calls `function` and writes its result.
 
-    Raises UsageError if no start method works, with the reason for each.
+    Raises UsageError if no start method works. The message explains why each one does not.
+
+    Args:
+        method: Start method, one of METHODS.
+        results: Descriptors of the files for the ranks' results.
+        stack: Closes the files that are opened here.
     """
     faults: list[str] = []
     pickled = None if method == "fork" else _pickled_by_reference(function, args, faults)
     if pickled is None and method != "spawn":
-        # Fork rather than pickle the source: forked ranks see everything that is in memory.
+        # Prefer forking to pickling the source, because forked ranks share everything in memory.
         if not _has_used_cuda():
             call = partial(function_rank.call, partial(function, *args), results)
             return function_fork.fork(call, results, stack)
@@ -279,12 +288,12 @@ _USED_CUDA = (
 
 
 def _has_used_cuda() -> bool:
-    """Return whether forked processes could not use CUDA because this one has."""
+    """Return True if this process has used CUDA, so that forked processes could not use it."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return False
-    # Counting GPUs initialises the driver too, and only a forked process can detect that.
+    # Counting GPUs initialises the driver too, but torch can detect that only in a forked process.
     pid = os.fork()
     if pid == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
@@ -294,9 +303,9 @@ def _has_used_cuda() -> bool:
 def _pickled_by_reference(
     function: Callable[..., Any], args: tuple[Any, ...], faults: list[str]
 ) -> bytes | None:
-    """Pickle a call whose function a new process can import.
+    """Pickle the call with a reference to the function, which the new process imports.
 
-    Returns None, and appends a line to `faults`, if it cannot.
+    If that is not possible, appends the reason to `faults` and returns None.
     """
     if not _is_importable(function):
         faults.append(
@@ -306,7 +315,7 @@ def _pickled_by_reference(
         return None
     try:
         return pickle.dumps((function, args))
-    except Exception as error:  # objects may raise anything when they are pickled
+    except Exception as error:  # pickling a user's object may raise any exception
         faults.append(
             f"spawn: the function or its arguments cannot be pickled ({error}). Define it at the "
             "top level of a module, and create objects that cannot be pickled inside of it."
@@ -315,34 +324,34 @@ def _pickled_by_reference(
 
 
 def _is_importable(function: Callable[..., Any]) -> bool:
-    """Return whether a new process finds the function under its name in the main module."""
+    """Return whether a new process can import the function."""
     plain = inspect.unwrap(getattr(function, "func", function))  # `func` of a partial
     if getattr(plain, "__module__", None) != "__main__":
-        return True  # pickle checks other modules itself
+        return True  # pickle itself checks functions in other modules
     script, code = function_rank.main_file(), getattr(plain, "__code__", None)
-    # The function may be from the prompt of `python -i train.py` and not from train.py.
+    # With `python -i train.py` the function may be defined at the prompt, not in train.py.
     return script is not None and (code is None or os.path.abspath(code.co_filename) == script)
 
 
 def _pickled_by_value(
     function: Callable[..., Any], args: tuple[Any, ...], faults: list[str]
 ) -> bytes | None:
-    """Pickle a call with everything that it refers to.
+    """Pickle the call with the function's code and everything that it refers to.
 
-    Returns None, and appends a line to `faults`, if that fails.
+    If that is not possible, appends the reason to `faults` and returns None.
     """
     if find_spec("cloudpickle") is None:
         faults.append("spawn with its source: pip install cloudpickle")
         return None
     try:
         dumped: bytes = import_module("cloudpickle").dumps((function, args))
-    except Exception as error:  # objects may raise anything when they are pickled
+    except Exception as error:  # pickling a user's object may raise any exception
         faults.append(f"spawn with its source: cloudpickle cannot pickle it ({error}).")
         return None
     return dumped
 
 
-# -- output, and the end ------------------------------------------------------------------------
+# -- output and errors --------------------------------------------------------------------------
 
 
 def _streams() -> dict[int, TextIO]:
@@ -351,25 +360,25 @@ def _streams() -> dict[int, TextIO]:
     found = {}
     for fd, stream, original in pairs:
         if stream is not None:
-            stream.flush()  # so that earlier output of the caller is shown first
+            stream.flush()  # so that earlier output of the caller appears first
             if stream is not original:
                 found[fd] = stream
     return found
 
 
 def _raise_if_it_failed(ending: Ending, console: Console) -> None:
-    """Raise the error for the caller if the run did not succeed."""
+    """Raise an error in the caller unless the run succeeded."""
     if ending.code == 0:
         return
     if ending.asked is not None:
         console.say(ending.words)
         if ending.code == SAVED:
-            sys.exit(SAVED)  # like `shardwise run`: the next start resumes
+            sys.exit(SAVED)  # the same exit code as `shardwise run`, because a restart can resume
         if ending.asked == signal.SIGINT:
             raise KeyboardInterrupt
         if ending.asked == signal.SIGPIPE:
             raise BrokenPipeError(errno.EPIPE, console.broken)
-        # The signal was meant for this process too. Raise it now that the ranks have ended.
+        # The signal was meant for this process too. Raise it now that the ranks have exited.
         signal.raise_signal(ending.asked)
     words = ending.words.strip().removeprefix("shardwise: ")
     failure = ending.failure

@@ -1,9 +1,10 @@
-"""Forks the ranks of `sw.launch`, which share everything that the parent has in memory.
+"""Forks the ranks of `sw.launch`, so that they share everything in the parent's memory.
 
-    parent, main thread    ─▶ a new thread ─▶ fork          waits until the rank leads a session
-    rank                      the main thread ─▶ descriptors, signals, variables ─▶ the function
+    parent, main thread    ─▶ new thread ─▶ fork, then wait until the rank leads its own session
+    rank                      main thread ─▶ descriptors, signals, variables ─▶ the function
 
-multiprocessing performs the fork, so that the rank forgets the parent's own children.
+multiprocessing performs the fork, so that the rank's list of children does not include the
+parent's.
 """
 
 import atexit
@@ -28,19 +29,19 @@ from shardwise.net import error_file
 from shardwise.net.environment import REPORTS_VARIABLE
 
 FORKED_IN_THREADS = r".*use of fork\(\) may lead to deadlocks"
-"""The warning of Python 3.12 and later when a process with threads forks."""
+"""Matches the warning of Python 3.12 and later when a process with several threads forks."""
 
 
 def fork(run: Callable[[], None], kept: Collection[int], stack: ExitStack) -> Begin:
-    """Return a function that forks a rank. Call this before the launcher opens any file.
+    """Return a function that forks a rank. Must be called before the launcher opens any file.
 
     Args:
         run: Called in the rank.
-        kept: Descriptors that the rank keeps.
-        stack: Closes our descriptor of the rank after its end.
+        kept: Descriptors that stay open in the rank.
+        stack: Closes the parent's descriptor of each rank.
     """
-    # A rank closes all descriptors that were opened after this call. One of them is the pipe whose
-    # end tells the orphan reaper that the launcher is gone.
+    # A rank closes all descriptors that are opened after this call. One of them is the pipe to the
+    # orphan reaper, which must be closed everywhere when the launcher exits.
     before = {*_open_descriptors(), *kept}
 
     def begin(environ: Mapping[str, str], pass_fds: Sequence[int], streams: Streams) -> Process:
@@ -51,7 +52,8 @@ def fork(run: Callable[[], None], kept: Collection[int], stack: ExitStack) -> Be
             child = _in_new_thread(lambda: popen_fork.Popen(rank))
             stack.callback(child.close)
             os.close(ready_writer)
-            # Wait until the rank leads its process group: a signal to the group would fail before.
+            # Wait until the rank leads its own process group, because signals to the group would
+            # fail before that.
             if not os.read(ready, 1):
                 raise LaunchError("A forked rank ended before it called the function.")
         finally:
@@ -62,9 +64,9 @@ def fork(run: Callable[[], None], kept: Collection[int], stack: ExitStack) -> Be
 
 
 class _ForkedRank(ForkProcess):
-    """A rank as a forked process of multiprocessing."""
+    """A rank as a process that multiprocessing forks."""
 
-    # Processes that the rank itself starts use the default start method.
+    # None lets processes that the rank itself starts use the default start method.
     _start_method = None  # type: ignore[assignment]
 
     def __init__(
@@ -83,17 +85,17 @@ class _ForkedRank(ForkProcess):
         self._ready = ready
 
     def run(self) -> None:
-        """Detach from the parent, and call the function."""
-        atexit._clear()  # the callbacks belong to the parent
+        """Detach from the parent and call the function."""
+        atexit._clear()  # the registered callbacks belong to the parent
         atexit.register(vars(multiprocessing.util)["_exit_function"])
         os.setsid()
         _redirect(self._streams)
         for fd in self._closes:
-            with suppress(OSError):  # the listing of open descriptors had one itself
+            with suppress(OSError):  # the list includes the descriptor that was used to create it
                 os.close(fd)
         begin_anew(self._environ)
         _leave_notebook()
-        if "torch" in sys.modules:  # it read the parent's OMP_NUM_THREADS when it was imported
+        if "torch" in sys.modules:  # torch reads OMP_NUM_THREADS only on import, so in the parent
             threads = int(os.environ["OMP_NUM_THREADS"].split(",")[0])
             sys.modules["torch"].set_num_threads(threads)
         os.write(self._ready, b"+")
@@ -105,19 +107,20 @@ class _ForkedRank(ForkProcess):
 
 
 def begin_anew(environ: Mapping[str, str]) -> None:
-    """Reset signals, variables and streams of a forked process, as in a new process.
+    """Reset the signals, environment variables and streams of a forked process.
 
-    Call this in the main thread, after descriptors 0, 1 and 2 were replaced.
+    Afterwards they are as in a new process. Must be called in the main thread, after descriptors 0,
+    1 and 2 have been replaced.
     """
     signal.set_wakeup_fd(-1)  # the pipe is shared with the parent
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # signals that the parent ignores stay ignored
+        if callable(signal.getsignal(number)):  # do not reset signals that the parent ignores
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environ)
     sys.excepthook = sys.__excepthook__
-    if REPORTS_VARIABLE in os.environ:  # as `import shardwise` does in a rank
+    if REPORTS_VARIABLE in os.environ:  # in a new rank, `import shardwise` does this
         error_file.watch_before_joining()
     _open_streams(buffered=not os.environ.get("PYTHONUNBUFFERED"))
     if os.environ.get("PYTHONFAULTHANDLER"):
@@ -125,7 +128,7 @@ def begin_anew(environ: Mapping[str, str]) -> None:
 
 
 def _open_streams(*, buffered: bool) -> None:
-    """Open standard output and error as the interpreter does when it starts."""
+    """Open standard output and error as the interpreter does at startup."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, f"__{name}__") or getattr(sys, name)  # a notebook replaces sys.NAME
         file = os.fdopen(fd, "wb", -1 if buffered else 0, closefd=False)
@@ -141,9 +144,9 @@ def _open_streams(*, buffered: bool) -> None:
 
 
 def _in_new_thread(function: Callable[[], popen_fork.Popen]) -> popen_fork.Popen:
-    """Call `function` in a new thread, which becomes the main thread of a forked child."""
-    # GNU OpenMP has a pool of threads for each thread that has computed something. A child that is
-    # forked from such a thread waits forever for the pool, whose threads it does not have.
+    """Call `function`, which forks, in a new thread. It becomes the main thread of the child."""
+    # GNU OpenMP has a thread pool for each thread that has run a parallel region. A child forked
+    # from such a thread would wait forever for the pool, whose threads do not exist in it.
     children: list[popen_fork.Popen] = []
     errors: list[BaseException] = []
 
@@ -164,10 +167,10 @@ def _in_new_thread(function: Callable[[], popen_fork.Popen]) -> popen_fork.Popen
 
 
 def _redirect(streams: Streams) -> None:
-    """Replace descriptors 0, 1 and 2 by `streams`."""
+    """Replace descriptors 0, 1 and 2 with `streams`."""
     empty = os.open(os.devnull, os.O_RDONLY)
     wanted = [empty if fd is not None and fd < 0 else fd for fd in streams]
-    # First copy all to numbers above 2, so that none is overwritten before it is moved.
+    # Copy all descriptors to numbers above 2 first, so that none is overwritten before its turn.
     high = [None if fd is None else fcntl.fcntl(fd, fcntl.F_DUPFD, 3) for fd in wanted]
     for place, fd in enumerate(high):
         if fd is not None:
@@ -179,14 +182,14 @@ def _open_descriptors() -> set[int]:
 
 
 def _leave_notebook() -> None:
-    """Hide the notebook from libraries, because its display and input belong to the kernel."""
+    """Hide the notebook from libraries, because only its kernel can use its display and input."""
     if "IPython" not in sys.modules:
         return
     for name in ("get_ipython", "display"):
         vars(builtins).pop(name, None)
 
     def no_input(prompt: object = "") -> str:
-        """Replace `input`, which would wait forever for the kernel of the notebook."""
+        """Replacement for `input`, which would wait forever for the notebook's kernel."""
         raise EOFError("A rank has no standard input.")
 
     builtins.input = no_input

@@ -1,10 +1,10 @@
-"""Runs the function of `sw.launch` as one rank, and sends its result back.
+"""Calls the function of `sw.launch` in a rank, and returns its result to the launcher.
 
     python -m shardwise.launch.function_rank CALL RESULT ...   in a new process
     function_fork.py                                           in a forked process
 
-CALL is the descriptor of the pickled call, and each RESULT the descriptor for a rank's result. They
-are files without a name, which no other process can open.
+CALL is the file descriptor of the pickled call. Each RESULT is the descriptor for one rank's
+result. The files are unnamed, so that no other process can open them.
 """
 
 import os
@@ -23,9 +23,12 @@ from shardwise.net.environment import RANK_VARIABLE
 
 
 def call(function: Callable[[], Any], results: Sequence[int]) -> None:
-    """Call `function`, and write its result to the descriptor of this rank.
+    """Call `function`, and write its result to this rank's descriptor.
 
-    An error is reported as for a script. It raises SystemExit with the exit code.
+    If it raises an error, reports it as for a script, and raises SystemExit with the exit code.
+
+    Args:
+        results: Descriptors for the results of all ranks.
     """
     try:
         value = function()
@@ -41,9 +44,9 @@ def call(function: Callable[[], Any], results: Sequence[int]) -> None:
 
 
 def _send(value: Any, fd: int) -> None:
-    import torch  # slow to import, and not needed if the call fails
+    import torch  # imported here, because it is slow and not needed if the call fails
 
-    os.ftruncate(fd, 0)  # before a restart, this rank may have written a result
+    os.ftruncate(fd, 0)  # this rank may have written a result before a restart
     os.lseek(fd, 0, os.SEEK_SET)
     with os.fdopen(fd, "wb", closefd=False) as file:
         try:
@@ -57,13 +60,16 @@ def _send(value: Any, fd: int) -> None:
 
 
 def read_result(file: Any) -> Any:
-    """Return the result that a rank wrote to `file`, with tensors on the CPU; None without one."""
+    """Return the result that a rank wrote to `file`, with tensors on the CPU.
+
+    Returns None if the rank wrote no result.
+    """
     import torch
 
     if file.seek(0, os.SEEK_END) == 0:  # the function called sys.exit(0)
         return None
     file.seek(0)
-    # Unpickling is safe: the file has no name, and only the ranks of this run inherited it.
+    # Unpickling is safe, because the file is unnamed and only this run's ranks inherited it.
     return torch.load(file, map_location="cpu", weights_only=False)
 
 
@@ -71,12 +77,17 @@ def read_result(file: Any) -> Any:
 
 
 def main(call_fd: str, *results: str) -> None:
-    """Load the pickled call and run it as a rank."""
+    """Load the pickled call and run it.
+
+    Args:
+        call_fd: Descriptor of the file with the call.
+        results: Descriptors for the results of all ranks.
+    """
     with open(int(call_fd), "rb", closefd=False) as file:
-        # pread, because all ranks share the file's position.
+        # Use pread, because all ranks share the file position.
         length = os.fstat(file.fileno()).st_size
         data = os.pread(file.fileno(), length, 0)
-        while len(data) < length:  # one call reads at most 2 GB
+        while len(data) < length:  # a single call reads at most 2 GB
             data += os.pread(file.fileno(), length - len(data), len(data))
     call(_load(data), [int(fd) for fd in results])
 
@@ -85,8 +96,8 @@ def _load(data: bytes) -> Callable[[], Any]:
     """Import the caller's main module, and load the pickled call, which may refer to it."""
     preparation, pickled = pickle.loads(data)
     current = process.current_process()
-    # As in processes that multiprocessing spawns: `sw.launch` then refuses to start ranks while the
-    # main module is imported.
+    # multiprocessing sets this in the processes that it spawns. It makes `sw.launch` raise an error
+    # if the main module calls it while it is imported.
     current._inheriting = True  # type: ignore[attr-defined]
     try:
         spawn.prepare(preparation)
@@ -102,14 +113,14 @@ def _load(data: bytes) -> Callable[[], Any]:
 
 
 def dump_call(pickled: bytes) -> bytes:
-    """Return the input of `main`: the pickled call, and how to import the main module."""
+    """Return the input for `main`: the pickled call, and how to import the main module."""
     return pickle.dumps((_preparation(), pickled))
 
 
 def _preparation() -> dict[str, Any]:
-    """Return the data that multiprocessing's `prepare` needs to import our main module."""
-    # multiprocessing's own function for this would also fix the start method of this process, which
-    # the user may still want to choose.
+    """Return the data that multiprocessing's `prepare` needs to import the main module."""
+    # multiprocessing's own function would also set the start method of this process, which the user
+    # may still want to choose.
     main_module = sys.modules["__main__"]
     found = {"sys_path": sys.path, "sys_argv": sys.argv, "orig_dir": os.getcwd()}
     spec, path = getattr(main_module, "__spec__", None), main_file()
@@ -121,7 +132,7 @@ def _preparation() -> dict[str, Any]:
 
 
 def main_file() -> str | None:
-    """Return the script that this process runs; None in a notebook or at a prompt."""
+    """Return the path of the script that this process runs, or None if it runs no script."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return os.path.abspath(path) if path is not None and os.path.isfile(path) else None
 

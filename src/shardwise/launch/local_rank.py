@@ -2,7 +2,7 @@
 
     python -m shardwise.launch.local_rank COUNT WORD ...
 
-runs the words, with `--local_rank=N` inserted after the first COUNT of them.
+runs the command `WORD ...`, with `--local_rank=N` inserted after the first COUNT words.
 """
 
 import os
@@ -12,11 +12,16 @@ from shardwise.net.launchers import detection as launcher_detection
 
 
 def main(arguments: list[str]) -> None:
-    """Replace this process by the program."""
+    """Replace this process with the program.
+
+    Args:
+        arguments: COUNT and the words of the command.
+    """
     count, *words = arguments
     place = int(count)
     local_rank = launcher_detection.identify().local_rank
     line = [*words[:place], f"--local_rank={local_rank}", *words[place:]]
+    # exec discards buffered output.
     sys.stdout.flush()
     os.execvp(line[0], line)
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of this host, forwards their output, and reports their ends."""
+"""Starts the ranks of this host, forwards their output, and reports when they exit."""
 
 import os
 import selectors
@@ -22,19 +22,19 @@ from shardwise.net.progress import Progress
 from shardwise.net.restarts import SAVED
 
 Hear = Callable[[int, int, bytes], None]
-"""Takes a rank, the number of a stream, and new bytes of it; b"" ends the stream."""
+"""Callback for output: called with the rank, the stream number, and new bytes (b"" at its end)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """The end of a rank.
+    """Report about a rank that has exited.
 
     Args:
         end: The exit status.
         how: The exit status in words.
-        report: The error report of the rank, if it wrote one.
-        progress: The last progress of the rank, if it recorded any.
-        alone: The rank has left no process behind.
+        report: The rank's error report, or None if it wrote none.
+        progress: The last progress that the rank recorded, or None.
+        alone: True if the rank has not left any child process behind.
     """
 
     end: ExitStatus
@@ -45,24 +45,24 @@ class RankExit:
 
     @property
     def saved(self) -> bool:
-        """Whether the rank ended because it was asked to, after a save."""
+        """True if the rank saved and then exited because it was asked to."""
         return self.end.code == SAVED and self.progress is not None and self.progress.ended
 
 
 class LocalWorkers:
-    """The ranks of `spec.share`, as processes of this host.
+    """The ranks in `spec.share`, as processes on this host.
 
     Args:
         spec: The run.
-        meeting: The place of its rendezvous.
-        streams: The standard streams of rank 0; other ranks have pipes.
+        meeting: Address and ports of the rendezvous.
+        streams: Standard streams of rank 0. Other ranks write to pipes.
         begin: Starts a process.
-        folder: The folder for error files of the ranks.
-        reaper: Ends the ranks if this process is killed.
-        selector: The selector of the event loop.
-        hear: Called with output of ranks.
-        left: Called with the end of each rank.
-        saves: Called with the signal when a rank saves before it ends.
+        folder: Folder for the ranks' error files.
+        reaper: Kills the ranks if this process is killed.
+        selector: Selector of the event loop.
+        hear: Called with output from the ranks.
+        left: Called when a rank has exited.
+        saves: Called with the signal if ranks save before they exit because of it.
     """
 
     def __init__(
@@ -88,15 +88,19 @@ class LocalWorkers:
         self._saves = saves
         self._workers: list[Worker] = []
         self._watched_over: list[Worker] = []
-        """Workers that the orphan reaper knows."""
+        """Workers whose process groups are registered with the orphan reaper."""
         self._stopping = False
         self._memory = resources.host_memory()
 
     def start(self, listener: socket.socket | None) -> None:
-        """Start all ranks. Rank 0 inherits `listener`. Raises LaunchError."""
+        """Start all ranks. Raises LaunchError if a rank cannot be started.
+
+        Args:
+            listener: Socket for the rendezvous, which rank 0 inherits, or None.
+        """
         columns = self._streams.window[1] if self._streams.window else None
         for local_rank, rank in enumerate(self._spec.share.numbers):
-            # Only the rank that listens inherits the socket, so that the port closes when it ends.
+            # Only the listening rank inherits the socket, so that the port is closed when it exits.
             fds = [listener.fileno()] if listener is not None and rank == self._meets_at else []
             worker = Worker(rank, partial(self._hear, rank))
             environ = rank_environment(
@@ -110,7 +114,7 @@ class LocalWorkers:
             )
             piped = WorkerStreams(piped=self._streams.piped)
             self._start(worker, environ, fds, self._streams if rank == 0 else piped)
-            # After each start rather than after all: the launcher may be killed in between.
+            # Register each rank immediately, because the launcher may be killed before the next.
             self._reaper.started(worker.group)
             self._workers.append(worker)
             self._watched_over.append(worker)
@@ -118,7 +122,7 @@ class LocalWorkers:
 
     @property
     def _meets_at(self) -> int:
-        """The rank that the others connect to."""
+        """The rank that the other ranks connect to."""
         return 0
 
     def _start(
@@ -127,30 +131,30 @@ class LocalWorkers:
         worker.start(self._begin, environ, fds, outlet)
 
     def listen(self) -> None:
-        """Forward the output of ranks as they write it."""
+        """Start forwarding the output of ranks."""
         for source in self._open():
-            with suppress(KeyError):  # it is registered already
+            with suppress(KeyError):  # already registered
                 self._selector.register(
                     source.fd, selectors.EVENT_READ, partial(self._relay, source)
                 )
 
     def pause(self) -> None:
-        """Stop reading the output of ranks, so that ranks block when their pipes are full."""
+        """Stop reading the output of ranks. Ranks then block once their pipes are full."""
         for source in self._open():
             self._ignore(source)
 
     def reap(self) -> None:
-        """Report the ranks that have ended."""
+        """Report the ranks that have exited."""
         for worker in self._workers:
             if worker.end is None and worker.reap(stopped=self._stopping):
-                # Read the output first: the report about a rank needs the last lines that it wrote.
+                # Read the remaining output first, because the report needs the rank's last lines.
                 for source in worker.sources:
                     self._ignore(source)
                     source.drain()
                 self._left(self._rank_exit(worker))
 
     def ended_well(self, rank: int) -> None:
-        """Tell the ranks here, which may wait for `rank`, that it ended with code 0."""
+        """Tell this host's ranks, which may wait for `rank`, that it has exited with code 0."""
         progress.mark_ended_early(self._folder, rank)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -158,18 +162,19 @@ class LocalWorkers:
         self._stopping = True
         for worker in self._workers:
             worker.send_signal(number)
-            # A rank that saves when it is asked to end would start to save on SIGTERM. But the run
-            # has failed, and the save would wait for ranks that are gone.
+            # Some ranks save on SIGTERM. But the run has failed, and a save would wait for ranks
+            # that no longer exist, so kill these ranks at once.
             if number == signal.SIGTERM and self._saves_first(worker):
                 worker.send_to_process(signal.SIGKILL)
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Ask the ranks to end because the run was asked to. Ranks that save do so first."""
+        """Ask the ranks to shut down by sending the signal `number`. Some ranks save first."""
         saving = [
             worker for worker in self._workers if worker.end is None and self._saves_first(worker)
         ]
         for worker in self._workers:
-            # Not the whole group of a rank that saves: it still needs its DataLoader workers.
+            # Signal only the process of a rank that saves, because it still needs its DataLoader
+            # workers.
             if worker in saving:
                 worker.send_to_process(number)
             else:
@@ -178,14 +183,17 @@ class LocalWorkers:
             self._saves(number)
 
     def resize(self, window: tuple[int, int]) -> None:
-        """Pass on the new rows and columns of the terminal to ranks that draw live."""
+        """Set the terminal size (rows, columns) of ranks that write to a terminal."""
         for worker in self._workers:
             worker.resize(window)
 
     def release(self) -> bool:
-        """Make the orphan reaper forget workers without any process. Return whether all are gone.
+        """Unregister workers without remaining processes from the orphan reaper.
 
-        The system may give the number of an empty process group to other processes.
+        This is necessary because the system may reuse the id of an empty process group.
+
+        Returns:
+            True if no worker has any process left.
         """
         for worker in [each for each in self._watched_over if each.is_gone()]:
             self._reaper.ended(worker.group)
@@ -206,12 +214,13 @@ class LocalWorkers:
         )
 
     def _relay(self, source: OutputSource) -> None:
+        # An earlier event in the same turn may have drained and closed the source.
         if source.open and not source.read():
             source.open = False
             self._ignore(source)
 
     def _ignore(self, source: OutputSource) -> None:
-        with suppress(KeyError):  # it is not registered any more
+        with suppress(KeyError):  # not registered any more
             self._selector.unregister(source.fd)
 
     def _open(self) -> list[OutputSource]:

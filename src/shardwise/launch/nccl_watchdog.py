@@ -1,9 +1,10 @@
-"""Explains why torch's NCCL watchdog aborted a rank, from its output on stderr. Pure.
+"""Explains why torch's NCCL watchdog aborted a rank, based on the rank's output. No I/O.
 
-Calls of NCCL do not block the host, so a failure raises no exception in the script. A thread of
-torch, the watchdog, detects it and aborts the process (SIGABRT), which leaves no error file. The
-watchdog's output names the call that failed. Python's faulthandler then writes the stack of each
-thread, the main thread last. The output of several ranks together shows which of them is missing.
+NCCL calls do not block the host, so a failure does not raise an exception in the script. Instead, a
+thread of torch, the watchdog, detects it and aborts the process (SIGABRT), which then leaves no
+error file. The watchdog's output names the call that failed. After it, Python's faulthandler writes
+the stack of each thread, the main thread last. Together, the outputs of several ranks show which
+rank is missing.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _ENDED = re.compile(
     r"(?P<more>(?:\n(?!Exception raised from|frame #)[^\n]+)*)"
 )
 _STUCK = re.compile(r"ProcessGroupNCCL's watchdog got stuck for (?P<seconds>\d+) seconds")
-"""The message of the thread that monitors the watchdog, before it aborts the process."""
+"""Matches the message of the thread that monitors the watchdog and aborts the process."""
 
 _GROUP = re.compile(r"\[PG ID \d+ PG GUID (?P<name>[^\s(]+)")
-"""The name of a process group, the same on all of its ranks. The ID is only a local count."""
+"""Matches the name of a process group, which is the same on all its ranks, unlike the ID."""
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
@@ -50,12 +51,13 @@ _VERBS = {
 
 @dataclass(frozen=True)
 class Waited:
-    """A call that a rank waited in until the timeout.
+    """A collective that a rank waited in until the timeout.
 
     Args:
-        call: The call in words, such as "all-reduce number 7", counted in its process group.
-        seconds: The time that the rank waited.
-        group: The name of the process group; "" if unknown.
+        call: The call in words, such as "all-reduce number 7". Each process group counts its own
+            calls.
+        seconds: Time that the rank waited.
+        group: Name of the process group, or "" if unknown.
     """
 
     call: str
@@ -63,39 +65,45 @@ class Waited:
     group: str = ""
 
     def is_unrelated_to(self, other: Waited) -> bool:
-        """Return whether the calls are of two process groups, so their numbers are unrelated."""
+        """Return True if the calls are in different process groups, which count separately."""
         return "" not in (self.group, other.group) and self.group != other.group
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Another failure of NCCL or the device: the first line of the message, and the rest."""
+    """Any other failure of NCCL or the device.
+
+    Args:
+        why: First line of the message.
+        more: The other lines.
+    """
 
     why: str
     more: str = ""
 
     @property
     def is_loss(self) -> bool:
-        """Whether another rank, or the connection to it, was lost."""
+        """True if another rank, or the connection to it, was lost."""
         said = f"{self.why}\n{self.more}".lower()
         return any(sign in said for sign in _LOST)
 
     @property
     def is_of_device(self) -> bool:
-        """Whether the device failed, or a kernel of this rank."""
+        """True if the device or a kernel of this rank failed."""
         return "CUDA error" in self.why
 
 
 def parse(tail: str) -> Waited | Failed | None:
-    """Return the failure that the watchdog reported in the last output of a rank, or None."""
+    """Return the failure that the watchdog reported in `tail`, a rank's last output, or None."""
     late, ended = _TIMEOUT.search(tail), _ENDED.search(tail)
-    # The watchdog reports a timeout first, and then its own end because of it.
+    # After a timeout, the watchdog reports the timeout, and then that it terminates because of it.
     if late is not None and (ended is None or late.start() < ended.end()):
         verb = _VERBS.get(late["kind"], late["kind"].strip("_").lower())
-        group = _GROUP.search(tail, late.end())  # the next line of the watchdog names it
+        group = _GROUP.search(tail, late.end())  # the watchdog's next line contains it
         name = "" if group is None else group["name"]
         return Waited(f"{verb} number {late['number']}", int(late["ms"]) / 1000, name)
     if ended is None:
+        # If the watchdog itself hangs, it reports nothing, but the thread that monitors it does.
         stuck = _STUCK.search(tail)
         return (
             None
@@ -112,9 +120,9 @@ def reports(tails: Mapping[int, str], times: Mapping[int, float], size: int) -> 
     """Return error reports for the ranks that the watchdog aborted.
 
     Args:
-        tails: By rank, the last lines of its output.
-        times: By rank, the time of its end, in seconds since the epoch.
-        size: The number of ranks.
+        tails: Last lines of each rank's output, by rank.
+        times: Exit time of each rank, in seconds since the epoch, by rank.
+        size: Number of ranks.
     """
     told = {rank: found for rank, text in tails.items() if (found := parse(text)) is not None}
     return [
@@ -146,7 +154,7 @@ def _words(rank: int, told: Mapping[int, Waited | Failed]) -> str:
 
 
 def _others(rank: int, mine: Waited, told: Mapping[int, Waited | Failed]) -> str:
-    """Return a sentence about ranks that waited in other calls; "" without any."""
+    """Return a sentence about ranks that waited in other calls, or "" if no rank did."""
     apart = [
         f"rank {other} waited in {found.call}"
         + (" of another process group" if found.is_unrelated_to(mine) else "")
@@ -166,6 +174,7 @@ def _report(
     tails: Mapping[int, str],
 ) -> ErrorReport:
     where = users_line(tails[rank])
+    # A device error is not the fault of the collective that happened to notice it.
     if isinstance(found, Waited) or not found.is_of_device:
         message = f"CollectiveError: {message}"
     text = f"{message} [{where}]" if where else message
@@ -174,6 +183,7 @@ def _report(
     return ErrorReport(
         rank=rank,
         time=times[rank],
+        # In both cases the cause is on another rank.
         secondary=isinstance(found, Waited) or found.is_loss,
         message=message,
         text=text,
@@ -182,7 +192,8 @@ def _report(
 
 
 def users_line(tail: str) -> str:
-    """Return the innermost line of user code on the main thread's stack, or ""."""
+    """Return the innermost line of user code on the main thread's stack, or "" if unknown."""
+    # faulthandler writes the main thread last.
     *_, main = _THREAD.split(tail)
     for frame in _FRAME.finditer(main):
         if is_users(Path(frame["file"])):

@@ -1,4 +1,4 @@
-"""Runs all ranks on this host. They meet on loopback, and rank 0 reads our standard input."""
+"""Runs all ranks on this host. They connect over loopback, and rank 0 reads standard input."""
 
 import os
 import tempfile
@@ -21,7 +21,11 @@ from shardwise.net.restarts import Ending
 
 
 def run(spec: RunSpec, part_runner: PartRunner | None) -> int:
-    """Run `spec` to its end and return the exit code. Raises LaunchError if it cannot start."""
+    """Run `spec` until it finishes, and return the exit code.
+
+    Raises LaunchError if the ranks cannot be started.
+    """
+    # Find the program first, so that a typo is reported once and not by every rank.
     words = program.command(spec.words[0], spec.words[1:], module=spec.module)
     console = spec.console(os.environ)
     ending = run_begun(spec, console, worker.program(words), part_runner)
@@ -32,9 +36,9 @@ def run(spec: RunSpec, part_runner: PartRunner | None) -> int:
 def run_begun(
     spec: RunSpec, console: Console, begin: Begin, part_runner: PartRunner | None = None
 ) -> Ending:
-    """Run `spec` to its end with ranks that `begin` starts, and return the ending.
+    """Run `spec` with ranks that `begin` starts, until it finishes, and return how it ended.
 
-    Raises LaunchError if it cannot start.
+    Raises LaunchError if the ranks cannot be started.
     """
     with Signals() as signals:
         allowed = restarts.Restarts(spec.restarts)
@@ -44,7 +48,7 @@ def run_begun(
         try:
             return restarts.last_ending(allowed, once, console.say)
         finally:
-            # An elastic run keeps its last commit there across restarts. Now nobody needs it.
+            # In this file an elastic run stores its last commit for a restart. Now the run is over.
             (private_files.folder_path() / private_files.commit_file(spec.run)).unlink(
                 missing_ok=True
             )
@@ -52,7 +56,7 @@ def run_begun(
 
 
 def _once(spec: RunSpec, begin: Begin, console: Console, signals: Signals) -> Ending:
-    """Start all ranks, and watch them until they end."""
+    """Start all ranks, and watch them until they exit."""
     address = LOOPBACK if spec.interface is None else network.address_of_interface(spec.interface)
     with network.listen(address, spec.port) as listener, network.reserve_port(address) as spare:
         meeting = Meeting(
@@ -60,7 +64,7 @@ def _once(spec: RunSpec, begin: Begin, console: Console, signals: Signals) -> En
             port=listener.getsockname()[1],
             master_port=spare.getsockname()[1],
         )
-        # Open the logs before anything starts: an error must not leave ranks behind.
+        # Open the logs before starting any rank, so that an error does not leave ranks behind.
         outputs = spec.outputs(console)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
         with OrphanReaper(folder) as reaper:
@@ -79,8 +83,8 @@ def _once(spec: RunSpec, begin: Begin, console: Console, signals: Signals) -> En
             )
             with closing(supervisor):
                 workers.start(listener)
-                # Rank 0 has a copy. If ours stayed open, the kernel would still accept connections
-                # after the end of rank 0, and ranks would wait instead of failing.
+                # Rank 0 has inherited the socket. If this copy stayed open, the kernel would accept
+                # connections even after rank 0 has exited, and ranks would wait instead of failing.
                 listener.close()
                 ending = supervisor.watch([workers])
             workers.release()

@@ -1,16 +1,16 @@
-"""Ends orphaned ranks whose launcher was killed (kill -9) and could not end them itself.
+"""Kills orphaned ranks whose launcher was killed (kill -9) and could not stop them itself.
 
-The reaper is a separate process that only reads its standard input: first a line with the folder of
-the run, then "+PID" for each process group that started and "-PID" for each that ended. The end of
-the input means that the launcher is gone, for any reason. Process groups exist on every Unix, and
-unlike the kernel's parent-death signal, a signal to a group also reaches DataLoader workers and the
-children of shells.
+The reaper is a separate process that reads its standard input. The first line is the folder of the
+run. Then follow "+PID" for each process group that was started, and "-PID" for each that is empty.
+When the input is closed, the launcher is gone for any reason, and the reaper kills the remaining
+groups. It uses process groups because they exist on every Unix, and because a signal to a group
+also reaches DataLoader workers and the children of shells, unlike the kernel's parent-death signal.
 
-An agent on another host may be stopped (SIGSTOP) rather than killed. So its reaper expects a line
-every second, and kills the agent and its ranks after `limit` seconds without one.
+An agent on another host may be stopped (SIGSTOP) rather than killed. Its reaper therefore expects a
+line every second, and kills the agent and its ranks after `limit` seconds without one.
 
-The reaper runs as a script from its own folder, so that a kill by the name of the command does not
-hit it. Therefore this file imports nothing of the package.
+The reaper runs as a script from its own folder, so that killing processes by the command's name
+does not kill it. Therefore this file must not import anything from the package.
 """
 
 import os
@@ -25,54 +25,53 @@ from pathlib import Path
 from types import TracebackType
 
 PATIENCE = 2.0
-"""Seconds between SIGTERM, after which helper processes free shared memory, and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL. Helper processes use this time to free shared memory."""
 
 
 LAST_WAIT = PATIENCE + 3.0
-"""Seconds that the reaper has to end the remaining processes, before the launcher does it itself.
-"""
+"""Time limit in seconds for the reaper to kill the remaining processes. Then the launcher does."""
 
 
 class OrphanReaper:
-    """The launcher's side of the reaper. A context manager.
+    """Context manager that runs a reaper process for this launcher or agent.
 
     Args:
-        folder: A folder to remove at the end.
-        limit: Seconds of silence after which the reaper takes this process for stopped. With a
-            limit, call `beat` every second.
+        folder: Folder that the reaper removes at the end, or None.
+        limit: Seconds of silence after which the reaper assumes that this process is stopped. If
+            set, `beat` must be called every second.
     """
 
     def __init__(self, folder: Path | None = None, limit: float | None = None) -> None:
         script = Path(__file__)
         self._folder = folder
         self._groups: set[int] = set()
-        # -I and -S: without site-packages Python starts in milliseconds, and the environment of the
-        # user cannot change what the reaper runs.
+        # With -I and -S, Python starts in milliseconds, because it ignores site-packages, and the
+        # user's environment cannot affect the reaper.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", script.name, *([] if limit is None else [str(limit)])],
             cwd=script.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C on the terminal must not kill the reaper
         )
         assert self._process.stdin is not None
-        # If somebody stops the reaper, its pipe fills up. That must not block this process.
+        # If the reaper is stopped, its pipe fills up. That must not block this process.
         os.set_blocking(self._process.stdin.fileno(), False)
         self._write(str(folder or ""))
 
     def started(self, group: int) -> None:
-        """Add the process group `group`."""
+        """Register the process group `group`, which has just been started."""
         self._groups.add(group)
         self._write(f"+{group}")
 
     def ended(self, group: int) -> None:
-        """Remove the process group `group`, which is empty."""
+        """Unregister the process group `group`, which is empty."""
         self._groups.discard(group)
         self._write(f"-{group}")
 
     def beat(self) -> None:
-        """Tell the reaper that this process is running."""
+        """Tell the reaper that this process is still running."""
         self._write("")
 
     def __enter__(self) -> "OrphanReaper":
@@ -86,7 +85,7 @@ class OrphanReaper:
     ) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        # If somebody has stopped or killed the reaper, do its work here.
+        # If the reaper was stopped or killed, do its work here.
         if not end_within(self._process, LAST_WAIT) or self._process.returncode != 0:
             _end_run(self._groups, self._folder)
 
@@ -99,10 +98,10 @@ class OrphanReaper:
 
 
 def end_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Wait for `process` to end, and kill it after `seconds`. Return whether it ended in time."""
+    """Wait for `process` to exit, and kill it after `seconds`. Return whether it exited in time."""
     try:
         process.wait(max(0.0, seconds))
-    except subprocess.TimeoutExpired:  # only SIGKILL ends a process that is stopped (SIGSTOP)
+    except subprocess.TimeoutExpired:  # SIGKILL works even if the process is stopped (SIGSTOP)
         process.kill()
         process.wait()
         return False
@@ -110,13 +109,19 @@ def end_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 
 def watch(fd: int, limit: float | None) -> None:
-    """Read lines from `fd` until it ends, then end the remaining groups and remove the folder."""
+    """Run the reaper: read lines from `fd` until it is closed, then kill the remaining groups.
+
+    Also removes the folder of the run.
+
+    Args:
+        limit: Seconds without a line after which the parent process is killed too, or None.
+    """
     watched, groups = os.getppid(), set[int]()
     lines = _lines(fd, limit)
     folder = next(lines, "")
     for line in lines:
         if line is None:
-            if os.getppid() == watched:  # otherwise it has just ended
+            if os.getppid() == watched:  # otherwise the parent has just exited
                 os.kill(watched, signal.SIGKILL)
             break
         if line:
@@ -126,8 +131,8 @@ def watch(fd: int, limit: float | None) -> None:
 
 def _lines(fd: int, limit: float | None) -> Iterator[str | None]:
     """Yield the lines from `fd`, and None after `limit` seconds without one."""
-    # Count waits of one second rather than compare clocks: if the whole host is suspended, the
-    # watched process is not silent.
+    # Count waits of one second instead of comparing clocks. A clock may advance while the entire
+    # host is suspended, but that time must not count as silence.
     rest, silent = b"", 0
     while limit is None or silent < limit:
         if limit is not None and not select.select([fd], [], [], 1.0)[0]:
@@ -143,14 +148,14 @@ def _lines(fd: int, limit: float | None) -> Iterator[str | None]:
 
 
 def _end_run(groups: Iterable[int], folder: Path | None) -> None:
-    """End the remaining process groups, and remove the folder of the run."""
+    """Kill the remaining process groups, and remove the folder of the run."""
     end_groups(groups, PATIENCE)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_groups(groups: Iterable[int], patience: float) -> None:
-    """Send SIGTERM to each of `groups`, and SIGKILL to those left after `patience` seconds."""
+    """Send SIGTERM to process groups, and SIGKILL to those that remain after `patience` seconds."""
     left = [group for group in groups if signal_group(group, signal.SIGTERM)]
     until = time.monotonic() + patience
     while left and time.monotonic() < until:
@@ -161,7 +166,10 @@ def end_groups(groups: Iterable[int], patience: float) -> None:
 
 
 def signal_group(group: int, number: int) -> bool:
-    """Send a signal to a process group. Return whether any process could receive it."""
+    """Send a signal to a process group. Return False if no process could receive it.
+
+    Signal 0 only tests whether the group has any processes.
+    """
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):

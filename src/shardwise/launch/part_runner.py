@@ -1,7 +1,8 @@
-"""The interface of a runner for jobs whose parts end and restart independently.
+"""Defines the interface for running jobs whose parts stop and restart independently.
 
-A package in a higher layer implements it (islands/elastic), and the command passes it in. So the
-launcher does not depend on that package, and other runs do not import it.
+The package islands/elastic implements it, and the command passes in the implementation. The
+launcher must not import that package itself, because it is in a higher layer. Runs without such
+parts do not import it at all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +16,18 @@ from shardwise.net.restarts import Ending, Restarts
 
 
 class PartRunner(Protocol):
-    """A runner for a spec with several `parts`."""
+    """Runs a RunSpec with several parts (`spec.parts`)."""
 
     def checked(
         self, counts: Sequence[int], settings: Mapping[str, str]
     ) -> tuple[int, dict[str, str]]:
-        """Return the number of parts, and the `settings` with that number filled in.
+        """Validate the number of parts. Return it, and the settings with that number filled in.
 
-        `counts` are the numbers of ranks on the hosts. Raises LaunchError if they do not fit.
+        Raises LaunchError if the ranks cannot be divided into parts.
+
+        Args:
+            counts: Number of ranks on each host.
+            settings: Settings from the command line.
         """
 
     def on_one_host(

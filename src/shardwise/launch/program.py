@@ -1,4 +1,4 @@
-"""Finds the program for the ranks before they start: a script, a module or a command."""
+"""Finds the script, module or command that the ranks will run, before any rank starts."""
 
 import difflib
 import importlib.util
@@ -20,7 +20,10 @@ _BY_TORCH = re.compile(r"torch\.distributed|torch import distributed|accelerate|
 
 
 def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
-    """Return the words to execute. Raises LaunchError, with a suggestion, if it is missing."""
+    """Return the command that runs a script, module or program with `arguments`.
+
+    Raises LaunchError, with a suggestion, if it does not exist.
+    """
     if module:
         _check_module(name)
         return (*python_words(name), *arguments)
@@ -47,35 +50,42 @@ def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str
 
 
 def is_script(name: str) -> bool:
-    """Return whether a program of this name is a Python script."""
+    """Return whether `name` is the name of a Python script."""
     return name.endswith(".py")
 
 
 def text_of(name: str) -> str:
-    """Return the text of a Python script; "" for another program, or if it cannot be read."""
+    """Return the source of a Python script, or "" if it is not one or cannot be read."""
     if not is_script(name):
         return ""
     try:
         return Path(name).read_text(errors="replace")
-    except OSError:  # `command` raises the error for it
+    except OSError:  # `command` raises an error about this
         return ""
 
 
 def joins_itself(name: str) -> bool:
-    """Return whether a Python script joins its ranks by torchrun's variables, without us."""
+    """Return whether a Python script seems to connect its ranks itself, using torch.distributed."""
     text = text_of(name)
     return bool(_BY_TORCH.search(text)) and not names_us(text)
 
 
 def names_us(text: str) -> bool:
-    """Return whether a script may call `sw.init` or `hvd.init`."""
+    """Return whether a script's source mentions shardwise or Horovod.
+
+    If it does, the script may call `sw.init` or `hvd.init`.
+    """
     return re.search("shardwise|horovod", text) is not None
 
 
 def set_up_python(words: Sequence[str]) -> bool:
-    """Set sys.argv and sys.path[0] as Python does for `words`, SCRIPT ... or -m MODULE ...
+    """Set sys.argv and sys.path[0] as Python does for a script or module.
 
-    Returns whether it is a module. Its name is then in sys.argv[0].
+    Args:
+        words: Arguments of Python: SCRIPT ... or -m MODULE ...
+
+    Returns:
+        True if it is a module. Its name is then in sys.argv[0].
     """
     module = words[0] == "-m"
     sys.argv = list(words[1:] if module else words)
@@ -87,17 +97,17 @@ def set_up_python(words: Sequence[str]) -> bool:
 
 
 def put_first_on_path(folder: str) -> None:
-    """Make Python search `folder` for modules first, as for a script in that folder."""
+    """Make Python search `folder` for modules first, as if it ran a script in that folder."""
     if os.environ.get("PYTHONSAFEPATH"):
-        return  # the user does not want such a folder
+        return  # the user has disabled such entries of sys.path
     if sys.flags.safe_path:
-        sys.path.insert(0, folder)  # we started with -P, so sys.path has no such entry yet
+        sys.path.insert(0, folder)  # Python was started with -P, so there is no entry to replace
     else:
         sys.path[0] = folder
 
 
 def imports(text: str, *packages: str) -> bool:
-    """Return whether a script's text imports one of `packages`."""
+    """Return whether a script with the source `text` imports one of `packages`."""
     names = "|".join(packages)
     line = rf"^[ \t]*(from[ \t]+({names})\b|import\b[^#\n]*\b({names})\b)"
     return re.search(line, text, re.MULTILINE) is not None
@@ -111,7 +121,7 @@ def _place(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """Return " Did you mean ...?" with a file next to the missing one, or ""."""
+    """Return " Did you mean ...?" with a similar file name in the same folder, or ""."""
     folder = path.parent
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
@@ -119,10 +129,10 @@ def _near(path: Path) -> str:
 
 
 def _check_module(name: str) -> None:
-    """Raise LaunchError unless `python -m` will find the module. Executes none of it."""
+    """Raise LaunchError unless `python -m` will find the module. Does not execute the module."""
     head, *rest = name.split(".")
-    # Python searches the current folder first. Use find_spec only for the outermost package: for an
-    # inner module it would execute the packages around it.
+    # Python searches the current folder first. Use find_spec only for the outermost package,
+    # because for an inner module it would execute the packages that contain it.
     sys.path.insert(0, str(Path.cwd()))
     try:
         spec = importlib.util.find_spec(head) if head else None
@@ -142,12 +152,12 @@ def _check_module(name: str) -> None:
 
 
 def _inside(package: ModuleSpec, path: str) -> ModuleSpec | None:
-    """Return the module `path` in `package`; None if it does not exist or `package` is a module."""
+    """Return the module with the dotted name `path` in `package`, or None if it does not exist."""
     places = package.submodule_search_locations or []
     finders = [pkgutil.get_importer(place) for place in places]
     found = [finder.find_spec(path) for finder in finders if isinstance(finder, FileFinder)]
     specs = [spec for spec in found if spec is not None]
-    # Prefer a real module to a namespace package, which has no loader.
+    # Prefer a regular module to a namespace package, which has no loader.
     return next((spec for spec in specs if spec.loader), specs[0] if specs else None)
 
 
@@ -163,9 +173,9 @@ def _no_module(name: str, missing: str) -> LaunchError:
 
 
 def wait_for(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:
-    """Wait for a `shardwise run` process, call `on_time` meanwhile, and return the exit code.
+    """Wait for a `shardwise run` process to exit, and return its exit code.
 
-    An error or Ctrl-C ends the run before it is raised.
+    Calls `on_time` several times per second. An error or Ctrl-C stops the run before it is raised.
     """
     try:
         while True:
@@ -174,7 +184,8 @@ def wait_for(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> i
             except subprocess.TimeoutExpired:
                 on_time()
     except BaseException:
-        # After Ctrl-C the process may already have a SIGINT. A second one only kills its ranks.
+        # After Ctrl-C, the process may already have received SIGINT. A second one is harmless: it
+        # kills the ranks at once.
         process.send_signal(signal.SIGINT)
         process.wait()
         raise

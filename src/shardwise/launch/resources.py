@@ -1,4 +1,4 @@
-"""Counts the cores, GPUs and memory of this host, without importing torch, which takes seconds."""
+"""Counts cores, GPUs and memory of this host. Does not import torch, which takes seconds."""
 
 import os
 import shutil
@@ -9,17 +9,23 @@ from pathlib import Path
 
 
 def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of GPUs that a child of this process would see."""
-    # Counting device files is fast, and creates no CUDA context in the launcher.
+    """Return the number of GPUs that a child process would see."""
+    # Count device files, because this is fast and does not create a CUDA context in the launcher.
     nodes = [node for node in Path("/dev").glob("nvidia*") if node.name[6:].isdigit()]
     return visible_gpus(len(nodes) or _gpus_by_driver(), environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible_gpus(present: int, listed: str | None) -> int:
-    """Return how many of `present` GPUs the variable CUDA_VISIBLE_DEVICES shows, as CUDA reads it.
+    """Return the number of GPUs that CUDA_VISIBLE_DEVICES makes visible.
 
-    An index that does not exist ends the list. Names (GPU-..., MIG-...) are assumed to exist.
+    As in CUDA, the list stops at the first index that does not exist. Names (GPU-..., MIG-...) are
+    assumed to exist.
+
+    Args:
+        present: Number of GPUs in this host.
+        listed: Value of CUDA_VISIBLE_DEVICES, or None if it is not set.
     """
+    # An empty variable hides all GPUs, but an unset one hides none.
     if listed is None or present == 0:
         return present
     seen = 0
@@ -31,7 +37,7 @@ def visible_gpus(present: int, listed: str | None) -> int:
 
 
 def _gpus_by_driver() -> int:
-    """Count GPUs by nvidia-smi, for systems without device files, such as WSL."""
+    """Count GPUs with nvidia-smi, for systems without device files, such as WSL."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0
@@ -44,12 +50,12 @@ def _gpus_by_driver() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """The memory of a host at one time; None for unknown values.
+    """The memory of a host at one point in time. Values are None if unknown.
 
     Args:
-        total: The memory of the host, in bytes.
-        available: The memory that is free, in bytes.
-        kills: The number of processes that the out-of-memory killer has ended in our cgroup.
+        total: Total memory of the host in bytes.
+        available: Available memory in bytes.
+        kills: Number of processes in this cgroup that the out-of-memory killer has killed.
     """
 
     total: int | None = None
@@ -58,7 +64,7 @@ class HostMemory:
 
 
 def host_memory() -> HostMemory:
-    """Return the memory of this host now."""
+    """Return the current memory of this host."""
     fields = {}
     for line in _text(Path("/proc/meminfo")).splitlines():
         name, _, rest = line.partition(":")
@@ -71,14 +77,14 @@ def host_memory() -> HostMemory:
 
 
 def _out_of_memory_kills() -> int | None:
-    """Return the `oom_kill` count of our cgroup, of version 1 or 2; None if it is not readable."""
+    """Return the `oom_kill` count of this cgroup (version 1 or 2), or None if unknown."""
     groups = [line.split(":", 2) for line in _text(Path("/proc/self/cgroup")).splitlines()]
     places = [
         Path("/sys/fs/cgroup/memory.events"),
         Path("/sys/fs/cgroup/memory/memory.oom_control"),
     ]
-    # Prefer the files of our own group. The ones above are right inside a container, where the
-    # root of the mount is that group.
+    # Prefer the files of this process's own group. In a container these paths may not exist, but
+    # there the root of the mount is the group.
     for _, controllers, path in groups:
         inside = path.lstrip("/")
         if controllers == "":
@@ -102,6 +108,7 @@ def _text(path: Path) -> str:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
+    # The affinity accounts for taskset and cpusets, but not every Unix has it.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The description of a run. It is created once, and sent to the agent of each host.
+"""Defines the description of a run, which is created once and sent to the agent on each host.
 
 command line ─▶ RunSpec ─▶ JSON to each agent ─▶ the environment of each rank
 """
@@ -26,27 +26,27 @@ class RunSpec:
     """The program, the hosts and the options of a run.
 
     Args:
-        words: A module or a program with its arguments, as the user gave them.
-        module: Whether `words` name a module.
-        flags: The settings from the command line, as texts.
-        passed: Variables for all ranks. They override the variables of a host.
-        size: The number of ranks.
-        shares: The ranks of each host. An agent only gets the share of its own host.
-        port: The port of rank 0; 0 lets the kernel choose.
-        interface: The network interface between hosts, if the user named one.
-        folder: The working directory of agents and ranks on other hosts.
-        python: The Python interpreter of agents.
-        ssh: The words of the ssh command, with the user's flags.
-        ssh_port: The port of ssh; None for the default.
-        patience: Seconds of silence after which a host counts as lost.
-        grace: Seconds between SIGTERM and SIGKILL when the run ends.
-        restarts: The limit of restarts after failures.
-        parts: The number of parts that may end and restart independently; 0 without such parts.
-        agent: The module that runs on each host.
-        shown: The ranks whose output is shown; None for all.
-        log_dir: The folder of the logs.
-        run: A name that all starts of the run share, and no other run has.
-        secret: The key that the processes of the run authenticate each other with.
+        words: The program or module and its arguments, as given by the user.
+        module: True if it is a module.
+        flags: Settings from the command line, as text.
+        passed: Environment variables for all ranks. They override variables of the host.
+        size: Number of ranks.
+        shares: The ranks of each host. An agent receives only its host's share.
+        port: Port of rank 0, or 0 to let the kernel choose.
+        interface: Network interface between hosts, or None if the user did not choose one.
+        folder: Working directory of agents and ranks on other hosts.
+        python: Python interpreter for the agents.
+        ssh: The ssh command, including the user's flags.
+        ssh_port: Port of the ssh servers, or None for the default.
+        patience: Maximum number of seconds without a message before a host is considered lost.
+        grace: Seconds between SIGTERM and SIGKILL when ranks are stopped.
+        restarts: Maximum number of restarts after failures.
+        parts: Number of parts that stop and restart independently, or 0 if there are no parts.
+        agent: Module that runs as the agent on each host.
+        shown: Ranks whose output is shown, or None for all.
+        log_dir: Folder for log files, or None.
+        run: Unique name of the run. It stays the same across restarts.
+        secret: Key that the processes of the run use to authenticate each other.
     """
 
     words: tuple[str, ...]
@@ -73,25 +73,25 @@ class RunSpec:
 
     @property
     def share(self) -> Share:
-        """The ranks of this host. Only for a run on one host, or in an agent."""
+        """The ranks of this host. Valid only in an agent, or for a run on a single host."""
         (share,) = self.shares
         return share
 
     def for_share(self, share: Share) -> "RunSpec":
-        """Return the spec for the host of `share`."""
-        # Sending all shares to all hosts would cost the square of their number.
+        """Return the spec to send to the host of `share`."""
+        # Sending all shares to all hosts would need space quadratic in the number of hosts.
         return replace(self, shares=(share,))
 
     @property
     def is_python(self) -> bool:
-        """Whether the program is Python."""
+        """True if the program is Python."""
         return self.module or program.is_script(self.words[0])
 
     @property
     def joins(self) -> bool:
-        """Whether the ranks are expected to call sw.init.
+        """True if the ranks are expected to call sw.init.
 
-        They are not if the program is not Python, only prints its help, or uses torch.distributed.
+        False if the program is not Python, only prints its help, or uses torch.distributed itself.
         """
         asks = "--help" in self.words[1:] or self.words[1:] == ("-h",)
         return self.is_python and not asks and not program.joins_itself(self.words[0])
@@ -103,12 +103,17 @@ class RunSpec:
     def console(
         self, environ: Mapping[str, str], streams: Mapping[int, TextIO] | None = None
     ) -> Console:
-        """Return the screen of this run. `streams` replace descriptors 1 and 2 of this process."""
+        """Return the console of this run.
+
+        Args:
+            environ: Environment variables, which describe the terminal.
+            streams: Python streams that replace descriptors 1 and 2 of this process.
+        """
         piped = self.log_dir is not None or self.shown is not None or len(self.shares) > 1
         return Console(self.size, environ, piped=piped, streams=streams)
 
     def outputs(self, console: Console) -> list[WorkerOutput]:
-        """Return the output of each rank. Raises LaunchError if logs cannot be written."""
+        """Return the WorkerOutput of each rank. Raises LaunchError if logs cannot be written."""
         logs = open_logs(self.log_dir, self.size, self.words)
         return [
             WorkerOutput(rank, console, shown=self.shows(rank), log=log)
@@ -116,20 +121,20 @@ class RunSpec:
         ]
 
     def streams(self, console: Console, *, reads: bool = False) -> WorkerStreams:
-        """Return the streams of rank 0. With `reads` it reads our standard input."""
+        """Return the standard streams of rank 0. If `reads`, it reads the launcher's input."""
         drawn = console.drawn if self.shows(0) else ()
         return WorkerStreams(piped=console.piped, drawn=drawn, window=console.window(), reads=reads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """The place of the rendezvous.
+    """Address and ports that the ranks use to connect to rank 0.
 
     Args:
-        address: The address of rank 0.
-        port: The port of rank 0.
-        master_port: Another free port there, for torch's own rendezvous.
-        interface: The network interface of this host to the other hosts; None for one host.
+        address: Address of rank 0.
+        port: Port of rank 0.
+        master_port: A second free port on the same host, for torch's own rendezvous.
+        interface: This host's network interface to the other hosts, or None on a single host.
     """
 
     address: str
@@ -148,20 +153,21 @@ def rank_environment(
     cores: int,
     columns: int | None = None,
 ) -> dict[str, str]:
-    """Return all variables of one rank. Pure.
+    """Return all environment variables of one rank. Does no I/O.
 
-    Variables that the user has set win over our defaults for threads, interface and fault handler.
+    Variables set by the user take precedence over the defaults for threads, network interface and
+    fault handler.
 
     Args:
         spec: The run.
         identity: The rank.
-        meeting: The place of the rendezvous.
-        base: The variables of this host.
-        reports: The folder for error files.
-        cores: The number of cores of this host.
-        columns: The width of a line on the terminal, if there is one.
+        meeting: Address and ports of the rendezvous.
+        base: Environment variables of this host.
+        reports: Folder for error files.
+        cores: Number of cores of this host.
+        columns: Width of the terminal without the prefix, or None if there is no terminal.
     """
-    # Drop variables of an outer run: the rank would take its identity from them.
+    # Drop variables of an outer run, because they would give the rank a wrong identity.
     kept = {
         name: value
         for name, value in {**base, **spec.passed}.items()
@@ -175,7 +181,8 @@ def rank_environment(
         leads = meeting.interface
         defaults |= {"GLOO_SOCKET_IFNAME": leads, "NCCL_SOCKET_IFNAME": leads}
     elif identity.local_size == identity.size:
-        # Otherwise Gloo resolves the host's name, which may fail or lead to a slow interface.
+        # Use loopback. By default, Gloo resolves the host's name, which may fail or select a slow
+        # interface.
         defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     given = {
         "PYTHONUNBUFFERED": "1",
@@ -183,7 +190,7 @@ def rank_environment(
         environment.REPORTS_VARIABLE: str(reports),
         environment.RUN_VARIABLE: spec.run,
         environment.RUN_SECRET_VARIABLE: spec.secret,
-        # torchrun's variables, for scripts and libraries that read them.
+        # The variables that torchrun sets, for scripts and libraries that read them.
         "RANK": str(identity.rank),
         "WORLD_SIZE": str(identity.size),
         "LOCAL_RANK": str(identity.local_rank),
@@ -193,5 +200,5 @@ def rank_environment(
     }
     if columns is not None:
         given["COLUMNS"] = str(columns)
-    # Weakest first: our defaults, the user's variables, and what a rank of this run must have.
+    # In order of precedence, lowest first: defaults, the user's variables, required variables.
     return defaults | kept | given | environment.identity_variables(identity)

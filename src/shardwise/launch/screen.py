@@ -1,11 +1,11 @@
-"""Prepares the output of many ranks for one screen. Pure: from bytes to bytes.
+"""Formats the output of many ranks for a single screen. Converts bytes to bytes, without I/O.
 
-    a pipe     `Lines`    whole lines, each prefixed with its rank
-    a terminal `LiveRow`  every byte immediately; the last row may be redrawn (a progress bar)
+    a pipe      `Lines`    complete lines, each prefixed with its rank
+    a terminal  `LiveRow`  every byte immediately; the last row may be redrawn (a progress bar)
 
-When a line arrives from a pipe while a bar is on the screen, the bar moves down:
+If a line arrives from a pipe while a progress bar is on the screen, the bar moves down:
 
-    [0] step 41 ####......            [1] the line of rank 1
+    [0] step 41 ####......            [1] a line from rank 1
     ^ cleared, then redrawn      ->   [0] step 41 ####......
 """
 
@@ -14,11 +14,11 @@ from collections import deque
 
 COLORS = (36, 35, 33, 32, 34, 31)
 LONGEST_LINE = 2**16
-"""Lines from a pipe are cut after this many bytes."""
+"""Maximum length in bytes of a line from a pipe. Longer lines are split."""
 
 
 def prefix(rank: int, size: int, *, color: bool) -> bytes:
-    """Return the prefix for lines of `rank`, such as b"[1] ", padded to the width of all ranks."""
+    """Return the prefix for lines from `rank`, such as b"[1] ", padded to the widest prefix."""
     label = f"[{rank}]"
     blank = " " * (prefix_width(size) - len(label))
     return (
@@ -29,15 +29,15 @@ def prefix(rank: int, size: int, *, color: bool) -> bytes:
 
 
 def prefix_width(size: int) -> int:
-    """Return the columns of the prefix in a run of `size` ranks."""
+    """Return the width of the prefix, in columns, in a run of `size` ranks."""
     return len(f"[{size - 1}] ")
 
 
 class Lines:
-    """Cuts the bytes of a pipe into prefixed lines.
+    """Splits the bytes from a pipe into lines and adds a prefix to each.
 
-    If a line contains carriage returns, as a progress bar does, only its last state is kept. Blank
-    lines get no prefix.
+    If a line contains carriage returns, as a progress bar does, only the last state remains. Blank
+    lines have no prefix.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -45,9 +45,9 @@ class Lines:
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Return the lines that `data` completes."""
+        """Append `data`, and return the lines that are now complete."""
         *whole, rest = (self._rest + data).split(b"\n")
-        # A progress bar may grow without a newline for hours: keep only its last state.
+        # A progress bar may grow for hours without a newline, so keep only its last state.
         if len(rest) > LONGEST_LINE:
             rest = _last_state(rest)
         if len(rest) > LONGEST_LINE:
@@ -56,7 +56,7 @@ class Lines:
         return b"".join(self._line(line) for line in whole)
 
     def close(self) -> bytes:
-        """Return the last line, if it is incomplete."""
+        """Return the last line if it is incomplete, else b""."""
         rest, self._rest = self._rest, b""
         return self._line(rest) if rest else b""
 
@@ -81,10 +81,10 @@ CLEAR, SHOW_CURSOR, HIDE_CURSOR = b"\r\x1b[0m\x1b[J", b"\x1b[?25h", b"\x1b[?25l"
 
 
 class LiveRow:
-    """Forwards the bytes of a terminal, with a prefix at the start of each row.
+    """Forwards the bytes from a rank's terminal, with a prefix at the start of each row.
 
-    It remembers the last row, which is enough for a progress bar: `clear` and `redraw` make room
-    above it for other lines. Progress bars with several rows restart below such lines.
+    Stores the last row, so that `clear` and `redraw` can move a progress bar below lines from other
+    ranks. Progress bars with several rows are not redrawn, but continue below such lines.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -95,10 +95,10 @@ class LiveRow:
         self._up = 0
         """Number of rows between the cursor and the last row."""
         self._keeps_below = False
-        """Whether other lines stand above the bar, which an upward movement would overwrite."""
+        """True if moving the cursor up would overwrite lines from other ranks."""
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes to write to the real terminal for `data`."""
+        """Return the bytes to write to the real terminal for `data` from the rank."""
         shown = b""
         for piece in filter(None, _PIECES.split(data)):
             if piece in (b"\r", b"\n"):
@@ -112,7 +112,7 @@ class LiveRow:
             elif piece in (SHOW_CURSOR, HIDE_CURSOR):
                 self._hides_cursor = piece == HIDE_CURSOR
             elif self._at_start and piece.startswith(b"\x1b[") and not piece.endswith(b"m"):
-                # Put the prefix after sequences that erase the row, but before colours.
+                # The prefix must follow sequences that erase the row, but precede colours.
                 self._row = b"" if piece.endswith((b"J", b"K")) else self._row
             elif self._at_start:
                 self._at_start = self._keeps_below = False
@@ -136,8 +136,8 @@ class LiveRow:
         return self._row + (b"\r" if self._row and self._at_start else b"")
 
     def close(self) -> bytes:
-        """Return the bytes that end the last row, reset colours and show the cursor."""
-        # A script that was killed could not do this itself.
+        """Return the bytes that finish the last row, reset colours and show the cursor."""
+        # A script that was killed could not restore the terminal itself.
         end = b"\x1b[0m" if b"\x1b" in self._row.removeprefix(self._prefix) else b""
         end += SHOW_CURSOR if self._hides_cursor else b""
         end += b"\n" if self._row else b""
@@ -151,14 +151,14 @@ _TRACEBACKS = re.compile(rb"Traceback \(most recent call last\):|Exception ignor
 class InterruptFilter:
     """Hides tracebacks of KeyboardInterrupt after Ctrl-C, and forwards everything else.
 
-    It also hides those that Python prints as "Exception ignored in".
+    Also hides tracebacks that Python prints with "Exception ignored in".
     """
 
     def __init__(self) -> None:
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Return the part of `data` before the first traceback, and hold back the rest."""
+        """Return the output up to the first traceback, and hold back the rest until `close`."""
         data = self._held + data
         found = _TRACEBACKS.search(data)
         start = found.start() if found else len(data)
@@ -166,31 +166,31 @@ class InterruptFilter:
         return data[:start]
 
     def close(self) -> bytes:
-        """Return the text that was held back, unless it is a KeyboardInterrupt."""
+        """Return the output that was held back, unless it ends with a KeyboardInterrupt."""
         last = self._held.rstrip().rpartition(b"\n")[2]
         return b"" if last.startswith(b"KeyboardInterrupt") else self._held
 
 
 class Tail:
-    """Keeps the last lines of a stream, for the report of a failed rank."""
+    """Stores the last lines of a stream, for the report about a failed rank."""
 
-    # 1000 lines, because after a crash faulthandler writes the stacks of all threads below the
-    # cause.
+    # 1000 lines, because after a crash faulthandler writes the stacks of all threads after the
+    # line that names the cause.
 
     def __init__(self, length: int = 1000) -> None:
         self._lines: deque[bytes] = deque(maxlen=length)
         self._cutter = Lines(b"")
 
     def feed(self, data: bytes) -> None:
-        """Append `data`."""
+        """Append `data` to the stream."""
         self._lines.extend(self._cutter.feed(data).splitlines())
 
     def text(self) -> str:
-        """Return the last lines, without colours and other control sequences."""
+        """Return the last lines as text, without colours and other control sequences."""
         self._lines.extend(self._cutter.close().splitlines())
         return plain(b"\n".join(self._lines)).decode(errors="replace")
 
 
 def plain(text: bytes) -> bytes:
-    """Return `text` without colours and other control sequences, but with its newlines."""
+    """Return `text` without colours and other control sequences. Newlines are kept."""
     return _ESCAPES.sub(b"", text)

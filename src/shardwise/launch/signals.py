@@ -1,4 +1,4 @@
-"""Turns incoming signals into events of a selector, and schedules outgoing signals."""
+"""Makes incoming signals available to a selector, and schedules outgoing signals."""
 
 import os
 import signal
@@ -18,9 +18,9 @@ WATCHED = (
 
 
 class Signals:
-    """A context manager: signals arrive at the descriptor `fd`, one byte each.
+    """Context manager that makes signals readable from the descriptor `fd`, one byte per signal.
 
-    Signals that were ignored when this process started (nohup) stay ignored.
+    Signals that were ignored when this process started (for example, by nohup) stay ignored.
     """
 
     def __enter__(self) -> "Signals":
@@ -31,7 +31,7 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
         for number in WATCHED:
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
-                # Python writes a signal to the wakeup descriptor only if it has a handler too.
+                # Python writes to the wakeup descriptor only for signals that have a handler.
                 self._before[number] = signal.signal(number, lambda *_: None)
         return self
 
@@ -41,6 +41,7 @@ class Signals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # Restore everything before closing the pipe, because a signal may still arrive.
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._before_fd)
@@ -48,7 +49,7 @@ class Signals:
         os.close(self._written)
 
     def arrived(self) -> list[signal.Signals]:
-        """Return the signals since the last call, in order of arrival."""
+        """Return the signals received since the last call, in order of arrival."""
         try:
             return [signal.Signals(number) for number in os.read(self.fd, 4096)]
         except BlockingIOError:
@@ -56,7 +57,7 @@ class Signals:
 
 
 class SignalSchedule:
-    """A plan of signals to send to the ranks, each at its time."""
+    """Schedule of the signals to send to the ranks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -66,17 +67,22 @@ class SignalSchedule:
         return bool(self._steps)
 
     def make(self, steps: Sequence[tuple[float, signal.Signals]]) -> None:
-        """Replace the plan by `steps`: delays in seconds from now, with their signals."""
+        """Replace the schedule.
+
+        Args:
+            steps: Delays in seconds from now, and signals, in ascending order.
+        """
         now = self._clock()
         self._steps = [(now + delay, number) for delay, number in steps]
 
     def wait(self) -> float | None:
-        """Return the seconds until the next step, or None without one."""
+        """Return the seconds until the next signal is due, or None if none is scheduled."""
         return max(0.0, self._steps[0][0] - self._clock()) if self._steps else None
 
     def due(self) -> list[signal.Signals]:
         """Remove and return the signals that are due."""
         now = self._clock()
         ready = [number for moment, number in self._steps if moment <= now]
+        # The steps are in ascending order, so those that are due come first.
         self._steps = self._steps[len(ready) :]
         return ready

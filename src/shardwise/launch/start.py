@@ -1,4 +1,4 @@
-"""Runs the command line: chooses the hosts, and the program that starts the ranks.
+"""Runs a command line: chooses the hosts, and the program that starts the ranks.
 
 no hosts, or -n N           this host                     one_host.py
 -H, --hostfile              ssh to each                   ssh/many_hosts.py
@@ -29,33 +29,37 @@ from shardwise.net.launchers import platforms, slurm
 from shardwise.net.python_command import python_words
 
 GRACE = 5.0
-"""Default seconds between asking ranks to end and killing them."""
+"""Default number of seconds between asking ranks to exit and killing them."""
 
 HOST_TIMEOUT = 10.0
-"""Default seconds of silence after which a host counts as lost."""
+"""Default number of seconds without a message before a host is considered lost."""
 
 LaunchRequest = SimpleNamespace
-"""The launcher's own flags by name (see flag_table.py); None for a flag that was not given. `words`
-are the program and its arguments, `settings` the texts of all other flags."""
+"""Values of the launcher's own flags by name (see flag_table.py), or None for flags that were not
+given. `words` is the program with its arguments, and `settings` the text of all other flags."""
 
 
 def run(request: LaunchRequest) -> int:
-    """Run the command line and return the exit code. Raises LaunchError if it cannot start."""
+    """Run a parsed command line, and return the exit code.
+
+    Raises LaunchError if the ranks cannot be started.
+    """
     named = request.hosts is not None or request.hostfile is not None
     if request.nnodes is None:
         outer = launcher_detection.around_command()
         is_service = outer.launcher in launcher_detection.SERVICES
         if outer.launcher == platforms.SKYPILOT.launcher and not named and outer.rank:
-            # SkyPilot runs the same commands on every node. Node 0 starts all ranks over ssh.
+            # SkyPilot runs the same command on every node. Node 0 starts all ranks over ssh.
             print(f"shardwise: node 0 of {outer.size} starts the ranks of this node.")
             return 0
-        # On a service, the first host may start the ranks of all hosts.
+        # On such a service, the first host may start the ranks of all hosts.
         has_hosts = named or outer.launcher == platforms.SKYPILOT.launcher
         if not (is_service and has_hosts and outer.rank == 0):
             _refuse_in_every_rank(outer)
-    # Hosts that the user names win over the allocation, and --nnodes over both.
+    # Hosts named by the user take precedence over the allocation, and --nnodes over both.
     by_srun = request.nnodes is None and not named and slurm.needs_srun(os.environ)
-    # Under srun we set no MASTER_ADDR and MASTER_PORT without --port, so the user may set them.
+    # With srun and no --port, the launcher does not set MASTER_ADDR and MASTER_PORT, so the user
+    # may.
     overridable = environment.MASTER if by_srun and not request.port else ()
     passed = environment.passed_variables(
         os.environ, request.pass_on, request.interface, overridable
@@ -71,14 +75,14 @@ def run(request: LaunchRequest) -> int:
 
 
 def _by_ourselves(request: LaunchRequest, passed: Mapping[str, str]) -> int:
-    """Start the ranks on this host, and on others over ssh."""
+    """Start the ranks, on this host directly and on other hosts over ssh."""
     allocation = None
     if request.hosts is None and request.hostfile is None:
         allocation = _allocation(request)
     shares = _shares(request, allocation)
     here = [share for share in shares if network.is_here(share.host)]
     is_alone = list(shares) == here[:1]
-    # With -H or --hostfile the flags for ssh are accepted even if all hosts are this one.
+    # With -H or --hostfile, accept the flags for ssh even if this is the only host.
     if is_alone and request.hosts is None and request.hostfile is None:
         flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(request), **request.settings})
     size = sum(share.count for share in shares)
@@ -117,7 +121,10 @@ def _by_ourselves(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 
 
 def _by_srun(request: LaunchRequest, passed: Mapping[str, str]) -> int:
-    """Become srun, which starts the ranks of a Slurm allocation. Returns only from a dry run."""
+    """Replace this process with srun, which starts the ranks of a Slurm allocation.
+
+    Returns only from a dry run.
+    """
     flags.refuse_without_effect(flags.BY_SRUN, vars(request))
     if request.part_runner is not None:
         raise flags.started_by_others("inside a Slurm allocation")
@@ -143,7 +150,7 @@ def _by_srun(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 
 
 def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
-    """Become torch's elastic agent, which starts the ranks of this host.
+    """Replace this process with torch's elastic agent, which starts the ranks of this host.
 
     Returns only from a dry run.
     """
@@ -179,7 +186,7 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
         leads = None if address is None else network.interface_of(address)
         base = {**os.environ, **passed}
         print(f"shardwise: {elastic.open_agent_warning(meeting, base)}", file=sys.stderr)
-        # On several hosts each agent would draw another secret, so the user has to give one.
+        # On several hosts each agent would draw a different secret, so the user must provide one.
         if meeting.most == 1:
             base = _with_secret(base)
         elastic.run(words, elastic.agent_environment(base, request.settings, leads))
@@ -188,12 +195,12 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 
 
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables, with a secret for the ranks if the user has given none."""
+    """Return the environment variables, and add a secret for the ranks if it is missing."""
     return {environment.SECRET_VARIABLE: environment.draw_secret()} | dict(environ)
 
 
 def _ssh(text: str | None) -> tuple[str, ...]:
-    """Return the words of `--ssh`. Raises LaunchError."""
+    """Split the value of `--ssh` into words. Raises LaunchError if it is not a valid command."""
     try:
         words = ("ssh",) if text is None else tuple(shlex.split(text))
     except ValueError as error:
@@ -207,9 +214,9 @@ def _ssh(text: str | None) -> tuple[str, ...]:
 
 
 def _allocation(request: LaunchRequest) -> Allocation | None:
-    """Return the hosts of this batch job, if it is one.
+    """Return the allocation of this batch job, or None outside a batch job.
 
-    Raises LaunchError if their list cannot be read and the number of ranks depends on it.
+    Raises LaunchError if the list of hosts cannot be read and the number of ranks depends on it.
     """
     try:
         return allocations.find(os.environ)
@@ -221,8 +228,8 @@ def _allocation(request: LaunchRequest) -> Allocation | None:
 
 
 def _refuse_in_every_rank(outer: Identity) -> None:
-    """Raise LaunchError if a launcher started this command once per rank."""
-    # Each call would be a separate run, and all of them would train the same model.
+    """Raise LaunchError if another launcher has started this command once per rank."""
+    # Each of these commands would start a separate run, and all would train the same model.
     if outer.size == 1:
         return
     raise LaunchError(
@@ -234,7 +241,7 @@ def _refuse_in_every_rank(outer: Identity) -> None:
 
 
 def _shares(request: LaunchRequest, allocation: Allocation | None) -> tuple[Share, ...]:
-    """Return the ranks of each host."""
+    """Return the ranks of each host, from the hosts in the request or in the allocation."""
     size, each = request.size, request.per_host
     if request.hosts is not None and request.hostfile is not None:
         raise LaunchError(
@@ -256,18 +263,18 @@ def _shares(request: LaunchRequest, allocation: Allocation | None) -> tuple[Shar
 
 
 def _shares_of(allocation: Allocation, request: LaunchRequest) -> list[Share]:
-    """Return the ranks of each host of `allocation`: by default one per slot or GPU."""
+    """Return the ranks of each host in an allocation. By default, there is one per slot or GPU."""
     if request.per_host is not None:
         named = [Host(host.name) for host in allocation.hosts]
         return hosts.spread(named, total=request.size, per_host=request.per_host)
     on_cpu = request.settings.get("device") == "cpu"
     slots = allocation.with_ranks(0 if on_cpu else resources.gpu_count(os.environ))
     if request.size is not None and request.size > sum(host.slots or 1 for host in slots):
-        # More ranks than GPUs, but perhaps no more than slots.
+        # The user wants more ranks than there are GPUs, so allow one per slot.
         slots = allocation.with_ranks(0)
     lacks = request.size is not None and request.size > sum(host.slots or 1 for host in slots)
     if lacks and (len(slots) == 1 or {host.slots for host in slots} == {1}):
-        # The job did not ask for slots, so spread the ranks evenly.
+        # The job did not request slots, so spread the ranks evenly.
         assert request.size is not None
         each = -(-request.size // len(slots))
         slots = tuple(Host(host.name, each) for host in slots)
@@ -275,15 +282,16 @@ def _shares_of(allocation: Allocation, request: LaunchRequest) -> list[Share]:
 
 
 def _ranks_of_a_host(request: LaunchRequest) -> int:
-    """Return the default number of ranks of this host: one for each visible GPU, or 1."""
+    """Return the default number of ranks on this host: one per visible GPU, or 1 without GPUs."""
     on_cpu = request.settings.get("device") == "cpu"
     return 1 if on_cpu else max(1, resources.gpu_count(os.environ))
 
 
 def dry_run_words(spec: RunSpec, here: Sequence[Share]) -> str:
-    """Return the text of `--dry-run`: the ranks and the command of each host. Pure.
+    """Return the text that `--dry-run` prints: the ranks and the command of each host.
 
-    `here` are the shares of this host.
+    Args:
+        here: The shares of this host.
     """
     count = len(spec.shares)
     rows = [

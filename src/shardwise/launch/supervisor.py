@@ -1,11 +1,11 @@
-"""Watches the ranks of a run on all hosts, and ends all of them when one fails.
+"""Watches the ranks of a run on all hosts, and stops all of them when one fails.
 
-    [ output | end of a rank | Ctrl-C | time to send a signal ] ... -> closing words
+    [ output | exit of a rank | Ctrl-C | time to send a signal ] ... -> final message
 
-One thread sleeps until one of these events. When a rank fails, the supervisor first gives the
-others a moment to fail too, because the first failure tells cause from consequence. Then it ends
-them. When the run is asked to end, the supervisor waits for ranks that save first. The orphan
-reaper ends process groups that outlive the supervisor.
+A single thread waits for these events. When a rank fails, the supervisor first gives the others a
+moment to fail too, because the cause may be on a rank that reports it later. Then it stops them.
+When the run is asked to shut down, the supervisor waits for ranks that save first. The orphan
+reaper kills process groups that outlive the supervisor.
 """
 
 import selectors
@@ -24,47 +24,47 @@ from shardwise.net.progress import Progress
 from shardwise.net.restarts import SAVED, Ending, Failure
 
 SETTLE = 0.4
-"""Seconds after the first failure for other ranks to report their own failure."""
+"""Seconds to wait after the first failure for other ranks to report theirs."""
 
 UNEXPLAINED = 3.0
-"""The same if all failures so far are about lost peers: the lost rank must be about to end."""
+"""Seconds to wait if all failures so far are lost peers, so the lost rank must be about to exit."""
 
 _ABORTED = -signal.SIGABRT, 128 + signal.SIGABRT
-"""Exit codes of a rank that called abort(), and of a shell around it."""
+"""Exit codes of a rank that called abort(), and of a shell that started such a rank."""
 
 LAST_GRACE = 2.0
-"""Seconds between SIGTERM and SIGKILL for a rank that ignored SIGINT."""
+"""Seconds between SIGTERM and SIGKILL for a rank that has ignored SIGINT."""
 
 
 class Site(Protocol):
-    """The ranks of one host: LocalWorkers here, RemoteHost elsewhere."""
+    """The ranks of one host: LocalWorkers on this host, RemoteHost for others."""
 
     def reap(self) -> None:
-        """Report the ranks whose processes have ended."""
+        """Report the ranks whose processes have exited."""
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to all ranks there."""
+        """Send a signal to all ranks of the host."""
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Ask the ranks there to end. Ranks that save first report that."""
+        """Ask the host's ranks to shut down. Ranks that save first report that."""
 
     def ended_well(self, rank: int) -> None:
-        """Tell the ranks there that `rank`, on any host, ended with code 0."""
+        """Tell the host's ranks that `rank`, on any host, has exited with code 0."""
 
     def resize(self, window: tuple[int, int]) -> None:
-        """Pass on the new rows and columns of the terminal."""
+        """Pass on the new size of the terminal (rows, columns)."""
 
 
 class Supervisor:
-    """The event loop of the launcher, from the start of the ranks to the closing words.
+    """The launcher's event loop, from starting the ranks to the final message.
 
     Args:
-        console: The screen.
+        console: Writes the output of the run.
         outputs: The output of each rank.
-        signals: The signals to this process.
+        signals: Signals sent to this process.
         grace: Seconds between SIGTERM and SIGKILL.
-        joins: The ranks are expected to call sw.init.
-        hosts: By rank, the name of its host; None if there is one host.
+        joins: True if the ranks are expected to call sw.init.
+        hosts: Host name of each rank, or None on a single host.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Supervisor:
     ) -> None:
         self.selector = selectors.DefaultSelector()
         self.every_turn: list[Callable[[], float | None]] = []
-        """Callbacks for each turn. They return the seconds until their next call, or None."""
+        """Callbacks to call in each turn. Each returns the seconds until its next call, or None."""
         self._console = console
         self._outputs = outputs
         self._signals = signals
@@ -98,7 +98,7 @@ class Supervisor:
         self.selector.register(signals.fd, selectors.EVENT_READ, self._on_signals)
 
     def watch(self, sites: Sequence[Site]) -> Ending:
-        """Run the loop until all ranks have ended, and return the ending of the run."""
+        """Run the loop until all ranks have exited, and return how the run ended."""
         self._sites = sites
         while self._running and sites:
             self.turn()
@@ -117,7 +117,7 @@ class Supervisor:
         for key, _ in self.selector.select(min(waits, default=None)):
             key.data()
         for number in self._plan.due():
-            # From the first signal on, further ends of ranks are our doing and need no new plan.
+            # After the first signal, ranks exit because of it, so their exits need no reaction.
             self._stopping = True
             for site in self._sites:
                 site.send_signal(number)
@@ -125,24 +125,26 @@ class Supervisor:
             self._stop(signal.SIGPIPE)
 
     def _waits(self) -> list[float | None]:
-        """Return the seconds until each event that is due; None for nothing to wait for."""
-        # The callbacks run before the plan is read, because one that loses a host makes a new plan.
+        """Return the seconds until each scheduled event. None means that there is no such event."""
+        # Run the callbacks before reading the schedule, because they may declare a host lost, which
+        # changes the schedule.
         return [*[call() for call in self.every_turn], self._plan.wait()]
 
     @property
     def is_asked(self) -> bool:
-        """Whether the run has been asked to end."""
+        """True if the run has been asked to shut down."""
         return self._asked is not None
 
     def hear(self, rank: int, stream: int, data: bytes) -> None:
-        """Handle output of `rank`."""
+        """Handle output from `rank`. `data` is b"" at the end of the stream."""
         self._outputs[rank].hear(stream, data)
 
     def left(self, rank_exit: RankExit) -> None:
-        """Handle the end of a rank."""
+        """Handle the exit of a rank."""
         self._running.discard(rank_exit.end.rank)
         self._exits[rank_exit.end.rank] = rank_exit
-        # Only if it left no process behind: one in the background may be the training itself.
+        # Only if the rank has left no process behind, because a background process may be the one
+        # that trains.
         if rank_exit.end.code == 0 and rank_exit.alone:
             for site in self._sites:
                 site.ended_well(rank_exit.end.rank)
@@ -150,14 +152,22 @@ class Supervisor:
             self._settle()
 
     def lost(self, ranks: Sequence[int], why: str) -> None:
-        """Handle the loss of a host with these ranks: end the others."""
+        """Handle the loss of a host with these ranks by stopping all other ranks.
+
+        Args:
+            why: The reason, as a sentence.
+        """
         self._running.difference_update(ranks)
         self._losses.append(why)
         if self._is_patient:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])
 
     def saves_first(self, asked: signal.Signals) -> None:
-        """Handle that a rank saves before it ends: wait for it, with no signals to send."""
+        """Cancel all scheduled signals, because ranks save before they exit.
+
+        Args:
+            asked: The signal that asked the ranks to shut down.
+        """
         if not self._saving and not self._stopping:
             self._saving, self._asked = True, self._asked or asked
             self._plan.make([])
@@ -165,7 +175,7 @@ class Supervisor:
 
     @property
     def _is_patient(self) -> bool:
-        """Whether the ranks may end on their own, without a signal from us."""
+        """True if the ranks may still exit on their own, without a signal from the launcher."""
         return (self._asked is None or self._saving) and not self._stopping
 
     def _on_signals(self) -> None:
@@ -178,21 +188,24 @@ class Supervisor:
                     for site in self._sites:
                         site.resize(window)
             elif number == signal.SIGUSR1:
-                # Schedulers such as Slurm announce the end of a job by SIGUSR1: save, but do not
-                # kill anybody yet.
+                # Schedulers such as Slurm send SIGUSR1 some time before they end a job. Save, but
+                # do not kill any rank yet.
                 self._ask(number)
             elif number == signal.SIGTERM and self._asked == signal.SIGUSR1:
-                self._asked = number  # the ranks are about to end anyway
+                self._asked = number  # the ranks are already shutting down
             else:
                 self._stop(number)
 
     def _settle(self) -> None:
-        """If a rank has failed, plan to end the others soon after the cause is known."""
+        """If a rank has failed, schedule the signals that stop the other ranks.
+
+        The delay gives ranks time to report the cause of the failure.
+        """
         ends = self._ends()
         if all(end.code == 0 for end in ends):
             return
-        # A rank that lost its peer fails immediately, but the peer may take seconds to write its
-        # traceback. So wait longer while no failure explains the others.
+        # A rank that loses its peer fails immediately, but the peer may take seconds to write its
+        # traceback. So wait longer as long as no failure explains the others.
         explained = failure_report.is_explained(ends, self._reports())
         if self._plan and explained == self._explained:
             return
@@ -201,17 +214,17 @@ class Supervisor:
         self._plan.make([(wait, signal.SIGTERM), (wait + self._grace, signal.SIGKILL)])
 
     def _stop(self, asked: signal.Signals) -> None:
-        """End the run because of a signal. A second signal kills the ranks immediately."""
+        """Stop the run because of a signal. A second signal kills the ranks immediately."""
         if self._asked is not None:
             self._plan.make([(0, signal.SIGKILL)])
         elif asked == signal.SIGINT:
-            # SIGINT first, which a script can catch; SIGTERM ends programs that ignore SIGINT.
+            # Send SIGINT first, which a script can catch, then SIGTERM for programs that ignore it.
             kill = (self._grace + LAST_GRACE, signal.SIGKILL)
             self._plan.make([(0, asked), (self._grace, signal.SIGTERM), kill])
             for output in self._outputs:
                 output.hide_interrupt()
         elif asked == signal.SIGTERM:
-            # The ranks get this SIGTERM below, from `_ask`, which lets those that save do so.
+            # `_ask` sends SIGTERM to the ranks below, and lets ranks save that do so.
             self._plan.make([(self._grace, signal.SIGKILL)])
         else:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])
@@ -223,7 +236,7 @@ class Supervisor:
             self._ask(asked)
 
     def _ask(self, number: signal.Signals) -> None:
-        """Ask all ranks to end. Some save first."""
+        """Ask all ranks to shut down. Some save first."""
         for site in self._sites:
             site.ask_to_end(number)
 
@@ -232,25 +245,25 @@ class Supervisor:
         refused = "" if self._asked else failure_report.common_refusal(self._ends(), reports)
         for rank, found in reports.items():
             if found.refusal:
-                # A refusal of all ranks is shown once, at the end. Here it only goes to the log.
+                # If all ranks raise the same refusal, it is shown once at the end, so only log it.
                 output = self._outputs[rank]
                 (output.keep if refused else output.hear)(STDERR, as_utf8(found.text))
         judged = failure_report.judge(self._ends(), reports)
         saved = any(rank_exit.saved for rank_exit in self._exits.values())
-        # A second signal may have killed ranks before they saved. Then the run did not end well.
+        # If a second signal has killed ranks before they saved, the run has not succeeded.
         ended_well = all(end.code == 0 for end in self._ends())
         if judged is None and not lost and (saved or (self._saving and ended_well)):
             return Ending(code=SAVED if saved else 0, asked=self._asked)
         if self._asked is not None:
             unsaved = failure_report.unsaved_line(self._asked, self._progress())
             return Ending(code=128 + self._asked, words=lost + unsaved, asked=self._asked)
-        # If the ranks only lost their peers, the lost host is the cause.
+        # If the ranks failed only because they lost peers, the lost host is the cause.
         if lost and (judged is None or failure_report.is_consequence(judged, reports)):
             failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
             return Ending(code=1, words=lost, failure=failure)
         if judged is not None:
             return self._blame(judged, reports, refused)
-        # sw.init makes a rank record its progress. If no rank did, each has trained alone.
+        # After sw.init a rank records its progress. If no rank did, each has trained separately.
         apart = self._joins and len(self._outputs) > 1 and self._progress() is None
         words = failure_report.unjoined_copies(len(self._outputs)) if apart else ""
         return Ending(code=0, words=words)
@@ -258,19 +271,25 @@ class Supervisor:
     def _blame(
         self, judged: failure_report.Verdict, reports: Mapping[int, ErrorReport], refused: str
     ) -> Ending:
-        """Return the ending of a failed run. `refused` is the refusal of all ranks, or ""."""
+        """Return the ending of a failed run.
+
+        Args:
+            judged: The rank to blame.
+            reports: Error reports by rank.
+            refused: The refusal that all ranks have in common, or "".
+        """
         rank = judged.rank if judged.waiting is None else judged.waiting
         found = reports.get(rank)
         rank_exit = self._exits[judged.rank]
-        # A rank that we ended is only to blame if it had reported an error before.
+        # A rank that the launcher stopped is blamed only if it had reported an error before that.
         how = failure_report.UNCAUGHT if rank_exit.end.stopped else rank_exit.how
         trace = (
             failure_report.last_traceback(found.text)
             if found
             else failure_report.last_words(self._outputs[rank].tail.text())
         )
-        # A rank that waited for a late one has only our own frames at the end of its traceback, so
-        # its message and the user's line are enough.
+        # If a rank waited for a late one, its traceback ends in shardwise's own frames. Show only
+        # the message and the user's line.
         if judged.late and found is not None:
             trace = f"{found.message} [{found.where}]" if found.where else found.message
         words = failure_report.closing_words(
@@ -298,7 +317,7 @@ class Supervisor:
         )
 
     def _progress(self) -> Progress | None:
-        """Return the combined progress of all ranks; None if no rank recorded any."""
+        """Return the combined progress of all ranks, or None if no rank recorded any."""
         reported = [d.progress for d in self._exits.values() if d.progress is not None]
         if not reported:
             return None
@@ -310,14 +329,14 @@ class Supervisor:
         )
 
     def say(self, words: str) -> None:
-        """Show whole lines from the launcher."""
+        """Print complete lines from the launcher itself."""
         self._console.say(words)
 
     def _ends(self) -> list[failure_report.ExitStatus]:
         return [rank_exit.end for rank_exit in self._exits.values() if not rank_exit.saved]
 
     def _reports(self) -> dict[int, ErrorReport]:
-        """Return the error reports of ranks, and our own for ranks that NCCL's watchdog aborted."""
+        """Return error reports by rank, including ranks that NCCL's watchdog aborted."""
         found = {rank: each.report for rank, each in self._exits.items() if each.report}
         aborted = {
             rank: each.end.time

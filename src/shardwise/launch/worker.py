@@ -1,4 +1,4 @@
-"""A rank as a process of this host: starts it, reads its output, ends it."""
+"""Runs a rank as a process on this host: starts it, reads its output, and sends it signals."""
 
 import os
 import signal
@@ -19,18 +19,18 @@ from shardwise.launch.worker_output import LIVE
 
 READ_SIZE = 2**16
 MOST_READS = 64
-"""Number of reads that empties any pipe. Data after that is from a process that still writes."""
+"""Number of reads that empties any pipe. If there is more data, a process is still writing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStreams:
-    """The connections of a rank's standard streams.
+    """Describes how a rank's standard streams are connected.
 
     Args:
-        piped: The output goes through the launcher.
-        drawn: Which of the streams 1 and 2 are a terminal.
-        window: The rows and columns of that terminal, if known.
-        reads: The rank reads our standard input.
+        piped: True if the output passes through the launcher.
+        drawn: Which of the streams 1 and 2 are connected to a terminal.
+        window: Size of the terminal (rows, columns), or None if unknown.
+        reads: True if the rank reads the launcher's standard input.
     """
 
     piped: bool = True
@@ -40,28 +40,33 @@ class WorkerStreams:
 
 
 class Process(Protocol):
-    """A child process that leads its own session, and so its own process group."""
+    """A child process that leads its own session, and therefore its own process group."""
 
     pid: int
     returncode: int | None
 
 
 Streams = tuple[int | None, int | None, int | None]
-"""Descriptors for the standard input, output and error of a process. None means ours, and
-`subprocess.DEVNULL` an empty input."""
+"""Descriptors for the standard input, output and error of a process. None means the launcher's own,
+and `subprocess.DEVNULL` an empty input."""
 
 Begin = Callable[[Mapping[str, str], Sequence[int], Streams], Process]
-"""Starts a process, given its variables, inherited descriptors and standard streams."""
+"""Starts a process, given its environment variables, inherited descriptors and standard streams."""
 
 
 def program(words: Sequence[str]) -> Begin:
-    """Return a function that starts the program `words`. It raises LaunchError on failure."""
+    """Return a function that starts a program. It raises LaunchError if that fails.
+
+    Args:
+        words: The program and its arguments.
+    """
 
     def begin(environ: Mapping[str, str], pass_fds: Sequence[int], streams: Streams) -> Process:
         stdin, stdout, stderr = streams
         try:
-            # Its own session: Ctrl-C on the terminal reaches only the launcher, which decides about
-            # the ranks, and one signal reaches everything that a rank has started.
+            # Start a new session. Ctrl-C on the terminal then reaches only the launcher, which
+            # decides what to do with the ranks. A signal to the process group reaches everything
+            # that a rank has started.
             return subprocess.Popen(
                 words,
                 env=environ,
@@ -78,23 +83,23 @@ def program(words: Sequence[str]) -> Begin:
 
 
 class OutputSource:
-    """Our end of a pipe or terminal that a rank writes to."""
+    """The launcher's end of a pipe or terminal that a rank writes to."""
 
     def __init__(self, fd: int, take: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self.open = True
-        """Whether more data may arrive."""
+        """True if more data may arrive."""
         self._take = take
 
     def read(self) -> bool:
-        """Forward available data. Return False at the end of the stream."""
+        """Forward the available data. Return False at the end of the stream."""
         return self._read() != b""
 
     def drain(self) -> None:
-        """Forward the remaining data of a rank that has ended."""
-        # Do not read to the end of the stream: processes that the rank left behind may keep the
-        # pipe open for long.
+        """Forward the remaining data of a rank that has exited, and close the stream."""
+        # Do not wait for the end of the stream, because processes that the rank has left behind may
+        # keep the pipe open for a long time.
         for _ in range(MOST_READS):
             if not self._read():
                 break
@@ -103,12 +108,15 @@ class OutputSource:
         os.close(self.fd)
 
     def _read(self) -> bytes | None:
-        """Forward and return available data; None without any, b"" at the end."""
+        """Forward and return the available data.
+
+        Returns None if no data is available, and b"" at the end of the stream.
+        """
         try:
             data = os.read(self.fd, READ_SIZE)
         except BlockingIOError:
             return None
-        except OSError:  # EIO: the other end of a terminal was closed
+        except OSError:  # EIO means that the other end of a terminal was closed
             return b""
         if data:
             self._take(data)
@@ -116,13 +124,15 @@ class OutputSource:
 
 
 class Worker:
-    """A rank as a process that leads its own process group.
-
-    `end` is None while it runs. After its end `peak` is its largest resident set in bytes.
+    """A rank, as a process that leads its own process group.
 
     Args:
         rank: The rank.
-        hear: Called with the number of a stream and new bytes of it; b"" ends the stream.
+        hear: Called with a stream number and new bytes, or b"" at the end of the stream.
+
+    Attributes:
+        end: The exit status, or None while the process is running.
+        peak: The peak resident set size in bytes, once the process has exited.
     """
 
     def __init__(self, rank: int, hear: Callable[[int, bytes], None]) -> None:
@@ -142,7 +152,14 @@ class Worker:
         pass_fds: Sequence[int],
         outlet: WorkerStreams,
     ) -> None:
-        """Start the process. Raises LaunchError if that fails."""
+        """Start the process. Raises LaunchError if that fails.
+
+        Args:
+            begin: Starts the process.
+            environ: Environment variables of the process.
+            pass_fds: Descriptors that the process inherits.
+            outlet: How to connect its standard streams.
+        """
         started = False
         try:
             if outlet.piped:
@@ -150,44 +167,50 @@ class Worker:
             stdin = None if outlet.reads else subprocess.DEVNULL
             streams = stdin, self._theirs.get(STDOUT), self._theirs.get(STDERR)
             self._process = begin(environ, pass_fds, streams)
-            started = True  # LaunchError of `begin` must close our ends too
+            started = True  # stays False if `begin` raises LaunchError
         except OSError as error:  # out of pipes or terminals
             raise LaunchError(f"Rank {self.rank} cannot be started: {error.strerror}.") from None
         finally:
-            # The rank has copies. If ours stayed open, a pipe would not end with the rank.
+            # The rank has inherited these descriptors. If they stayed open here, its pipes would
+            # not be closed when it exits.
             for fd in set(self._theirs.values()):
                 os.close(fd)
-            if not started:  # nobody will ever drain the sources
+            if not started:  # `drain`, which closes the sources, will never be called
                 for source in self.sources:
                     os.close(source.fd)
                 self.sources = []
 
     @property
     def group(self) -> int:
-        """The process group of the rank: the process, and the processes that it starts."""
+        """Id of the rank's process group, which contains the process and all its descendants."""
         return self._process.pid
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the whole process group."""
+        """Send a signal to the entire process group."""
         if not self.is_gone():
             orphan_reaper.signal_group(self.group, number)
 
     def send_to_process(self, number: signal.Signals) -> None:
-        """Send a signal to the process, but not to the processes that it has started."""
+        """Send a signal to the process, but not to its children."""
         if self.end is None:  # not reaped yet, so the id still belongs to this process
             os.kill(self._process.pid, number)
 
     def is_gone(self) -> bool:
         """Return whether the process group is empty."""
-        # Remember the answer: the system may give the id of an empty group to other processes,
-        # which must get no signals from us.
+        # Once the group is empty, do not ask again: the system may reuse its id for other
+        # processes, which must not receive signals from the launcher.
         if self.end is not None and not self._gone:
             self._gone = not orphan_reaper.signal_group(self.group, 0)
         return self._gone
 
     def reap(self, *, stopped: bool) -> bool:
-        """Return whether the process has ended, and set `end` in that case."""
-        # Not Popen.wait: only wait4 returns the peak memory, which explains a SIGKILL.
+        """Return whether the process has exited, and set `end` if it has.
+
+        Args:
+            stopped: True if the launcher has sent it a signal.
+        """
+        # Use wait4 instead of Popen.wait, because it returns the peak memory, which helps to
+        # explain a SIGKILL.
         pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
         if pid == 0:
             return False
@@ -198,16 +221,17 @@ class Worker:
         return True
 
     def resize(self, window: tuple[int, int]) -> None:
-        """Pass on the new rows and columns of the terminal to a rank that draws live."""
+        """Set the size (rows, columns) of the rank's terminal, if it has one."""
         if self._terminal is not None and self.end is None:
-            # It is not the rank's controlling terminal, so the kernel sends no SIGWINCH itself.
+            # Send SIGWINCH, because the kernel does so only for a controlling terminal.
             termios.tcsetwinsize(self._terminal, window)
             self.send_signal(signal.SIGWINCH)
 
     def _connect(self, outlet: WorkerStreams) -> None:
-        """Open the terminal and the pipes that the process will write to."""
-        # Both drawn streams share one terminal, as they do on a real screen. Streams that are not a
-        # terminal in the launcher are pipes for the rank too, so that it does not draw into a file.
+        """Open the terminal and the pipes for the process's output."""
+        # Both drawn streams share a single terminal, as they do on a real screen. If a stream of
+        # the launcher is not a terminal, the rank's stream is a pipe too, so that the rank does not
+        # write control sequences to a file.
         if outlet.drawn:
             self._terminal, slave = _open_terminal(outlet.window)
             self._theirs |= dict.fromkeys(outlet.drawn, slave)
@@ -218,10 +242,10 @@ class Worker:
 
 
 def _open_terminal(window: tuple[int, int] | None) -> tuple[int, int]:
-    """Open a pseudo-terminal; return our end and the rank's."""
+    """Open a pseudo-terminal. Return the launcher's end and the rank's end."""
     ours, theirs = os.openpty()
     attributes = termios.tcgetattr(theirs)
-    # Forward bytes unchanged: our own terminal translates newlines later.
+    # Forward bytes unchanged, because the real terminal translates newlines.
     attributes[1] &= ~termios.OPOST
     termios.tcsetattr(theirs, termios.TCSANOW, attributes)
     if window is not None:

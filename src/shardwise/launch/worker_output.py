@@ -1,7 +1,7 @@
-"""Routes the output of one rank: to the screen, to its log, and the last lines to memory.
+"""Routes the output of a rank to the screen and to its log, and stores the last lines in memory.
 
-stream 1, 2   output in a pipe: shown in whole lines, prefixed with the rank
-stream 0      output on a terminal: shown immediately
+streams 1, 2   from pipes: shown in complete lines, prefixed with the rank
+stream 0       from a terminal: shown immediately
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,32 @@ from shardwise.launch.screen import InterruptFilter, Lines, Tail, plain
 from shardwise.messages.printable import as_utf8
 
 LIVE = 0
-"""The stream of a rank that draws on a terminal."""
+"""Stream number of output that a rank writes to its terminal."""
 
 
 class WorkerLog:
-    """The file in `--log-dir` with the output of one rank, without prefix and colours."""
+    """A rank's log file in `--log-dir`, which contains its output without prefix and colours.
+
+    Args:
+        path: The file. Output is appended.
+        head: Text for the first line, such as time and command.
+    """
 
     def __init__(self, path: Path, head: str) -> None:
         self.fault = ""
-        """Why the file cannot be written any more; "" while it can."""
+        """Error message once the file cannot be written any more, "" before that."""
         self._path = path
+        # Unbuffered, so that the log is complete even if the launcher is killed.
         self._file: BinaryIO = path.open("ab", buffering=0)
         self._file.write(as_utf8(f"== {head}\n"))
         self._lines: dict[int, Lines] = {}
 
     def feed(self, stream: int, data: bytes) -> None:
-        """Write the lines that `data` completes."""
+        """Append `data`, and write the lines that are now complete."""
         self._write(plain(self._lines.setdefault(stream, Lines(b"")).feed(data)))
 
     def end(self, stream: int) -> None:
-        """Finish the last line of `stream`."""
+        """Write the last, incomplete line of `stream`."""
         self._write(plain(self._lines.setdefault(stream, Lines(b"")).close()))
 
     def close(self) -> None:
@@ -45,14 +51,14 @@ class WorkerLog:
         try:
             while data and not self.fault:
                 data = data[self._file.write(data) :]
-        except OSError as error:  # a full disk must not end the run
+        except OSError as error:  # a full disk must not stop the run
             self.fault = f"the log {self._path} ends here: {error.strerror or error}."
 
 
 def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[WorkerLog | None]:
-    """Open a log per rank in `folder`, appending to logs of earlier runs.
+    """Open one log file per rank in `folder`, and append to the logs of earlier runs.
 
-    Raises LaunchError if they cannot be written.
+    Returns a list of None if `folder` is None. Raises LaunchError if the files cannot be written.
     """
     if folder is None:
         return [None] * ranks
@@ -75,7 +81,15 @@ def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[Wo
 
 
 class WorkerOutput:
-    """The output of one rank. `tail` keeps the last lines of its stderr."""
+    """The output of one rank.
+
+    Args:
+        shown: True to show the output on the screen.
+        log: The rank's log file, or None.
+
+    Attributes:
+        tail: The last lines of its standard error, or of its terminal.
+    """
 
     def __init__(
         self, rank: int, console: Console, *, shown: bool = True, log: WorkerLog | None = None
@@ -88,7 +102,7 @@ class WorkerOutput:
         self._filters: dict[int, InterruptFilter] | None = None
 
     def hear(self, stream: int, data: bytes) -> None:
-        """Handle new bytes of `stream`; b"" ends the stream."""
+        """Handle new bytes from `stream`, or b"" at its end."""
         if not data:
             self._end(stream)
         elif self._filters is not None:
@@ -97,14 +111,15 @@ class WorkerOutput:
             self._show(stream, data)
 
     def keep(self, stream: int, data: bytes) -> None:
-        """Write to the log, but not to the screen."""
+        """Write output to the log, but not to the screen."""
         if self._log and not self._log.fault:
             self._log.feed(stream, data)
+            # Report the error only once: the next call finds `fault` set and returns early.
             if self._log.fault:
                 self._console.say(f"shardwise: {self._log.fault}\n")
 
     def hide_interrupt(self) -> None:
-        """Hide tracebacks of KeyboardInterrupt from now on, because the user pressed Ctrl-C."""
+        """Hide tracebacks of KeyboardInterrupt from now on. Called after Ctrl-C."""
         self._filters = {}
 
     def close(self) -> None:
@@ -114,6 +129,7 @@ class WorkerOutput:
 
     def _show(self, stream: int, data: bytes) -> None:
         self.keep(stream, data)
+        # Tracebacks are on standard error, or on the terminal, where both streams are mixed.
         if stream != STDOUT:
             self.tail.feed(data)
         if not self._shown:
@@ -124,6 +140,7 @@ class WorkerOutput:
             self._console.lines(self._lines[stream].feed(data), stream)
 
     def _end(self, stream: int) -> None:
+        # Show the output that the filter still holds back, because no more will follow.
         filtered = (self._filters or {}).pop(stream, None)
         if filtered is not None:
             self._show(stream, filtered.close())

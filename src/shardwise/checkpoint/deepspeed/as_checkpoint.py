@@ -1,4 +1,4 @@
-"""Adapter that presents a DeepSpeed save as one of our checkpoints: sets of tensors, and fields."""
+"""Presents a DeepSpeed save as a Shardwise checkpoint, with tensor sets and fields."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from shardwise.checkpoint.reader import TensorReader
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
 
 SCHEDULER = "lr_scheduler"
-"""Name under which the state of DeepSpeed's scheduler is tracked."""
+"""Name of the tracked object that holds the state of DeepSpeed's scheduler."""
 
 
 def fields_of(
     save: Save, names: Mapping[str, Sequence[str]], groups: Sequence[Sequence[str]]
 ) -> tuple[dict[str, TensorReader], dict[str, Any]]:
-    """Return the sets of tensors of `save`, and the fields that checkpoint.json would have.
+    """Return the tensor sets of `save`, and the fields that its checkpoint.json would have.
 
-    The fields are empty if no optimizer was saved. Their seed is None, because DeepSpeed saves
-    none. Raises CheckpointMismatch if the optimizer has other groups.
+    The fields are empty if no optimizer was saved. The seed is None, because DeepSpeed does not
+    save it. Raises CheckpointMismatch if the optimizer's parameter groups differ.
 
     Args:
-        names: All names of each of the model's tensors, keyed by the first.
-        groups: First names of the parameters in each of the optimizer's groups.
+        names: All names of each of the model's tensors (several for tied weights), keyed by the
+            first one.
+        groups: First names of the parameters in each of the optimizer's parameter groups.
     """
     sets: dict[str, TensorReader] = {"model": save.model}
     with as_written(save.files.folder):
@@ -49,7 +50,7 @@ def fields_of(
         "seed": None,
         "optimizers": optimizers,
         "state": state,
-        # DeepSpeed updates whole flat groups, so no segment is ever cut.
+        # DeepSpeed always updates entire flat groups, so it never cuts segments.
         "borders": [],
         "scaling": {"scale": scale, "good_steps": good_steps, "unit": None, "wide": False},
         "tracked": {} if save.scheduler is None else {SCHEDULER: save.scheduler},
@@ -58,8 +59,11 @@ def fields_of(
 
 
 def verify(save: Save, rank: int, size: int) -> None:
-    """Verify the files that are assigned to `rank` of `size`. Raises BrokenCheckpoint if one has
-    changed."""
+    """Verify the share of the files that is assigned to `rank`, one of `size` ranks.
+
+    Raises BrokenCheckpoint if a file has changed since it was written.
+    """
+    # The ranks divide the files among themselves, so that each file is read once.
     for path in save.files.all[rank::size]:
         if (fault := inert.damage(path)) is not None:
             raise BrokenCheckpoint(
@@ -82,11 +86,11 @@ def client_state(path: str | PathLike[str]) -> dict[str, Any]:
     """Return the `client_state` that was passed to DeepSpeed's save_checkpoint.
 
     Args:
-        path: Folder of a tag, or of several tags with a file `latest`.
+        path: Folder of a tag, or a folder that contains several tags and a file `latest`.
 
     Returns:
-        The saved values by key. An object of a class becomes a record of its attributes; its code
-        never runs.
+        The saved values by key. An object of an unknown class becomes a plain record of its
+        attributes. No code from the file runs.
 
     Raises:
         CheckpointError: `path` is not a DeepSpeed checkpoint.
@@ -103,24 +107,24 @@ def client_state(path: str | PathLike[str]) -> dict[str, Any]:
 # -- the optimizer ----------------------------------------------------------------------------
 
 MASTER = "master"
-"""Key of an fp32 master among the optimizer's tensors."""
+"""Key of a parameter's fp32 master weights among the optimizer's tensors."""
 
 _OWN_ADAM = "bias_correction"
-"""An option that only DeepSpeed's own Adams have. They count steps as a plain number."""
+"""Option that only DeepSpeed's own Adam classes have. They store the step count as an int."""
 
 _OF_ELEMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg"}
-"""State in torch's optimizers that has the shape of its parameter."""
+"""Keys of optimizer state in torch that has the same shape as its parameter."""
 
 
 @dataclass
 class SavedOptimizer:
-    """The optimizer of a save.
+    """The optimizer in a DeepSpeed save.
 
     Args:
-        tensors: State tensors, named NAME.KEY.
-        groups: Parameter names by group.
-        options: Options by group.
-        numbers: State that is a single value, by parameter and key.
+        tensors: State tensors, each named PARAMETER.KEY.
+        groups: Names of the parameters in each parameter group.
+        options: Options of each parameter group.
+        numbers: Scalar state, by parameter name and key.
     """
 
     tensors: FragmentReader = field(default_factory=FragmentReader)
@@ -129,7 +133,7 @@ class SavedOptimizer:
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_fields(self) -> dict[str, Any]:
-        """Return its fields in the form of checkpoint.json; the class is unknown."""
+        """Return the optimizer's entry for checkpoint.json, with an unknown class ("")."""
         return {
             "class": "",
             "groups": [
@@ -139,21 +143,22 @@ class SavedOptimizer:
         }
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return state that is a single value, in the form of checkpoint.json."""
+        """Return the scalar state in the form used in checkpoint.json."""
         return {n: {k: _encode(v) for k, v in e.items()} for n, e in self.numbers.items()}
 
 
 def _read_optimizer(
     save: Save, names: Mapping[str, Sequence[str]], groups: Sequence[Sequence[str]]
 ) -> SavedOptimizer | None:
-    """Return the optimizer of `save`, or None if none was saved; arguments as in `fields_of`.
+    """Return the optimizer in `save`, or None if no optimizer was saved.
 
-    At stage 0 parameters have no names, so they are identified by their position in the groups, as
-    in torch's load_state_dict. Raises CheckpointMismatch if the groups differ.
+    At stage 0 the state is stored without parameter names, so parameters are identified by their
+    position in the groups, as in torch's `load_state_dict`. Raises CheckpointMismatch if the groups
+    differ. `fields_of` describes the arguments.
     """
     optimizer = SavedOptimizer()
     if save.partitions is not None:
-        # Only names with optimizer state: buffers and frozen parameters have none.
+        # Match only parameters with optimizer state, so not buffers and frozen parameters.
         saved_names = {name for shapes in save.partitions.shapes for name in shapes}
         here = tensor_names.match(names, saved_names).found
         _read_flat(save, optimizer, save.partitions, {name: first for first, name in here.items()})
@@ -168,7 +173,7 @@ def _read_optimizer(
     else:
         _read_by_place(save, optimizer, save.optimizer, names, groups)
     for options in optimizer.options:
-        # torch's Adam always corrects bias, so it lacks this option of DeepSpeed's Adams.
+        # torch's Adam always corrects bias and so does not have this option.
         if options.pop(_OWN_ADAM, True) is not True:
             raise CheckpointError(
                 "The checkpoint has an Adam without bias correction, which torch does not have. "
@@ -180,7 +185,11 @@ def _read_optimizer(
 def _read_flat(
     save: Save, optimizer: SavedOptimizer, partitions: Partitions, here: Mapping[str, str]
 ) -> None:
-    """Read state over flat groups; `here` maps names in the files to names of the model."""
+    """Read optimizer state that is stored for flat groups of parameters.
+
+    Args:
+        here: Maps names in the files to names in the model.
+    """
     bases = partitions.bases()
     for group in bases[0]["param_groups"]:
         members: list[str] = []
@@ -191,13 +200,12 @@ def _read_flat(
                     f"{len(partitions.shapes)} groups. Use another checkpoint."
                 )
             known = {n: here[n] for n in partitions.shapes[number] if n in here}
-            # Parameters that the model here lacks are skipped; `optimizer_fields.check` reports the
-            # mismatch.
+            # Skip parameters that the model does not have. `optimizer_fields.check` reports them.
             members += known.values()
             _read_masters(save, optimizer, partitions, number, known)
             for key, value in bases[0]["state"].get(number, {}).items():
-                # A tensor of the partition's length has one value per element; a 0-dim tensor is a
-                # count.
+                # A flat tensor holds one value per element of the partition. A 0-dim tensor is a
+                # step count.
                 if isinstance(value, Tensor) and value.ndim:
                     as_state = {n: f"{model_name}.{key}" for n, model_name in known.items()}
                     flats = partitions.state(number, key)
@@ -218,7 +226,7 @@ def _read_masters(
     number: int,
     known: Mapping[str, str],
 ) -> None:
-    """Read the fp32 masters, if the model was trained in another dtype."""
+    """Read the fp32 master weights of the parameters that were trained in a different dtype."""
     if save.stage != STAGE_3:  # at stage 3 the model's tensors are the masters
         narrow = {
             n: f"{model_name}.{MASTER}" for n, model_name in known.items() if save.is_narrow(n)
@@ -234,7 +242,10 @@ def _read_by_place(
     names: Mapping[str, Sequence[str]],
     groups: Sequence[Sequence[str]],
 ) -> None:
-    """Read a plain state_dict. With fp16 it has the masters in `fp32_groups`."""
+    """Read a plain state_dict, which identifies parameters by position.
+
+    With fp16, DeepSpeed stores the master weights in its `fp32_groups`.
+    """
     plain = saved.get("optimizer_state_dict", saved)
     counts = [len(group["params"]) for group in plain["param_groups"]]
     if counts != [len(group) for group in groups]:
@@ -282,7 +293,10 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step_count(key: str, value: Any, group: Mapping[str, Any]) -> Any:
-    """Return a step count in the form of torch's optimizers."""
+    """Return `value`, but as a tensor if it is the step count of one of DeepSpeed's Adam classes.
+
+    torch's optimizers store step counts as tensors.
+    """
     if key == "step" and _OWN_ADAM in group and not isinstance(value, Tensor):
         return torch.tensor(float(value))
     return value

@@ -1,4 +1,4 @@
-"""Conversion of a DeepSpeed save's model to one plain fp32 file, in bounded memory."""
+"""Converts the model in a DeepSpeed save to a single fp32 file, using bounded memory."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from shardwise.checkpoint.format import TensorSpec, dtype_of
 from shardwise.errors import CheckpointError
 
 _CHUNK = 2**22
-"""Maximum number of elements in memory at a time."""
+"""Maximum number of elements that are held in memory at a time."""
 
 Advance = Callable[[int], None]
-"""Called with the number of elements written since the last call."""
+"""Progress callback. Receives the number of elements written since the previous call."""
 
 
 def place_of(out: Path) -> Path:
-    """Return the file to write: `out`, or model.safetensors in it if it names a folder.
+    """Return the path of the file to write.
 
-    Raises CheckpointError for an unknown suffix.
+    This is `out`, or model.safetensors in `out` if it is a folder or has no suffix. Raises
+    CheckpointError if the suffix is unknown.
     """
     if out.is_dir() or not out.suffix:
         return out / "model.safetensors"
@@ -45,18 +46,22 @@ def place_of(out: Path) -> Path:
 
 
 def write_fp32(save: Save, out: Path, advance: Advance = lambda _: None) -> int:
-    """Write the model of `save` to the file `out`, floating-point tensors in fp32.
+    """Write the model in `save` to the file `out`, with all floating-point tensors in fp32.
 
-    A safetensors file contains tied weights once, and their other names in its metadata.
+    A safetensors file contains each tied weight once, and its other names in the metadata.
+
+    Args:
+        advance: Called with the number of elements after each write.
 
     Returns:
-        The number of tensors, with tied weights counted under each name.
+        The number of tensors. A tied weight counts once per name.
 
     Raises:
         CheckpointError: The file cannot be written.
         BrokenCheckpoint: The save is incomplete.
     """
     tensors, twins = save.fp32(), save.twins
+    # Only the dtype in the file changes here. `read` converts the values.
     specs = [
         TensorSpec(spec.name, "F32", spec.shape) if dtype_of(spec.dtype).is_floating_point else spec
         for spec in tensors.specs.values()
@@ -86,7 +91,12 @@ def _write_pickled(
     folder: Path,
     advance: Advance,
 ) -> None:
-    """Write with torch.save, which needs all tensors at once: map them from temporary files."""
+    """Write `file` with torch.save.
+
+    torch.save needs all tensors at once, so they are memory-mapped from temporary files in
+    `folder`.
+    """
+    # Use the folder of the output, whose disk must have room for the model anyway.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".zero-to-fp32-") as aside:
         values: dict[str, Tensor] = {}
         for number, spec in enumerate(specs):
@@ -100,7 +110,7 @@ def _write_pickled(
 
 
 def _parts(tensors: FragmentReader, advance: Advance, spec: TensorSpec) -> Iterator[Tensor]:
-    """Yield the elements of a tensor in parts, so that no tensor is in memory whole."""
+    """Yield the elements of a tensor in chunks, so that large tensors need not fit in memory."""
     for first, count in _chunks(spec.numel):
         value = torch.empty(count, dtype=dtype_of(spec.dtype))
         tensors.read(spec.name, first, value)
@@ -112,11 +122,11 @@ def _map_file(path: Path, spec: TensorSpec) -> Tensor:
     dtype = dtype_of(spec.dtype)
     if not spec.numel:
         return torch.empty(0, dtype=dtype)
-    # Shared: written pages can go to disk, so the whole model need not fit in memory.
+    # With a shared mapping the kernel can write pages to disk, so the model need not fit in memory.
     return torch.from_file(str(path), shared=True, size=spec.numel, dtype=dtype)
 
 
 def _chunks(total: int) -> Iterator[tuple[int, int]]:
-    """Yield first element and length of each part, which has at most _CHUNK elements."""
+    """Yield the first element and the length of each chunk of at most _CHUNK elements."""
     for first in range(0, total, _CHUNK):
         yield first, min(_CHUNK, total - first)

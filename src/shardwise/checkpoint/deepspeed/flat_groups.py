@@ -1,10 +1,11 @@
-"""Positions of parameters in the flat partitions that DeepSpeed saves. Pure.
+"""Computes the positions of parameters in the flat partitions that DeepSpeed saves. No I/O.
 
-Stages 1 and 2 concatenate the parameters of a group, and split the result into one partition per
-rank. Stage 3 splits each parameter separately, and concatenates a rank's parts of a group:
+Stages 1 and 2 concatenate the parameters of a group and split the result into one partition per
+rank. Stage 3 splits each parameter separately; a rank's partition is the concatenation of its
+parts:
 
     stages 1, 2   | first.weight   first.bia|s  second.weight  pad |     rank 0 | rank 1
-    stage 3       | first.weight[:half]  first.bias[:half] ... |         each rank
+    stage 3       | first.weight[:half]  first.bias[:half] ... |         rank 0 of 2
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from math import prod
 
 @dataclass(frozen=True)
 class Cut:
-    """Elements `first` to `first + count` of a parameter. They start at element `at` of the
-    partition of `rank`."""
+    """Part of a parameter in one rank's partition.
+
+    The `count` elements of the parameter that start at `first` are stored in the partition of rank
+    `rank`, starting at element `at`.
+    """
 
     rank: int
     at: int
@@ -33,12 +37,13 @@ Shapes = Mapping[str, Sequence[int]]
 def end_to_end(
     shapes: Shapes, partition: int, ranks: int, paddings: Sequence[int] | None = None
 ) -> dict[str, list[Cut]]:
-    """Return the cuts of a group of stages 1 and 2.
+    """Return the cuts of each parameter of a group at stage 1 or 2, by name.
 
     Args:
-        partition: Number of elements per partition.
+        shapes: Shapes of the group's parameters.
+        partition: Number of elements in each rank's partition.
         ranks: Number of ranks that share the group.
-        paddings: Number of padding elements after each parameter.
+        paddings: Number of padding elements after each parameter, or None if there is no padding.
     """
     cuts: dict[str, list[Cut]] = {}
     start = 0
@@ -49,18 +54,22 @@ def end_to_end(
             for rank in range(ranks)
             if (low := max(start, rank * partition)) < (high := min(end, (rank + 1) * partition))
         ]
-        # Some optimizers align each parameter; the padding belongs to no cut.
+        # Some optimizers pad each parameter for alignment. The padding belongs to no cut.
         start = end + padding
     return cuts
 
 
 def each_by_itself(shapes: Shapes, ranks: int) -> dict[str, list[Cut]]:
-    """Return the cuts of a group of stage 3: equal parts, the last ones padded."""
+    """Return the cuts of each parameter of a group at stage 3, by name.
+
+    Each parameter is split into one part per rank, all of the same length. The last parts are
+    padded.
+    """
     cuts: dict[str, list[Cut]] = {}
     at = 0
     for name, shape in shapes.items():
         numel = prod(shape)
-        # Rounded up: ranks have equally long parts, so the last ones may be short or empty.
+        # Rounded up, so the last ranks' parts may hold fewer elements, or only padding.
         part = -(-numel // ranks)
         cuts[name] = [
             Cut(rank, at, rank * part, count)

@@ -2,7 +2,7 @@
 
 ckpt/latest                                          names the tag
 ckpt/global_step3/mp_rank_00_model_states.pt         stages 0 to 2: the model
-ckpt/global_step3/zero_pp_rank_R_mp_rank_00_model_states.pt    stage 3: of each rank R
+ckpt/global_step3/zero_pp_rank_R_mp_rank_00_model_states.pt    stage 3, one per rank R
 ckpt/global_step3/zero_pp_rank_R_mp_rank_00_optim_states.pt    stages 1 to 3 (bf16_zero_... too)
 """
 
@@ -26,16 +26,20 @@ _SCRIPT = "zero_to_fp32.py"
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]{2,})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]{2,})_?optim_states\.pt")
 _UNIVERSAL = "zero"
-"""Folder into which ds_to_universal.py puts the tensors, next to a model_states.pt."""
+"""Folder that ds_to_universal.py creates for the tensors, next to a model_states.pt."""
 
-# Files of DeepSpeed's pipeline and expert parallelism, whose models are not read.
+# Files that DeepSpeed writes only with pipeline or expert parallelism, which is not supported.
 _PARTS = re.compile(r"(layer_[0-9]|expp_rank_|layer_[0-9]+_expert_).*_states\.pt")
 
 
 @dataclass(frozen=True)
 class SaveFiles:
-    """Files of a save by data-parallel rank: those with the model, and those with the optimizer's
-    partitions (none at stage 0)."""
+    """Files of a save, by data-parallel rank.
+
+    Args:
+        models: Files with the model.
+        optimizers: Files with the optimizer's partitions. Empty at stage 0.
+    """
 
     folder: Path
     models: dict[int, Path]
@@ -43,18 +47,19 @@ class SaveFiles:
 
     @property
     def all(self) -> list[Path]:
-        """Every file, in a fixed order."""
+        """All files, in a fixed order."""
         return [*self.models.values(), *self.optimizers.values()]
 
 
 def find(path: Path) -> Path | None:
-    """Return the folder of one save: `path`, the one that its `latest` names, or its only one.
+    """Return the folder of the DeepSpeed save that `path` refers to.
 
+    This is `path` itself, the folder in it that its file `latest` names, or the only save in it.
     Returns None if `path` is not a DeepSpeed checkpoint.
 
     Raises:
         BrokenCheckpoint: `latest` names a folder that does not exist.
-        CheckpointError: There are several saves and no `latest`.
+        CheckpointError: `path` contains several saves but no file `latest`.
     """
     if not path.is_dir() or (path / DOCUMENT).exists():
         return None
@@ -66,7 +71,7 @@ def find(path: Path) -> Path | None:
     if tag is not None and is_plain_name(tag):
         if _is_save(path / tag):
             return path / tag
-        # Only with DeepSpeed's script next to it: other libraries have files called `latest` too.
+        # Other libraries write files called `latest` too, so also look for DeepSpeed's script.
         if not (path / tag).exists() and (path / _SCRIPT).exists():
             raise BrokenCheckpoint(
                 f"{path / LATEST} names {tag}, which is not in {path}. Restore the folder, or name "
@@ -93,11 +98,11 @@ def _is_save(path: Path) -> bool:
 
 
 def files_of(folder: Path) -> SaveFiles:
-    """Return the files of all ranks in `folder`.
+    """Return the files that all ranks wrote to `folder`.
 
     Raises:
-        BrokenCheckpoint: The file of some rank is missing.
-        CheckpointError: The model was split by other means than ZeRO.
+        BrokenCheckpoint: A rank's file is missing.
+        CheckpointError: The model was split by something other than ZeRO.
     """
     models: dict[int, Path] = {}
     optimizers: dict[int, Path] = {}
@@ -112,12 +117,13 @@ def files_of(folder: Path) -> SaveFiles:
             )
         for form, found in ((_MODEL, models), (_OPTIMIZER, optimizers)):
             if named := form.fullmatch(path.name):
-                # mp_rank above 0 means that tensor or pipeline parallelism has split the model.
+                # An mp_rank above 0 means that tensor or pipeline parallelism split the model.
                 if int(named[2]):
                     raise _other_parallelism(folder, path.name)
                 found[int(named[1] or 0)] = path
     if 0 not in models:
         raise _missing(folder, "its model_states.pt of rank 0")
+    # A gap in the rank numbers shows a missing file. `check_count` detects missing last ranks.
     for found, kind in ((models, "model"), (optimizers, "optim")):
         if lost := sorted(set(range(max(found, default=0))) - set(found)):
             raise _missing(folder, f"zero_pp_rank_{lost[0]}_mp_rank_00_{kind}_states.pt")
@@ -141,10 +147,10 @@ def _other_parallelism(folder: Path, name: str) -> CheckpointError:
 
 @contextmanager
 def as_written(folder: Path) -> Iterator[None]:
-    """Context manager that turns errors of unexpected contents into BrokenCheckpoint.
+    """Context manager that converts errors from unexpected file contents to BrokenCheckpoint.
 
-    An intact file may hold anything. A missing value or one of another type raises TypeError,
-    KeyError and the like in the code that reads it.
+    Even an undamaged file may contain anything. If a value is missing or has the wrong type, the
+    code that reads it raises a TypeError, KeyError or the like.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""Loads a file that torch.save wrote, without running any code that it names.
+"""Loads files written by torch.save without running any code that they name.
 
-A pickle requests functions and classes by name. Only those in BUILDERS are called: a closed list of
-builders for tensors, sizes, ordered maps, sets, bytes and numpy numbers. Any other name becomes a
-class without behaviour, whose objects only hold their attributes: DeepSpeed's LossScaler,
-ZeroStageEnum and fragment_address, and anything that users put into their client_state.
+A pickle refers to functions and classes by name. This loader calls only the functions in BUILDERS,
+which create tensors, sizes, ordered dicts, sets, bytes and numpy scalars. Any other name becomes a
+class without behaviour, whose instances only hold their attributes. Examples are DeepSpeed's
+LossScaler, ZeroStageEnum and fragment_address, and anything that users put into `client_state`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from shardwise.errors import BrokenCheckpoint
 
 
 class Inert:
-    """Record of an object whose class is not loaded: its attributes, and its constructor's `args`.
+    """Plain record of an object whose class is not loaded. Holds the object's attributes.
 
-    `kind` is the name of the class.
+    Attributes:
+        kind: Name of the class, including its module.
+        args: Positional arguments of the constructor.
     """
 
     kind = ""
@@ -43,7 +45,7 @@ class Inert:
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
             state = {**(state[0] or {}), **state[1]}
         if isinstance(state, dict):
-            # Not `__class__` and the like: the record must stay inert.
+            # Skip `__class__` and the like, which would change how the record behaves.
             plain = {k: v for k, v in state.items() if isinstance(k, str) and k[:2] != "__"}
             self.__dict__.update(plain)
 
@@ -61,8 +63,10 @@ class Inert:
 
 
 class _Builder:
-    """Function that a file may call but cannot modify. A pickle can set attributes of any object
-    that it names."""
+    """Wraps a function that a file may call, so that the file cannot modify it.
+
+    Without the wrapper it could, because a pickle can set attributes of any object that it names.
+    """
 
     __slots__ = ("function",)
     function: Callable[..., Any]
@@ -81,7 +85,10 @@ class _Builder:
 
 
 def _build_number(kind: Any, data: bytes = b"") -> Any:
-    """Return a numpy number, from its type and bytes."""
+    """Return the Python number for a numpy scalar, given its dtype and its bytes.
+
+    Returns an empty record if the dtype is not supported.
+    """
     name = kind.args[0] if isinstance(kind, Inert) and kind.args else None
     form = {"f8": "d", "f4": "f", "i8": "q", "i4": "i", "u8": "Q", "b1": "?"}.get(str(name))
     if form is None or not isinstance(data, bytes):
@@ -93,28 +100,28 @@ BUILDERS: dict[tuple[str, str], _Builder] = {
     ("collections", "OrderedDict"): _Builder(lambda *args: OrderedDict(*args)),
     ("torch", "Size"): _Builder(lambda *args: torch.Size(*args)),
     ("torch._utils", "_rebuild_tensor_v2"): _Builder(
-        # Later arguments are hooks and metadata, which are ignored.
+        # Ignore further arguments, which are hooks and metadata.
         lambda *args: torch._utils._rebuild_tensor_v2(*args[:6])  # type: ignore[no-untyped-call]
     ),
     ("torch._utils", "_rebuild_parameter"): _Builder(lambda data, *_: data),
     ("torch._tensor", "_rebuild_from_type_v2"): _Builder(
-        # A tensor of a subclass: its type and the attributes that were saved with it are ignored.
+        # For a tensor subclass, ignore the type and the saved attributes.
         lambda function, _, args, __: function(*args) if isinstance(function, _Builder) else Inert()
     ),
     ("builtins", "set"): _Builder(lambda *args: set(*args)),
     ("builtins", "complex"): _Builder(lambda *args: complex(*args)),
-    # Python 2 protocols store bytes as text in this encoding.
+    # Pickle protocols 0 to 2 store bytes as text in this encoding.
     ("_codecs", "encode"): _Builder(
         lambda text, coding="latin1": text.encode("latin1" if coding == "latin1" else "utf-8")
     ),
     ("numpy.core.multiarray", "scalar"): _Builder(_build_number),
     ("numpy._core.multiarray", "scalar"): _Builder(_build_number),
 }
-"""Replacements by module and name. A file can call nothing else."""
+"""Functions that a file may call, by module and name. It cannot call any others."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves names to BUILDERS, dtypes, or Inert classes. Imports nothing."""
+    """Resolves names to functions in BUILDERS, dtypes or Inert classes. Imports nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         module = {"__builtin__": "builtins"}.get(module, module)
@@ -123,32 +130,32 @@ class _Unpickler(pickle.Unpickler):
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
-        # A class, because a pickle may instantiate a name or call it as a function.
+        # Return a class, because a pickle may instantiate it or call it like a function.
         return type("Inert", (Inert,), {"kind": f"{module}.{name}"})
 
 
 class _Pickle:
-    """Replacement for the module pickle in torch.load."""
+    """Replacement for the `pickle` module that torch.load uses."""
 
     Unpickler = _Unpickler
 
     @staticmethod
     def load(*_: Any, **__: Any) -> NoReturn:
-        """Refuse a plain pickle stream: torch.load calls this only for files that are not zips."""
+        """Raise UnpicklingError. torch.load calls this only for files that are not zip files."""
         raise pickle.UnpicklingError("it is not of torch.save's zip format")
 
 
 def load(path: Path) -> Any:
-    """Return the contents of the file `path`. Tensors are memory-mapped.
+    """Return the contents of the file `path`, with memory-mapped tensors.
 
-    Raises BrokenCheckpoint if it is missing, truncated, or was not written by torch.save.
+    Raises BrokenCheckpoint if the file is missing, truncated, or not written by torch.save.
     """
     try:
         must_be_file(path)
-        # First, because torch.load would read a file that is not a zip as a plain pickle.
+        # Check this first, because torch.load would read any other file as a plain pickle.
         zipfile.ZipFile(path).close()
-        # If torch.load finds constants.pkl, it runs the file as TorchScript. A crafted file can
-        # show other names to zipfile than to torch, so ask torch's own reader.
+        # If torch.load finds constants.pkl, it runs the file as TorchScript. A crafted file may
+        # list different names for zipfile than for torch, so list them with torch's own reader.
         names = torch._C.PyTorchFileReader(str(path)).get_all_records()
         if "constants.pkl" in names or "data.pkl" not in names:
             raise BrokenCheckpoint(f"{path} was not written by torch.save. Use another checkpoint.")
@@ -167,16 +174,19 @@ def load(path: Path) -> Any:
             f"{path} is truncated, or was not written by torch.save. Use another checkpoint, or a "
             "fresh copy of this file."
         ) from error
-    except Exception as error:  # torch raises many types for a truncated file
+    except Exception as error:  # torch raises many exception types for truncated files
         raise BrokenCheckpoint(f"{path} cannot be read: {error!r:.300}.") from error
 
 
 _UNSUMMED = "version"
-"""A record of every file. Its checksum is 0 if torch was told to write no checksums."""
+"""Record in every file. Its checksum is 0 if torch was configured not to write checksums."""
 
 
 def damage(path: Path) -> str | None:
-    """Return a description of damage to the file `path`, by the CRC-32 of its records, or None."""
+    """Return a description of the damage to the file `path`, or None if it is intact.
+
+    Compares the CRC-32 of each record. A file without checksums counts as intact.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()

@@ -1,4 +1,4 @@
-"""Reader of tensors that are split over the flat partitions of several ranks, and their state."""
+"""Reads parameters and optimizer state that are split across the ranks' flat partitions."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements of a tensor, starting at `first`; `values` is flat."""
+    """Consecutive elements of a tensor, starting at element `first`. `values` is 1-D."""
 
     first: int
     values: Tensor
 
 
 class FragmentReader(TensorReader):
-    """Reads tensors by name, assembled from fragments."""
+    """TensorReader that assembles tensors from fragments in memory."""
 
     def __init__(self) -> None:
         self._fragments: dict[str, list[Fragment]] = {}
         self.specs: dict[str, TensorSpec] = {}
 
     def add_whole(self, name: str, value: Tensor) -> None:
-        """Add a whole tensor `name`."""
+        """Add a complete tensor under `name`."""
         spec = TensorSpec(name, dtype_name(value.dtype), tuple(value.shape))
         self.specs[name] = spec
         self._fragments[name] = [Fragment(0, value.detach().contiguous().view(-1))]
@@ -41,9 +41,14 @@ class FragmentReader(TensorReader):
     def add_cuts(
         self, name: str, shape: Sequence[int], cuts: Sequence[Cut], flats: Mapping[int, Tensor]
     ) -> None:
-        """Add tensor `name` of `shape`, whose `cuts` are in the ranks' flat tensors.
+        """Add a tensor under `name`, assembled from the ranks' flat tensors.
 
-        Raises BrokenCheckpoint if a flat tensor is too short, or elements are missing.
+        Raises BrokenCheckpoint if a flat tensor is too short or elements are missing.
+
+        Args:
+            shape: Shape of the tensor.
+            cuts: Parts of the tensor, and their positions in the flat tensors.
+            flats: Flat tensors by rank.
         """
         found = []
         for cut in cuts:
@@ -56,18 +61,20 @@ class FragmentReader(TensorReader):
                     "were on NVMe and are not in the files. Use another checkpoint."
                 )
             found.append(Fragment(cut.first, values))
-        # The cuts are computed, so a mixture of saves shows here as too few elements.
+        # The cuts are computed from one rank's sizes, so if the files are from different saves, the
+        # total is wrong.
         if sum(fragment.values.numel() for fragment in found) != prod(shape):
             raise BrokenCheckpoint(
                 f"The ranks' parts of {name} do not add up to its {prod(shape)} elements. Use "
                 "another checkpoint."
             )
+        # The dtype is the same on all ranks, so use any of them.
         dtype = flats[min(flats)].dtype
         self.specs[name] = TensorSpec(name, dtype_name(dtype), tuple(shape))
         self._fragments[name] = found
 
     def add_from(self, name: str, other: FragmentReader, other_name: str) -> None:
-        """Add tensor `other_name` of another reader under `name`."""
+        """Add a tensor of the reader `other` under a new name. The values are not copied."""
         spec = other.specs[other_name]
         self.specs[name] = TensorSpec(name, spec.dtype, spec.shape)
         self._fragments[name] = other._fragments[other_name]
@@ -79,6 +86,7 @@ class FragmentReader(TensorReader):
             high = min(end, fragment.first + fragment.values.numel())
             if low < high:
                 values = fragment.values[low - fragment.first : high - fragment.first]
+                # copy_ converts the dtype if `into` has a different one.
                 into[low - first : high - first].copy_(values)
 
 
@@ -87,14 +95,14 @@ STAGE_3 = 3
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys under which a kind of optimizer saves its fp32 partitions and torch's state_dict."""
+    """Keys, in a saved optimizer, of its fp32 partitions (`flats`) and its state_dict (`base`)."""
 
     flats: str
     base: str
 
 
 KEYS_OF_STAGES = {
-    # Without ZeRO, but with DeepSpeed's own fp16 optimizer.
+    # Stage 0 has these keys only with DeepSpeed's own fp16 optimizer.
     0: Keys("fp32_groups_flat", "optimizer_state_dict"),
     1: Keys("single_partition_of_fp32_groups", "base_optimizer_state"),
     2: Keys("single_partition_of_fp32_groups", "base_optimizer_state"),
@@ -103,7 +111,14 @@ KEYS_OF_STAGES = {
 
 
 class Partitions:
-    """Flat partitions by rank, as saved in `folder`, of groups whose parameters have `shapes`."""
+    """The flat partitions that the ranks saved.
+
+    Args:
+        folder: Folder of the save, for error messages.
+        stage: ZeRO stage of the save.
+        saved: Contents of each rank's optimizer file.
+        shapes: Shapes of the parameters in each flat group.
+    """
 
     def __init__(
         self, folder: Path, stage: int, saved: Mapping[int, Mapping[str, Any]], shapes: list[Shapes]
@@ -115,14 +130,20 @@ class Partitions:
         self.shapes = shapes
 
     def flats(self, group: int) -> dict[int, Tensor]:
-        """Return the fp32 partitions of a flat group by rank. Raises BrokenCheckpoint."""
+        """Return the fp32 partitions of a flat group, by rank.
+
+        Raises BrokenCheckpoint if a rank's partition is missing.
+        """
         return self._tensors(
             f"{self._keys.flats} of group {group}",
             lambda saved: saved[self._keys.flats][group],
         )
 
     def bases(self) -> dict[int, Mapping[str, Any]]:
-        """Return the state_dict of each rank's optimizer over its partitions."""
+        """Return the state_dict of the optimizer that each rank ran on its partitions, by rank.
+
+        Raises CheckpointError if the state has an unsupported form.
+        """
         found = {rank: saved.get(self._keys.base) for rank, saved in self._saved.items()}
         if any(
             not isinstance(state, dict) or "param_groups" not in state for state in found.values()
@@ -134,7 +155,10 @@ class Partitions:
         return {rank: state for rank, state in found.items() if state is not None}
 
     def state(self, number: int, key: str) -> dict[int, Tensor]:
-        """Return entry `key` of the optimizer's state of a flat group, by rank."""
+        """Return the entry `key` of the optimizer state of flat group `number`, by rank.
+
+        Raises BrokenCheckpoint if a rank's entry is missing.
+        """
         return self._tensors(
             f"{key} of group {number}",
             lambda saved: saved[self._keys.base]["state"][number][key],
@@ -161,9 +185,11 @@ class Partitions:
         flats: Mapping[int, Tensor],
         names: Mapping[str, str],
     ) -> None:
-        """Add the parameters in flat tensors, laid out like the group, to a reader.
+        """Add the tensors of a group's parameters to the reader `to`.
 
-        `names` maps their names to those in the reader; parameters without a name are skipped.
+        Args:
+            flats: Flat tensors by rank, with the same layout as the group's partitions.
+            names: Maps parameter names to names in the reader. Other parameters are skipped.
         """
         for name, cuts in self._cuts(group).items():
             if name in names:
@@ -173,7 +199,7 @@ class Partitions:
         shapes, ranks = self.shapes[group], len(self._saved)
         if self._is_cut_each:
             return each_by_itself(shapes, ranks)
-        # Every partition has the length of rank 0's partition plus its padding.
+        # Every partition has as many elements as rank 0's partition plus rank 0's padding.
         first = self._saved[0]
         partition = self.flats(group)[0].numel()
         if "zero_stage" in first:  # only this optimizer saves its partitions without padding
@@ -189,11 +215,13 @@ class Partitions:
 
 
 def stage_of(folder: Path, saved: Mapping[int, Mapping[str, Any]]) -> int:
-    """Return the ZeRO stage of `saved` partitions, 0 without any. Raises CheckpointError if
-    it is unknown."""
+    """Return the ZeRO stage of the `saved` partitions, or 0 if `saved` is empty.
+
+    Raises CheckpointError if the stage is unknown.
+    """
     if not saved:
         return 0
-    value = saved[0].get("zero_stage", 1)  # bf16 over fp32 gradients stores no stage
+    value = saved[0].get("zero_stage", 1)  # not stored with bf16 and fp32 gradients
     stage = value.args[0] if isinstance(value, inert.Inert) and value.args else value
     if not isinstance(stage, int) or stage not in (1, 2, STAGE_3):
         raise CheckpointError(
@@ -206,7 +234,8 @@ def stage_of(folder: Path, saved: Mapping[int, Mapping[str, Any]]) -> int:
 def check_count(folder: Path, saved: Mapping[int, Mapping[str, Any]], models: int | None) -> None:
     """Raise BrokenCheckpoint if the number of files differs from the number of ranks.
 
-    `models` is the number of model files, at stage 3.
+    Args:
+        models: Number of model files at stage 3, otherwise None.
     """
     counts = saved[0].get("partition_count", len(saved))
     # A list has one count per parameter group.

@@ -1,4 +1,4 @@
-"""One DeepSpeed save: tensors by name, and its other contents."""
+"""Reads one DeepSpeed save: the model's tensors by name, the optimizer, and everything else."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ _OF_DEEPSPEED = {
     "autoep_layers",
     "universal_checkpoint_info",
 }
-"""Keys that DeepSpeed writes next to a model; all others are the user's client_state."""
+"""Keys that DeepSpeed writes next to the model. All other keys are the user's client_state."""
 
 
 class Save:
-    """A DeepSpeed save in `folder`, the folder of a tag. Tensors are read on demand.
+    """A DeepSpeed save in `folder`, the folder of one tag. Tensors are read on demand.
 
     Attributes:
-        model: The model's tensors: fp32 at stage 3, otherwise in the dtype of the run.
-        optimizer: The optimizer's state_dict at stage 0.
-        partitions: The optimizer's state at other stages.
+        model: The model's tensors, in fp32 at stage 3, otherwise in the dtype used for training.
+        optimizer: The optimizer's state_dict at stage 0, or None.
+        partitions: The optimizer's partitions at stages 1 to 3, or None.
 
     Raises:
-        CheckpointError: The save is of an unsupported kind.
+        CheckpointError: This kind of save is not supported.
         BrokenCheckpoint: Files are missing or truncated.
     """
 
@@ -111,18 +111,18 @@ class Save:
 
     @property
     def steps(self) -> int:
-        """Number of steps, including those that an overflow skipped."""
+        """Number of steps, including those skipped because of an overflow."""
         return self._count("global_steps")
 
     @property
     def counts(self) -> dict[str, int]:
-        """DeepSpeed's counters: steps, skipped steps, samples."""
+        """DeepSpeed's counters of steps, skipped steps and samples, by name."""
         names = ("global_steps", "skipped_steps", "global_samples")
         return {name: self._count(name) for name in names}
 
     @property
     def version(self) -> str:
-        """Version of DeepSpeed that wrote the save."""
+        """Version of DeepSpeed that wrote the save, or "unknown"."""
         return str(self._rank_0.get("ds_version", "unknown"))
 
     @property
@@ -132,7 +132,7 @@ class Save:
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """The user's client_state. Objects of classes are Inert: records of their attributes."""
+        """The user's client_state. Objects of unknown classes are Inert records."""
         return {k: value for k, value in self._rank_0.items() if k not in _OF_DEEPSPEED}
 
     # -- the model ------------------------------------------------------------------------
@@ -154,8 +154,7 @@ class Save:
         return found
 
     def _read_pieces(self, found: FragmentReader, module: dict[str, Any]) -> None:
-        """Read a stage 3 save: whole buffers, and each rank's part of frozen and trained
-        parameters."""
+        """Read a stage 3 save, which holds full buffers but only parts of each parameter."""
         for name in self._rank_0.get("buffer_names") or ():
             found.add_whole(name, module[name])
         for name, shape in (self._rank_0.get("frozen_param_shapes") or {}).items():
@@ -173,15 +172,17 @@ class Save:
             found.add_from(name, found, twin)
 
     def is_narrow(self, name: str) -> bool:
-        """Return whether parameter `name` was trained in another dtype than its master."""
+        """Return whether parameter `name` was trained in a different dtype from its fp32 master."""
         spec = self.model.specs.get(name)
         return spec is not None and spec.dtype != "F32"
 
     def shape_of(self, name: str, names: Mapping[str, Sequence[str]]) -> tuple[int, ...]:
-        """Return the shape of a model's parameter. Raises CheckpointMismatch if it is missing.
+        """Return the shape of the model's parameter `name` in this save.
+
+        Raises CheckpointMismatch if it is missing.
 
         Args:
-            names: All names of each of the model's tensors, keyed by the first.
+            names: All names of each of the model's tensors, keyed by the first one.
         """
         saved_names = tensor_names.match({name: names.get(name, [name])}, self.model.specs).found
         if name not in saved_names:
@@ -193,10 +194,10 @@ class Save:
 
     @property
     def twins(self) -> dict[str, str]:
-        """Maps each alias of a tied weight to its canonical name."""
+        """Map from each alias of a tied weight to its canonical name."""
         shared = self._rank_0.get("shared_params")
-        # At stage 3 an empty map means that no weights are tied. At other stages weights may be
-        # tied although it is empty.
+        # At stage 3, an empty map means that no weights are tied. At other stages it may be empty
+        # even if weights are tied.
         if isinstance(shared, dict) and (shared or self.stage == STAGE_3):
             return dict(shared)
         first: dict[Any, str] = {}
@@ -204,16 +205,17 @@ class Save:
         for name, value in self._rank_0["module"].items():
             if isinstance(value, Tensor) and value.numel():
                 place = value.data_ptr(), tuple(value.shape), value.stride()
-                # Tied weights share memory in the file too, because torch.save keeps storages.
+                # Tied weights share memory after loading, because torch.save stores shared storage
+                # once.
                 if first.setdefault(place, name) != name:
                     found[name] = first[place]
         return found
 
     def fp32(self) -> FragmentReader:
-        """Return the model's tensors, with fp32 masters in place of 16-bit parameters.
+        """Return the model's tensors, with fp32 master weights in place of 16-bit parameters.
 
-        Tied weights appear once. A stage 0 save does not say which master belongs to which
-        parameter, so its masters are not used.
+        A tied weight appears once. A stage 0 save does not record the parameter that each master
+        belongs to, so its masters are not used.
         """
         found = FragmentReader()
         masters = FragmentReader()
@@ -234,7 +236,10 @@ def _load_map(path: Path) -> dict[str, Any]:
 
 
 def _loss_scale(saved: dict[str, Any]) -> tuple[float, int] | None:
-    """Return the fp16 loss scale and the steps since it changed; None if there is no scale."""
+    """Return the fp16 loss scale and the number of steps since it last changed.
+
+    Returns None if the save has no loss scale.
+    """
     scaler = saved.get("loss_scaler")
     state = vars(scaler) if isinstance(scaler, inert.Inert) else saved
     scale = state.get("cur_scale")
@@ -243,7 +248,7 @@ def _loss_scale(saved: dict[str, Any]) -> tuple[float, int] | None:
     window = state.get("scale_window")
     if not isinstance(window, int) or window < 1:
         return float(scale), 0
-    # DeepSpeed counts from the last overflow, and doubles the scale after a whole window without
-    # one.
+    # DeepSpeed counts steps from the last overflow, and doubles the scale after each `scale_window`
+    # steps without an overflow.
     since = int(state.get("cur_iter", 0)) - int(state.get("last_overflow_iter", -1)) - 1
     return float(scale), max(since - 1, 0) % window

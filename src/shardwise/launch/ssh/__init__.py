@@ -1,10 +1,10 @@
-"""Runs on several hosts, over ssh: an agent on each host starts and watches its ranks.
+"""Starts a run on several hosts over ssh. An agent on each host starts and watches its ranks.
 
-many_hosts.py    the launcher's side of a whole run: first all hosts are ready, then all ranks start
+many_hosts.py    runs everything on the launcher's side: agents first, then the ranks
 agents.py        starts an agent on each host, and waits until all are ready
-remote_host.py   the launcher's side of one host
-agent.py         the process that ssh starts on a host
-protocol.py      the messages between launcher and agent
-command.py       the ssh command, and explanations of its failures
-heartbeat.py     tells the agents every second that the launcher is alive
+remote_host.py   the launcher's connection to the agent on one host
+agent.py         the agent, which ssh starts on each host
+protocol.py      encodes and checks the messages between launcher and agents
+command.py       builds the ssh command, and explains why it failed
+heartbeat.py     sends the agents a byte every second while the launcher exists
 """

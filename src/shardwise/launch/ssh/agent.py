@@ -1,16 +1,16 @@
-"""The agent that the launcher starts on each host: it runs the ranks of its host.
+"""Implements the agent, which the launcher starts on each host to run the ranks of that host.
 
     launcher                  agent
         <- hello              versions, clock, own address
-    check ->                  does the program exist? which address and port?
+    check ->                  checks that the program exists, chooses address and port
         <- ready | refused
     start ->                  starts the ranks
         <- output, end, saves ...
     signal, ask, resize, ended ->
-    close ->                  ends; so does the end of the connection, or silence
+    close ->                  exits, as after a lost connection or a timeout
 
-The agent reads its standard input and writes its standard output, which ssh connects to the
-launcher. When the agent ends for any reason, its orphan reaper ends the ranks.
+The agent reads from its standard input and writes to its standard output, which ssh connects to the
+launcher. If the agent exits for any reason, its orphan reaper kills the ranks.
 """
 
 import os
@@ -43,24 +43,24 @@ from shardwise.net import network
 
 IN, OUT = 0, 1
 FIRST_PATIENCE = 60.0
-"""Seconds of silence after which the launcher counts as lost, until it sends its own limit."""
+"""Seconds of silence after which the launcher is considered lost, until it sends its own limit."""
 
 BEAT = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats to the launcher."""
 
 REAPER_SLACK = 3.0
-"""Seconds beyond the patience before the reaper takes this process for stopped. The launcher should
-notice first, because it reports the reason."""
+"""Seconds that the reaper waits beyond the launcher's timeout before it assumes that this process
+is stopped. The launcher should notice first, because it reports the reason."""
 
 FULL = 2**20
-"""With more unsent bytes than this, the agent stops reading the output of ranks."""
+"""Maximum number of unsent bytes. Beyond it, the agent stops reading the output of ranks."""
 
 
 class Agent:
-    """The part of a run on this host."""
+    """Runs the ranks of this host, as instructed by the launcher."""
 
     kinds = protocol.TO_AGENT
-    """The messages that the agent accepts. Each is handled by `on_KIND`."""
+    """The kinds of messages that the agent accepts. The method `on_KIND` handles each."""
 
     def __init__(self, signals: Signals, stack: ExitStack) -> None:
         self._signals = signals
@@ -70,23 +70,23 @@ class Agent:
         self._paused = False
         self._listener: socket.socket | None = None
         self._place = ("", 0)
-        """The address and port of the listener, as other hosts see them."""
+        """Address and port of the listener, as seen from other hosts."""
         self._spec: RunSpec | None = None
         self._command: tuple[str, ...] = ()
         self._parts: dict[int, LocalWorkers] = {}
-        """The ranks here: all in part 0, or in several parts that start independently."""
+        """The ranks by part. All ranks are in part 0 unless parts start independently."""
         self._former: list[LocalWorkers] = []
-        """Earlier starts of parts, which may have left processes behind."""
+        """Workers of earlier starts, which may have left processes behind."""
         self._starts = count()
         self._patience = FIRST_PATIENCE
         self._last_sign = time.monotonic()
-        """Time of the last sign of life from the launcher."""
+        """Arrival time of the last data from the launcher."""
         self._open = True
         self._receiver = protocol.MessageReader(self.kinds, self._obey, lambda noise: None)
 
     def run(self) -> None:
-        """Serve the launcher until it closes the connection, or is silent for too long."""
-        # A launcher that does not read must not block this loop, which has ranks to watch.
+        """Serve the launcher until it closes the connection or is silent for too long."""
+        # If the launcher stops reading, that must not block this loop, which watches the ranks.
         for fd in (IN, OUT):
             os.set_blocking(fd, False)
         self._selector.register(IN, selectors.EVENT_READ, self._read)
@@ -96,7 +96,7 @@ class Agent:
         while self._open:
             now = time.monotonic()
             if now >= beat_at:
-                if not self._out:  # otherwise earlier data is still unsent
+                if not self._out:  # unsent data serves as a heartbeat too
                     self._out = protocol.HEARTBEAT
                     self._write()
                 if self._parts:
@@ -105,12 +105,12 @@ class Agent:
             left = min(self._last_sign + self._patience, beat_at) - now
             for key, _ in self._selector.select(max(0.0, left)):
                 self._guarded(key.data)
-            # The system may give the ids of ended processes to others, so the reaper must forget
-            # them soon.
+            # The system may reuse the ids of processes that have exited, so unregister them from
+            # the reaper soon.
             self._former = [each for each in self._former if not each.release()]
             for workers in self._parts.values():
                 workers.release()
-            # If unread messages wait, it was this process that did not run, and not the launcher.
+            # If there are unread messages, this process was stopped, not the launcher.
             is_silent = time.monotonic() > self._last_sign + self._patience
             if is_silent and not select.select([IN], [], [], 0)[0]:
                 why = f"the agent received nothing from the launcher for {self._patience:g} s"
@@ -122,7 +122,7 @@ class Agent:
         self._guarded(partial(getattr(self, f"on_{kind}"), **message))
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        """Call a handler, and report its errors to the launcher."""
+        """Call a handler, and report errors to the launcher."""
         try:
             call()
         except protocol.ProtocolError:
@@ -133,15 +133,16 @@ class Agent:
             self._send("refused", why=failure_report.os_error_sentence(error))
 
     def on_check(self, *, spec: dict[str, Any], listens: bool, address: str, towards: str) -> None:
-        """Check the program and the interface. If this host `listens`, listen for rank 0.
+        """Check that the program and the network interface exist, and open ports if necessary.
 
         Args:
-            spec: The run, with the share of this host.
-            listens: Whether rank 0 is here.
-            address: The address to listen at, if no interface is named and it is known.
-            towards: Another host. The route to it gives the address otherwise.
+            spec: Fields of the RunSpec, with the share of this host.
+            listens: True if ranks connect to this host, so that it must listen.
+            address: Address to listen at unless an interface is given. "" if unknown.
+            towards: A different host. If `address` is unknown, listen at the address that this host
+                uses on the route to it.
         """
-        # Keep the spec until `start`, so that it is sent only once.
+        # Store the spec for `start`, so that it is sent only once.
         self._spec = found = protocol.build(RunSpec, spec)
         if not found.words or len(found.shares) != 1:
             raise protocol.ProtocolError("a check without a program or a share")
@@ -159,7 +160,7 @@ class Agent:
         self._send("ready", address=address, **ports)
 
     def on_start(self, meeting: dict[str, Any], streams: dict[str, Any]) -> None:
-        """Start the ranks."""
+        """Start the ranks. The arguments are fields of a Meeting and of WorkerStreams."""
         self._run_part(0, meeting, streams, LocalWorkers, self._listener)
         if self._listener is not None:
             self._listener.close()
@@ -172,7 +173,7 @@ class Agent:
         make: Callable[..., LocalWorkers],
         listener: socket.socket | None,
     ) -> None:
-        """Start the ranks of a part, as workers from `make`."""
+        """Start the ranks of a part. `make` is the constructor of its workers."""
         if self._spec is None:
             raise protocol.ProtocolError("a start before a check")
         place = protocol.build(Meeting, meeting)
@@ -196,12 +197,12 @@ class Agent:
         self._former += [self._parts[part]] if part in self._parts else []
         self._parts[part] = workers
         workers.start(listener)
-        if self._paused:  # `start` begins to read
+        if self._paused:  # `start` has begun to read output
             workers.pause()
 
     @cached_property
     def _folder(self) -> Path:
-        """The folder for error files of ranks."""
+        """Folder for the ranks' error files."""
         return Path(tempfile.mkdtemp(prefix="shardwise-"))
 
     @cached_property
@@ -263,7 +264,7 @@ class Agent:
         self._write()
 
     def _write(self) -> None:
-        """Write as much as the connection accepts now. The selector calls again for the rest."""
+        """Write as much as the connection accepts now. The selector calls this for the rest."""
         waiting = OUT in self._selector.get_map()
         try:
             self._out = self._out[os.write(OUT, self._out) :]
@@ -275,8 +276,8 @@ class Agent:
             self._selector.register(OUT, selectors.EVENT_WRITE, self._write)
         elif waiting and not self._out:
             self._selector.unregister(OUT)
-        # Backpressure: while the launcher is slow, ranks block on their full pipes, as they would
-        # on a slow terminal, instead of filling this process's memory.
+        # Apply backpressure: if the launcher is slow, ranks block on full pipes, as on a slow
+        # terminal. Otherwise their output would fill this process's memory.
         if self._parts and self._paused != (len(self._out) > FULL):
             self._paused = not self._paused
             for workers in self._parts.values():
@@ -310,9 +311,9 @@ def _hello(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _machine() -> str | None:
-    """Return a text that only agents on the same host share, or None."""
+    """Return text that identifies this host (or container), or None if it is unknown."""
     try:
-        # The network and mount namespaces tell containers of one machine apart.
+        # The network and mount namespaces distinguish containers on the same machine.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt")]
     except OSError:
@@ -321,7 +322,7 @@ def _machine() -> str | None:
 
 
 def main(kind: type[Agent] = Agent) -> None:
-    """Serve one run."""
+    """Serve one run, with an agent of class `kind`."""
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
         try:

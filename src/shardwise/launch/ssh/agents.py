@@ -18,20 +18,20 @@ from shardwise.launch.supervisor import Supervisor
 from shardwise.net.hosts import LOOPBACK, Host, Share
 
 START_LIMIT = 60.0
-"""Seconds that a host may take until ssh has logged in and the agent has answered."""
+"""Maximum number of seconds until ssh has logged in to a host and its agent has answered."""
 
 
 H = TypeVar("H", bound=RemoteHost)
 
 
 class Agents(Generic[H]):
-    """The agents of a run. A context manager, which ends them.
+    """Context manager for the agents of a run. Stops them on exit.
 
     Args:
         spec: The run.
-        supervisor: The event loop of the launcher.
-        say: Shows lines of output from the hosts.
-        kind: The class of the connection to a host.
+        supervisor: The launcher's event loop.
+        say: Prints lines of output from the hosts.
+        kind: Class of the connection to a host.
     """
 
     def __init__(
@@ -45,13 +45,14 @@ class Agents(Generic[H]):
         self._kind = kind
         self._remotes: list[H] = []
         self._beats: dict[H, ExitStack] = {}
-        """The heartbeat process of each agent. Agents that were started together share one."""
+        """The heartbeat process for each agent. Agents that were started together share one."""
         self._is_here: dict[Host, bool] = {}
-        """By host, whether it is this one. A cache, because resolving a name may take long."""
+        """True for this host, by host. A cache, because resolving a name may be slow."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        # The stack closes in reverse: `_end` asks the agents to end before the reaper kills ssh.
+        # The stack closes in reverse order, so `_end` asks the agents to exit before the reaper
+        # kills ssh.
         self._reaper = self._stack.enter_context(OrphanReaper())
         self._stack.callback(self._end)
         self._supervisor.every_turn.append(self._give_up_silent_hosts)
@@ -61,7 +62,7 @@ class Agents(Generic[H]):
         self._stack.close()
 
     def start(self, shares: Iterable[Share]) -> list[H]:
-        """Start an agent on the host of each share. Raises LaunchError if ssh cannot be started."""
+        """Start an agent on each share's host. Raises LaunchError if ssh cannot be started."""
         remotes = [self._start_one(share) for share in shares]
         beats = ExitStack()
         self._beats |= dict.fromkeys(remotes, beats)
@@ -78,12 +79,15 @@ class Agents(Generic[H]):
         return remote
 
     def _give_up_silent_hosts(self) -> float | None:
-        """Give up silent hosts. Return the seconds until the next check, or None."""
+        """Declare hosts lost that are silent for too long.
+
+        Returns the seconds until the next check, or None if there is nothing to check.
+        """
         waits = [wait for remote in self._remotes if (wait := remote.look()) is not None]
         return min(waits, default=None)
 
     def forget(self, remote: H, since: float) -> None:
-        """Wait for the end of an agent that was asked to end at time `since`, and remove it."""
+        """Remove an agent and wait until it exits. It was asked to exit at time `since`."""
         if remote in self._remotes:
             self._remotes.remove(remote)
             remote.disconnect()
@@ -97,7 +101,7 @@ class Agents(Generic[H]):
             beats.close()
         for remote in self._remotes:
             remote.close()
-        # All agents were asked to end before we wait for the first, so many slow hosts take no
+        # All agents have been asked to exit before the first wait, so many slow hosts take no
         # longer than one.
         began = time.monotonic()
         for remote in self._remotes:
@@ -123,16 +127,16 @@ def prepare(
     Args:
         spec: The run.
         remotes: The hosts.
-        supervisor: The event loop of the launcher.
-        listening: Shares whose hosts listen on the port of the spec.
+        supervisor: The launcher's event loop.
+        listening: Shares whose hosts must listen for connections from ranks.
 
     Returns:
-        The address and ports of the first host.
+        Address and ports of the first host.
 
     Raises:
         LaunchError: Some hosts are not ready. The message lists all reasons.
     """
-    # In two rounds, because the check of a host needs the addresses that the others report.
+    # This takes two rounds, because checking a host requires the addresses of the other hosts.
     wait_for(remotes, supervisor, lambda remote: remote.hello)
     if supervisor.is_asked:
         return _NOWHERE
@@ -148,18 +152,21 @@ def prepare(
 
 
 def address(remote: RemoteHost) -> str:
-    """Return the address that ssh used, as the agent reports it; "" for this host."""
+    """Return the address under which ssh reached the host, as its agent reports it.
+
+    Returns "" for this host, or if the address is unknown.
+    """
     return remote.hello["address"] if remote.hello and not remote.is_here else ""
 
 
 def peer(remote: RemoteHost, remotes: Iterable[RemoteHost]) -> str:
-    """Return the address of another host than `remote`, or its name if no address is known.
+    """Return the address of a host other than `remote`, or its name if no address is known.
 
     Returns the loopback address if `remote` is the only host.
     """
-    # The route to another host leads over the network that the hosts share.
+    # The route from `remote` to this other host uses the network that the hosts share.
     others = [other for other in remotes if other is not remote]
-    # ssh sets SSH_CONNECTION, which tells the agent its address. Other programs for --ssh do not.
+    # An agent learns its address from SSH_CONNECTION, which other programs for --ssh do not set.
     reached = [found for other in others if (found := address(other))]
     named = [other.share.host.name for other in others if not other.is_here]
     ours = [socket.gethostname() for other in others if other.is_here]
@@ -167,9 +174,9 @@ def peer(remote: RemoteHost, remotes: Iterable[RemoteHost]) -> str:
 
 
 def check(remote: RemoteHost, remotes: Iterable[RemoteHost], *, listens: bool) -> None:
-    """Ask a host to check whether it can start its ranks, and to listen if `listens`."""
-    # It listens at the address that ssh used, or if that is unknown, at its address on the route to
-    # another host.
+    """Ask a host to check whether it can start its ranks, and to listen if `listens` is true."""
+    # It listens at the address that ssh used. If that is unknown, it listens at the address that it
+    # uses on the route to another host.
     remote.check(listens=listens, address=address(remote), towards=peer(remote, remotes))
 
 
@@ -178,7 +185,13 @@ def wait_for(
     supervisor: Supervisor,
     word: Callable[[H], Message | bool | None],
 ) -> None:
-    """Wait until `word` is true for all hosts, or the run is asked to end. Raises LaunchError."""
+    """Wait until `word` is true for all hosts, or the user stops the run.
+
+    Raises LaunchError if a host fails or does not answer in time.
+
+    Args:
+        word: Returns a true value once a host has sent the message to wait for.
+    """
     until = time.monotonic() + START_LIMIT
     while not supervisor.is_asked:
         silent = [remote for remote in remotes if not word(remote) and remote.fault is None]
@@ -199,8 +212,8 @@ def wait_for(
 
 
 def _refuse_duplicates(remotes: Sequence[RemoteHost]) -> None:
-    """Raise LaunchError if two names mean the same host."""
-    # Both agents would count their local ranks from 0, and use the same GPUs.
+    """Raise LaunchError if two names refer to the same host."""
+    # Otherwise both agents would number their local ranks from 0, and use the same GPUs.
     found: dict[str, Share] = {}
     for remote in remotes:
         machine, share = (remote.hello or {}).get("machine"), remote.share
@@ -215,7 +228,7 @@ def _refuse_duplicates(remotes: Sequence[RemoteHost]) -> None:
 
 
 def _compare_versions(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> None:
-    """Warn about hosts with another version of torch or Python than the first."""
+    """Warn about hosts whose version of torch or Python differs from the first host's."""
     first, *others = remotes
     for remote in others:
         for what in ("torch", "python"):
@@ -230,5 +243,5 @@ def _compare_versions(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> 
 
 
 def names(shares: Sequence[Share]) -> dict[int, str]:
-    """Return the name of the host of each rank."""
+    """Return the host name of each rank, by rank."""
     return {rank: share.host.name for share in shares for rank in share.numbers}

@@ -1,4 +1,4 @@
-"""Builds the ssh command that starts an agent on a host, and explains its failures. Pure."""
+"""Builds the ssh command that starts an agent on a host, and explains why it failed. No I/O."""
 
 import shlex
 from collections.abc import Sequence
@@ -9,33 +9,33 @@ from shardwise.launch.run_spec import RunSpec
 from shardwise.net.hosts import Host, Share
 
 NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-"""Variables that Python itself may need to start. All others are sent over the connection, so that
-they do not show in a list of processes."""
+"""Variables that Python may need to start, so they are part of the command. All others are sent
+over the connection, so that they are not visible in process lists."""
 
 WITHOUT_FLAGS = ("qrsh",)
-"""Programs for --ssh that run a command on a host but take none of ssh's flags: Grid Engine's
-`qrsh -inherit HOST COMMAND`."""
+"""Programs for --ssh that run a command on a host but do not accept ssh's flags, such as Grid
+Engine's `qrsh -inherit HOST COMMAND`."""
 
 NO_FOLDER = 81
 """Exit code of the remote command if the working directory does not exist."""
 
 NOT_FOUND = (126, 127)
-"""Exit codes of shells for a program that is missing or not executable."""
+"""Exit codes of a shell if a program is missing or not executable."""
 
 SSH_FAILED = 255
-"""Exit code of ssh for its own failures."""
+"""Exit code of ssh if ssh itself fails."""
 
 KEPT_SILENT = 2.5
-"""Lower limit of the silence, in seconds, before ssh itself gives up a connection."""
+"""Minimum number of seconds of silence before ssh itself closes a connection."""
 
 CONNECT = 10
-"""Seconds that ssh may take to connect to a host."""
+"""Timeout in seconds for ssh to connect to a host."""
 
 
 def ssh_command(spec: RunSpec, host: Host) -> list[str]:
-    """Return the command that starts an agent on `host`. It never asks for a password.
+    """Return the command that starts an agent on `host`. It never prompts for a password.
 
-    Raises LaunchError for --ssh-port if the program has no flag for a port.
+    Raises LaunchError if --ssh-port is given and the program has no flag for a port.
     """
     program = PurePath(spec.ssh[0]).name
     if program in WITHOUT_FLAGS:
@@ -47,7 +47,8 @@ def ssh_command(spec: RunSpec, host: Host) -> list[str]:
     settings = {
         "BatchMode": "yes",  # fail instead of asking for a password
         "ConnectTimeout": str(CONNECT),
-        # ssh gives up a silent connection after about 3/4 of --host-timeout, before we do.
+        # ssh closes a silent connection after about 3/4 of --host-timeout, so before the launcher
+        # does, because ssh knows the reason.
         "ServerAliveInterval": str(max(1, round(spec.patience / 4))),
         "ServerAliveCountMax": "3",
         "LogLevel": "ERROR",
@@ -58,20 +59,26 @@ def ssh_command(spec: RunSpec, host: Host) -> list[str]:
 
 
 def remote_command(spec: RunSpec) -> str:
-    """Return a command line that any login shell of the other host understands."""
+    """Return the command line for the other host, which must be valid in any login shell."""
     needed = [f"{name}={spec.passed[name]}" for name in NEEDED if name in spec.passed]
     env = ["env", *needed] if needed else []
     agent = shlex.join([*env, *agent_words(spec, spec.python)])
+    # exec replaces the shell, so that no additional process has to wait for the agent.
     return f"cd {shlex.quote(spec.folder)} || exit {NO_FOLDER}; exec {agent}"
 
 
 def agent_words(spec: RunSpec, python: str) -> list[str]:
-    """Return the command of an agent."""
+    """Return the command that runs an agent with the interpreter `python`."""
     return [python, "-P", "-m", spec.agent]
 
 
 def start_failure(spec: RunSpec, host: Host, code: int | None, said: str) -> str:
-    """Explain why the agent on `host` did not start or ended, from its exit code and output."""
+    """Explain why the agent on `host` did not start or has exited.
+
+    Args:
+        code: Exit code of ssh or the agent, or None if it is still running.
+        said: Output of ssh and the agent on standard error.
+    """
     port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
     login = shlex.join([*spec.ssh, *port, host.login])
     last = _last_line(said)
@@ -108,17 +115,21 @@ def start_failure(spec: RunSpec, host: Host, code: int | None, said: str) -> str
 
 
 def lost_host(spec: RunSpec, share: Share, code: int | None, said: str, silent: float) -> str:
-    """Explain why the agent for the ranks of `share` ended after they had started.
+    """Explain why a host was lost after its ranks had started.
 
-    `silent` is the time in seconds between its last sign of life and the end of the connection.
+    Args:
+        share: The ranks of the host.
+        code: Exit code of ssh or the agent, or None if it is still running.
+        said: Output of ssh and the agent on standard error.
+        silent: Seconds between the last data from the agent and the end of the connection.
     """
     who = f"{share.host.name} ({share.ranks}) is lost"
     if code != SSH_FAILED:
         why = start_failure(spec, share.host, code, said)
         return f"{who}: {why.replace('The agent', 'the agent', 1)}"
     reason = _last_line(said)
-    # An agent sends a sign of life every second. If the last one is recent, ssh did not give up a
-    # silent connection: the agent itself ended.
+    # An agent sends a heartbeat every second. If the last one is recent, ssh did not close a silent
+    # connection, so the agent itself has exited.
     if not reason and silent < KEPT_SILENT:
         return (
             f"{who}: its agent ended {silent:.1f} s after its last sign of life. It or sshd may "
@@ -131,9 +142,11 @@ def lost_host(spec: RunSpec, share: Share, code: int | None, said: str, silent: 
 
 
 def silent_host(spec: RunSpec, share: Share, pid: int) -> str:
-    """Explain that the agent for the ranks of `share` is silent although the connection works.
+    """Explain that a host was lost because its agent is silent, although the connection works.
 
-    `pid` is the process of the agent.
+    Args:
+        share: The ranks of the host.
+        pid: Process id of the agent.
     """
     port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
     login = shlex.join([*spec.ssh, *port, share.host.login])
@@ -157,5 +170,5 @@ def _last_line(said: str) -> str:
 
 
 def refusals(faults: Sequence[str]) -> str:
-    """Join the faults of all hosts, one line each."""
+    """Join the error messages of all hosts, one per line."""
     return "\n           ".join(faults)

@@ -1,10 +1,10 @@
-"""Tells the agents on other hosts every second that their launcher is alive.
+"""Sends a heartbeat to the agents on other hosts every second while the launcher exists.
 
-The heartbeat is a separate process, so that a stopped launcher (Ctrl-Z, or a pager that does not
-read) does not look like a lost host. It writes a NUL byte to each descriptor in its arguments, and
-ends when its standard input ends, which the launcher holds.
+The heartbeat is a separate process, so that a launcher that is stopped (by Ctrl-Z, or by a pager
+that does not read) is not mistaken for a lost one. It writes a NUL byte to each descriptor in its
+arguments. It exits when its standard input, a pipe from the launcher, is closed.
 
-It runs as a script, so this file imports nothing of the package.
+It runs as a script, so this file must not import anything from the package.
 """
 
 import os
@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 EVERY = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 
 
 @contextmanager
 def heartbeats(fds: Iterable[int]) -> Iterator[None]:
-    """Run a heartbeat process that writes to `fds` during the block."""
+    """Context manager that runs a heartbeat process, which writes to `fds`."""
     script, passed = Path(__file__), list(fds)
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", script.name, *map(str, passed)],
@@ -37,13 +37,13 @@ def heartbeats(fds: Iterable[int]) -> Iterator[None]:
         yield
     finally:
         process.stdin.close()
-        process.kill()  # the end of its input is not enough: somebody may have stopped it
+        process.kill()  # closing its input is not enough if the process is stopped (SIGSTOP)
         process.wait()
 
 
 def beat(fds: Iterable[int]) -> None:
-    """Write to each writable one of `fds` every second, until standard input ends."""
-    # Standard input is a pipe from the launcher: it becomes readable when the launcher ends.
+    """Write to all `fds` that are writable, every second until standard input is closed."""
+    # Standard input is a pipe from the launcher. It becomes readable when the launcher exits.
     alive = set(fds)
     while not select.select([0], [], [], EVERY)[0]:
         ready = select.select([], alive, [], 0)[1]
@@ -51,10 +51,10 @@ def beat(fds: Iterable[int]) -> None:
 
 
 def _write(fd: int) -> bool:
-    """Write a beat. Return whether the other end is still open."""
+    """Write a heartbeat. Return False if the other end is closed."""
     try:
         os.write(fd, b"\0")
-    except BlockingIOError:  # the launcher has just filled the pipe, which is a sign of life too
+    except BlockingIOError:  # the launcher has just filled the pipe, which proves that it is alive
         return True
     except BrokenPipeError:
         return False

@@ -1,4 +1,4 @@
-"""Runs a spec on several hosts, with an agent on each. No rank starts before all are ready."""
+"""Runs a RunSpec on several hosts, with an agent on each. Starts ranks once all hosts are ready."""
 
 import os
 from contextlib import closing
@@ -17,7 +17,10 @@ from shardwise.net.restarts import Ending
 
 
 def run(spec: RunSpec, part_runner: PartRunner | None) -> int:
-    """Run `spec` to its end and return the exit code. Raises LaunchError if it cannot start."""
+    """Run `spec` until it finishes, and return the exit code.
+
+    Raises LaunchError if the ranks cannot be started.
+    """
     console = spec.console(os.environ)
     with Signals() as signals:
         allowed = restarts.Restarts(spec.restarts)
@@ -28,7 +31,7 @@ def run(spec: RunSpec, part_runner: PartRunner | None) -> int:
 
 
 def _once(spec: RunSpec, console: Console, signals: Signals) -> Ending:
-    """Start an agent on each host, then all ranks, and watch them until they end."""
+    """Start an agent on each host, then all ranks, and watch them until they exit."""
     supervisor = Supervisor(
         console,
         spec.outputs(console),
@@ -42,8 +45,8 @@ def _once(spec: RunSpec, console: Console, signals: Signals) -> Ending:
         where = agents.prepare(spec, remotes, supervisor, listening=spec.shares[:1])
         if supervisor.is_asked:
             return supervisor.watch(())
-        # Only now that all hosts are ready: otherwise ranks might wait for a host that cannot
-        # start any.
+        # Start ranks only now that all hosts are ready. Otherwise they might wait for ranks on a
+        # host that cannot start any.
         for remote in remotes:
             remote.start(where, spec.streams(console), supervisor)
         return supervisor.watch(remotes)

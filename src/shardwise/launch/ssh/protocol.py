@@ -1,10 +1,11 @@
-"""Encodes and checks the messages between a launcher and its agents: lines of JSON. Pure.
+"""Encodes and checks the messages between a launcher and its agents, one JSON object per line.
 
     b'@shardwise {"kind": "output", "rank": 3, "stream": 1, "data": "loss 0.31\\n"}\\n'
 
-A login on the other host may print other lines, which are forwarded unchanged. Either end sends a
-NUL byte every second as a sign of life. The launcher's heartbeat is another process, which may
-insert the byte anywhere. That is harmless, because JSON never contains it.
+Logging in to the other host may print other lines, which are forwarded unchanged. Both sides send a
+NUL byte every second as a heartbeat. On the launcher's side a separate process sends it, so it can
+appear anywhere in a message. That is harmless, because JSON never contains NUL bytes. This module
+does no I/O.
 """
 
 import json
@@ -28,12 +29,12 @@ _MARK = b"@shardwise "
 
 
 def encode(kind: str, **values: Any) -> bytes:
-    """Encode a message as a line."""
+    """Encode a message as one line."""
     return _MARK + json.dumps({"kind": kind, **values}).encode() + b"\n"
 
 
 Kinds = Mapping[str, Mapping[str, Any]]
-"""By kind of message, its fields and their types."""
+"""The fields of each kind of message, with their types."""
 
 _NUMBER, _TEXT_OR_NONE = (int, float), (str, type(None))
 TO_AGENT: Kinds = {
@@ -73,17 +74,20 @@ FROM_AGENT: Kinds = {
     "saves": {"number": int},
 }
 MOST = 2**26
-"""Length limit of a line in bytes."""
+"""Maximum length of a line in bytes."""
 
 
 class ProtocolError(LaunchError):
-    """A line that is not a valid message of this version."""
+    """Raised if a line is not a valid message in this version of the protocol."""
 
 
 class MessageReader:
-    """Cuts bytes into messages, which go to `take`, and other lines, which go to `noise`.
+    """Splits a byte stream into messages and other lines.
 
-    Raises ProtocolError for a message that is not of `kinds`.
+    Args:
+        kinds: Kinds of messages to accept. Any other message raises ProtocolError.
+        take: Called with each message.
+        noise: Called with each line that is not a message.
     """
 
     def __init__(
@@ -95,21 +99,22 @@ class MessageReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
-        """Parse `data`, which may end anywhere."""
+        """Parse `data`, which may end in the middle of a message."""
         *lines, self._rest = (self._rest + data.replace(HEARTBEAT, b"")).split(b"\n")
         for line in lines:
-            # A login may print text without a newline, which ends up before our mark.
+            # Logging in may print text without a newline, which then precedes the first message.
             noise, mark, message = line.partition(_MARK)
             if noise or not mark:
                 self._noise(noise + b"\n")
             if mark:
                 self._take(_checked(message, self._kinds))
+        # Without a limit, a peer that never sends a newline would fill the memory.
         if len(self._rest) > MOST:
             raise ProtocolError(f"a line of more than {MOST} bytes")
 
 
 def _checked(text: bytes, kinds: Kinds) -> Message:
-    """Parse and check a message. Raises ProtocolError."""
+    """Parse a message. Raises ProtocolError if it is not valid or its kind is not in `kinds`."""
     try:
         message = json.loads(text)
     except (ValueError, RecursionError):
@@ -123,6 +128,7 @@ def _checked(text: bytes, kinds: Kinds) -> Message:
 
 
 def _check(what: str, fields: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    # Both sides run the same version, so unknown fields are errors too.
     if fields.keys() != types.keys():
         raise ProtocolError(f"{what!r} has the fields {sorted(fields)}, not {sorted(types)}")
     for name, value in fields.items():
@@ -131,19 +137,19 @@ def _check(what: str, fields: Mapping[str, Any], types: Mapping[str, Any]) -> No
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value has a type. [T] stands for a list of T, a tuple for alternatives."""
+    """Return whether `value` has the type `kind`. [T] is a list of T, and a tuple is a union."""
     if isinstance(kind, list):
         return isinstance(value, list) and all(_fits(each, kind[0]) for each in value)
     if isinstance(kind, tuple):
         return any(_fits(value, each) for each in kind)
-    # In Python a bool is an int, but not in our messages.
+    # In Python a bool is also an int, but in messages it is not.
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def build(kind: type[T], fields: Mapping[str, Any]) -> T:
-    """Build a dataclass of type `kind`, which may contain others, from its fields in JSON.
+    """Create a dataclass of type `kind`, which may contain other dataclasses, from JSON.
 
-    Raises ProtocolError.
+    Raises ProtocolError if a field is missing, unknown or of the wrong type.
     """
     hints = get_type_hints(kind)
     _check(kind.__name__, fields, {name: _json_type(hint) for name, hint in hints.items()})
@@ -151,7 +157,7 @@ def build(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def _json_type(hint: Any) -> Any:
-    """Return the type that represents `hint` in JSON."""
+    """Return the type, in the notation of `_fits`, that values of type `hint` have in JSON."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return tuple(_json_type(part) for part in parts)
@@ -163,9 +169,9 @@ def _json_type(hint: Any) -> Any:
 
 
 def _restore(value: Any, hint: Any) -> Any:
-    """Convert a value from JSON to the type `hint`, such as a tuple or a dataclass."""
+    """Convert a value from JSON to the type `hint`, for example to a tuple or a dataclass."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
-    if kind in (Union, UnionType):  # always `T | None` in our messages
+    if kind in (Union, UnionType):  # messages contain no unions other than `T | None`
         return None if value is None else _restore(value, parts[0])
     if kind is tuple:
         return tuple(_restore(each, parts[0]) for each in value)
@@ -175,7 +181,7 @@ def _restore(value: Any, hint: Any) -> Any:
 
 
 def signal_of(number: int) -> signal.Signals:
-    """Return the signal with a number. Raises ProtocolError."""
+    """Return the signal with this number. Raises ProtocolError if it does not exist."""
     try:
         return signal.Signals(number)
     except ValueError:
@@ -183,12 +189,13 @@ def signal_of(number: int) -> signal.Signals:
 
 
 def text_of(data: bytes) -> str:
-    """Encode bytes as a string for JSON; `bytes_of` decodes it."""
+    """Encode arbitrary bytes as a string for JSON. `bytes_of` decodes it."""
+    # latin-1 maps each byte to the character with the same code, so every byte string is valid.
     return data.decode("latin-1")
 
 
 def bytes_of(text: str) -> bytes:
-    """Decode a string from `text_of`. Raises ProtocolError for any other string."""
+    """Decode a string from `text_of`. Raises ProtocolError if it is not such a string."""
     try:
         return text.encode("latin-1")
     except UnicodeEncodeError:
@@ -196,9 +203,10 @@ def bytes_of(text: str) -> bytes:
 
 
 def rank_exit(message: Message, offset: float) -> RankExit:
-    """Build the exit of a rank from its message. Raises ProtocolError.
+    """Create a RankExit from a message of kind "end". Raises ProtocolError if it is not valid.
 
-    `offset` is the difference of the clocks in seconds, which is added to all times.
+    Args:
+        offset: Difference between the clocks of the two hosts in seconds. Added to all times.
     """
     report, progress = message["report"], message["progress"]
     end, found = (

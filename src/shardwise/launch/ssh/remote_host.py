@@ -1,4 +1,4 @@
-"""The launcher's side of one host: talks to its agent, over ssh unless it is this host."""
+"""Implements the launcher's connection to the agent on one host, over ssh unless it is local."""
 
 import os
 import select
@@ -27,30 +27,32 @@ from shardwise.net.hosts import Share
 
 READ_SIZE = 2**16
 LAST_WAIT = 6.0
-"""Seconds that an agent with ranks has to end, including the patience of its reaper."""
+"""Seconds to wait until an agent with ranks exits, which includes the patience of its reaper."""
 
 FIRST_WAIT = 1.0
-"""The same for an agent that has started no ranks, or that is stopped."""
+"""Seconds to wait until an agent exits if it has not started ranks or is stopped."""
 
 SLACK = 2.0
-"""Seconds beyond the timeout of a host before the launcher gives it up."""
+"""Seconds beyond `--host-timeout` before the launcher declares a host lost."""
 
 
 class RemoteHost:
-    """The connection to the agent of one host.
-
-    `hello` and `ready` are the agent's messages about itself and about the program; None until they
-    arrive. `fault` is the reason why the host was given up; None while it works.
+    """The connection to the agent on one host.
 
     Args:
         spec: The run.
         share: The ranks of the host.
-        say: Shows lines that a login prints.
-        is_here: Whether it is this host; None to find out, which may take a while.
+        say: Prints lines that are printed when logging in.
+        is_here: True if it is this host, or None to find out, which may be slow.
+
+    Attributes:
+        hello: The agent's message about its host, or None until it arrives.
+        ready: The agent's message that ranks can be started, or None until it arrives.
+        fault: The reason why the host was declared lost, or None while it works.
     """
 
     kinds = protocol.FROM_AGENT
-    """The messages that its agent may send."""
+    """The kinds of messages that the agent may send."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class RemoteHost:
         self._lines = Lines(f"{share.host.name}: ".encode())
         self._offset = 0.0
         self._last_sign = time.monotonic()
-        """Time of the last sign of life."""
+        """Arrival time of the last data from the agent."""
         self._is_silent = False
         self._unsent = b""
         self._receiver = protocol.MessageReader(
@@ -87,75 +89,75 @@ class RemoteHost:
 
     @property
     def group(self) -> int:
-        """The process group of ssh, or of the agent on this host."""
+        """The process group of ssh, or of the agent if it runs on this host."""
         return self._process.pid
 
     @property
     def input_fd(self) -> int:
-        """The descriptor that writes to the agent."""
+        """The descriptor for writing to the agent."""
         assert self._process.stdin is not None
         return self._process.stdin.fileno()
 
     def connect(self, selector: selectors.BaseSelector) -> None:
-        """Register the streams from the host with `selector`."""
+        """Register the agent's output and error streams with `selector`."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._selector = selector
         os.set_blocking(self._process.stderr.fileno(), False)
-        # A stopped agent reads nothing. That must not block the launcher too.
+        # A stopped agent does not read its input. That must not block the launcher.
         os.set_blocking(self.input_fd, False)
         selector.register(self._process.stdout, selectors.EVENT_READ, self._read)
         selector.register(self._process.stderr, selectors.EVENT_READ, self._read_errors)
 
     def disconnect(self) -> None:
-        """Stop reading and sending."""
+        """Unregister the agent's streams from the selector."""
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert stream is not None
-            with suppress(KeyError, ValueError):  # it has ended, or is closed
+            with suppress(KeyError, ValueError):  # not registered any more, or closed
                 self._selector.unregister(stream)
 
     def check(self, **values: Any) -> None:
-        """Send the spec, and ask whether the run can start there."""
+        """Send the spec, and ask the agent whether its ranks can be started."""
         self.send("check", spec=asdict(self._spec.for_share(self.share)), **values)
 
     def start(self, meeting: Meeting, streams: WorkerStreams, supervisor: Supervisor) -> None:
-        """Start the ranks; from now on their messages go to `supervisor`."""
+        """Start the ranks. From now on, messages about them are passed to `supervisor`."""
         self._supervisor = supervisor
         self.send("start", meeting=asdict(meeting), streams=asdict(streams))
 
     def reap(self) -> None:
-        """Do nothing: the agent reports the ends of its ranks."""
+        """No-op, because the agent reports when its ranks exit."""
 
     def send_signal(self, number: signal.Signals, part: int = 0) -> None:
-        """Send a signal to the ranks there, or to one part of them."""
+        """Send a signal to the host's ranks in `part`."""
         self.send("signal", number=int(number), part=part)
 
     def ask_to_end(self, number: signal.Signals, part: int = 0) -> None:
-        """Ask the ranks there to end."""
+        """Ask the host's ranks in `part` to shut down. Some save first."""
         self.send("ask", number=int(number), part=part)
 
     def ended_well(self, rank: int, part: int = 0) -> None:
-        """Tell the ranks there that `rank`, on any host, ended with code 0."""
+        """Tell the host's ranks in `part` that `rank`, on any host, has exited with code 0."""
         self.send("ended", rank=rank, part=part)
 
     def resize(self, window: tuple[int, int]) -> None:
-        """Send the new rows and columns of the terminal."""
+        """Send the new size of the terminal (rows, columns)."""
         self.send("resize", window=window)
 
     def look(self) -> float | None:
-        """Give up the host if its agent has been silent for too long.
+        """Declare the host lost if its agent has been silent for too long.
 
         Returns the seconds until the next check, or None if there is nothing to check.
         """
         if self._supervisor is None or self.fault is not None:
             return None
-        # Wait a bit longer than ssh, which detects a cut connection itself and gives the reason.
+        # Wait a bit longer than ssh, which detects a broken connection itself and knows the reason.
         limit = self._spec.patience + SLACK
         left = self._last_sign + limit - time.monotonic()
         if left > 0:
             return left
         assert self._process.stdout is not None
-        # If unread messages wait, it was the launcher that did not run, and not the agent.
+        # If there are unread messages, the launcher was stopped, not the agent.
         if select.select([self._process.stdout], [], [], 0)[0]:
             return 0.0
         self._is_silent = True
@@ -164,7 +166,7 @@ class RemoteHost:
         return None
 
     def close(self) -> None:
-        """Tell the agent that the run is over."""
+        """Tell the agent to exit, because the run has finished."""
         self.send("close")
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
@@ -172,7 +174,11 @@ class RemoteHost:
             self._process.stdin.close()
 
     def wait(self, since: float) -> None:
-        """Wait for the end of an agent that was asked to end at `since`, and kill it if late."""
+        """Wait until the agent exits, and kill it if it takes too long.
+
+        Args:
+            since: Time at which the agent was asked to exit, on the monotonic clock.
+        """
         is_brief = self._supervisor is None or self._is_silent
         until = since + (FIRST_WAIT if is_brief else LAST_WAIT)
         orphan_reaper.end_within(self._process, until - time.monotonic())
@@ -182,28 +188,28 @@ class RemoteHost:
 
     @property
     def has_ended(self) -> bool:
-        """Whether ssh, or the agent on this host, has ended."""
+        """True if ssh, or the agent if it runs on this host, has exited."""
         return self._process.poll() is not None
 
     def is_gone(self) -> bool:
-        """Return whether no process is left of ssh and its helpers, such as a ProxyCommand."""
+        """Return whether ssh and its helpers, such as a ProxyCommand, have all exited."""
         return not orphan_reaper.signal_group(self.group, 0)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send a message to the agent, or queue it until the agent reads."""
+        """Send a message to the agent, or queue it until the connection accepts it."""
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
             self._unsent += protocol.encode(kind, **values)
             self._write()
 
     def _write(self) -> None:
-        """Write as much as the connection accepts now. The selector calls again for the rest."""
+        """Write as much as the connection accepts now. The selector calls this for the rest."""
         waiting = self.input_fd in self._selector.get_map()
         try:
             self._unsent = self._unsent[os.write(self.input_fd, self._unsent) :]
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # the end of the agent's output reports its end
+        except BrokenPipeError:  # `_read` reports that the agent has exited
             self._unsent = b""
         if self._unsent and not waiting:
             self._selector.register(self.input_fd, selectors.EVENT_WRITE, self._write)
@@ -211,9 +217,9 @@ class RemoteHost:
             self._stop_sending()
 
     def _stop_sending(self) -> None:
-        """Drop unsent messages."""
+        """Discard unsent messages, and stop waiting until the connection accepts them."""
         self._unsent = b""
-        with suppress(KeyError):  # nothing is unsent
+        with suppress(KeyError):  # registered only while there are unsent messages
             self._selector.unregister(self.input_fd)
 
     def _read(self) -> None:
@@ -223,11 +229,11 @@ class RemoteHost:
             self._last_sign = time.monotonic()
             self._feed(data)
             return
-        # The end of the output: the agent or ssh has ended, or is about to. The exit code tells
-        # which, so give the process a second.
+        # The output was closed, so the agent or ssh has exited or is about to. Wait a second for
+        # the exit code, which shows which of them it was.
         self._selector.unregister(self._process.stdout)
         code = None
-        with suppress(subprocess.TimeoutExpired):  # it has closed its output but still runs
+        with suppress(subprocess.TimeoutExpired):  # it has closed its output but is still running
             code = self._process.wait(1.0)
         self._read_errors()
         said = self._errors.text()
@@ -238,7 +244,7 @@ class RemoteHost:
             self.give_up(command.lost_host(self._spec, self.share, code, said, silent))
 
     def _feed(self, data: bytes) -> None:
-        """Parse bytes from the agent. Give up a host that breaks the protocol."""
+        """Parse bytes from the agent. Declare the host lost if they violate the protocol."""
         assert self._process.stdout is not None
         try:
             self._receiver.feed(data)
@@ -265,8 +271,9 @@ class RemoteHost:
 
     def _on_hello(self, message: protocol.Message) -> None:
         self.hello = message
-        # Errors of several hosts are ordered by time, so correct for different clocks.
+        # Errors from several hosts are sorted by time, so correct for differences between clocks.
         self._offset = time.time() - message["time"]
+        # The protocol may differ between versions, so do not even try to start ranks.
         if message["version"] != __version__:
             self.fault = (
                 f"{self.share.host.name} has shardwise {message['version']}, this host "
@@ -295,23 +302,24 @@ class RemoteHost:
         self._started().saves_first(protocol.signal_of(message["number"]))
 
     def _started(self, rank: int | None = None) -> Supervisor:
-        """Return the supervisor. Raises ProtocolError if `rank` was not started there."""
+        """Return the supervisor. Raises ProtocolError if `rank` was not started on this host."""
         if self._supervisor is None or (rank is not None and rank not in self.share.numbers):
             raise protocol.ProtocolError("a message about a rank that was not started there")
         return self._supervisor
 
     def give_up(self, why: str) -> None:
-        """Treat the host as lost, for the reason `why`."""
+        """Declare the host lost, for the reason `why` (a sentence)."""
         if self.fault is not None:
             return
         self.fault = why
+        # If all ranks had already exited, the loss of the host does not affect the run.
         gone = [rank for rank in self.share.numbers if rank not in self._left]
         if self._supervisor is not None and gone:
             self._supervisor.lost(gone, why)
 
 
 def _start(words: list[str]) -> "subprocess.Popen[bytes]":
-    # Its own session, so that Ctrl-C does not end ssh: the launcher asks the agent to end first.
+    # Start a new session, so that Ctrl-C does not kill ssh before the agent has been asked to exit.
     pipe = subprocess.PIPE
     try:
         return subprocess.Popen(
