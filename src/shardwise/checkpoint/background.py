@@ -211,10 +211,10 @@ def _unfinished_path(folder: Path, name: str) -> Path:
 
 
 def _write_note(path: Path, note: Mapping[str, Any]) -> None:
-    """Write a note over its reserved space. JSON parsers ignore the spaces left at its end."""
-    data = json.dumps(note).encode()
+    """Write a note over its reserved space. JSON parsers ignore the spaces at its end."""
+    # The spaces also replace what a failed write of a longer note has left in the reserved block.
+    data = json.dumps(note).encode().ljust(RESERVED)
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(data)
-        # A failed write of a longer note may have left data beyond the reserved block. Cut it off,
-        # but never free part of the block itself.
-        file.truncate(max(len(data), RESERVED))
+        # Such a write may have left data beyond the block, too.
+        file.truncate(len(data))
