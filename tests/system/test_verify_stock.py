@@ -65,6 +65,15 @@ def test_names_the_mistake(shardwise: Launcher, tmp_path: Path, mistake: str) ->
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("library", ["fsdp1", "fsdp2", "zero", "tensor", "accelerate"])
+def test_correct_script_of_a_library(shardwise: Launcher, tmp_path: Path, library: str) -> None:
+    words = ("-n", "2", "--stock", "--accept", "rounding", script("stock_libraries"), library)
+    ran, found = verify(shardwise, tmp_path, *words)
+    assert ran.code == 0, ran.out + ran.err
+    assert found["causes"] == []
+
+
+@pytest.mark.full
 def test_takes_a_whole_command(shardwise: Launcher, tmp_path: Path) -> None:
     command = f"torchrun --nproc-per-node 2 --master-port 0 {SCRIPT} twice"
     ran, found = verify(shardwise, tmp_path, "--stock", command)

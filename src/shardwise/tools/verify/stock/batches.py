@@ -106,6 +106,7 @@ class BatchRecorder:
         except TypeError:
             facts["samples"] = None
         facts["sampler"] = type(loader.sampler).__name__
+        facts["shuffles"] = getattr(loader.sampler, "shuffle", False)
         facts["batch_size"] = loader.batch_size
 
     def _record(self, iterator: Any, batch: Any) -> None:
@@ -162,8 +163,10 @@ class BatchReplay:
         self._ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
         self._widen = widen
         self._lengths: dict[str, Any] = {}
+        self._is_tensor_parallel = False
         for rank in self._ranks:
             facts = json.loads((rank / "stock.facts").read_text())
+            self._is_tensor_parallel |= facts["tensor_parallel"]
             for key, loader in facts["loaders"].items():
                 self._lengths.setdefault(key, loader["length"])
 
@@ -196,6 +199,8 @@ class BatchReplay:
             found = [torch.load(path, weights_only=False) for path in paths if path.exists()]
             if not found:
                 return
+            if self._is_tensor_parallel:
+                found = without_copies(found)
             batch = join(found)
             if self._widen:
                 batch = torch.utils._pytree.tree_map_only(Tensor, _widened, batch)
@@ -205,6 +210,15 @@ class BatchReplay:
 
 def _widened(values: Tensor) -> Tensor:
     return values.double() if values.is_floating_point() else values
+
+
+def without_copies(batches: Sequence[Any]) -> list[Any]:
+    """Return the batches without those whose rows an earlier one has: ranks that share the layers
+    of a model are given the same rows."""
+    kept: dict[tuple[int, ...], Any] = {}
+    for batch in batches:
+        kept.setdefault(tuple(hashes_of_rows(batch)), batch)
+    return list(kept.values())
 
 
 def join(batches: Sequence[Any]) -> Any:

@@ -84,6 +84,8 @@ def _frozen_on_some(made: StockRecords) -> Iterator[Finding]:
 
 
 def _same_data(made: StockRecords) -> Iterator[Finding]:
+    if made.ranks[0]["tensor_parallel"]:
+        return  # ranks that share the layers compute with the same rows
     trained = [
         [tuple(each["rows"]) for each in facts["seen"] if each["trains"] and each["rows"]]
         for facts in made.ranks
@@ -106,7 +108,8 @@ def _without_set_epoch(made: StockRecords) -> Iterator[Finding]:
         if each["trains"]:
             orders[each["loader"]][each["epoch"]].append(each["rows"])
     for key, epochs in orders.items():
-        if facts["loaders"][key]["sampler"] != "DistributedSampler" or len(epochs) < 2:
+        loader = facts["loaders"][key]
+        if loader["sampler"] != "DistributedSampler" or not loader["shuffles"] or len(epochs) < 2:
             continue
         first, second = (rows for _, rows in sorted(epochs.items())[:2])
         least = min(len(first), len(second))
@@ -119,6 +122,8 @@ def _without_set_epoch(made: StockRecords) -> Iterator[Finding]:
 
 
 def _duplicates_in_evaluation(made: StockRecords) -> Iterator[Finding]:
+    if made.ranks[0]["tensor_parallel"]:
+        return
     rows: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)
     for facts in made.ranks:
         for each in facts["seen"]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +51,33 @@ def whole(values: Tensor) -> Tensor:
     """Return the whole tensor of a DTensor, else the tensor. Collective for a sharded DTensor."""
     full = getattr(values, "full_tensor", None)
     return values if full is None else full()
+
+
+def is_tensor_parallel(model: torch.nn.Module) -> bool:
+    """Return whether ranks have parts of a layer's parameters and compute with the same rows."""
+    from torch.distributed.fsdp import FSDPModule
+
+    meshes = [getattr(p, "device_mesh", None) for p in model.parameters()]
+    # FSDP2 has one axis of the mesh; with tensor parallelism as well there are two.
+    axes = int(any(isinstance(module, FSDPModule) for module in model.modules()))
+    return any(mesh is not None and mesh.ndim > axes for mesh in meshes)
+
+
+@contextmanager
+def full_parameters(models: Iterable[torch.nn.Module]) -> Iterator[bool]:
+    """Let the parameters and gradients of FSDP1 models be full tensors inside the block.
+
+    Collective for such models. Yields whether there is one; its optimizer state stays in parts.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    sharded = [model for model in models if isinstance(model, FullyShardedDataParallel)]
+    with ExitStack() as stack:
+        for model in sharded:
+            stack.enter_context(
+                FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True)
+            )
+        yield bool(sharded)
 
 
 def gradient(parameter: Tensor) -> Tensor | None:

@@ -212,6 +212,7 @@ class StockRecorder:
             "events": self._events,
             "rates": self._rates,
             "trained": trained,
+            "tensor_parallel": any(each.is_tensor_parallel for each in self._optimizers.values()),
             "ended_itself": not self._is_done,
         }
         path.with_suffix(".part").write_text(json.dumps(facts))
@@ -261,6 +262,7 @@ class FollowedOptimizer:
             for name, parameter in model.named_parameters()
         }
         self._parameters = [p for p in parameters if p in self.names]
+        self.is_tensor_parallel = any(readers.is_tensor_parallel(model) for _, model in self.models)
         self._inputs = ForwardInputs(self.models, lambda: None)
 
     def figures(self) -> dict[str, Any]:
@@ -282,17 +284,20 @@ class FollowedOptimizer:
 
     def read_gradients(self, rank: int) -> Iterator[Part]:
         """Yield the whole gradient of each trained parameter."""
-        for parameter in self._parameters:
-            gradient = readers.gradient(parameter)
-            if gradient is not None:
-                yield readers.part("gradient", self.names[parameter], gradient, rank)
+        with readers.full_parameters(model for _, model in self.models):
+            for parameter in self._parameters:
+                gradient = readers.gradient(parameter)
+                if gradient is not None:
+                    # A copy: at the end of the block FSDP1 frees the full gradients.
+                    yield readers.part("gradient", self.names[parameter], gradient.clone(), rank)
 
     def read_state(self, rank: int) -> Iterator[Part]:
         """Yield parameters, optimizer state and buffers."""
-        for parameter, name in self.names.items():
-            yield readers.part("model", name, parameter, rank)
-            for key, state in self._optimizer.state.get(parameter, {}).items():
-                if isinstance(state, Tensor) and state.ndim:
-                    yield readers.part("optimizer", f"{name}.{key}", state, rank)
+        with readers.full_parameters(model for _, model in self.models) as is_split:
+            for parameter, name in self.names.items():
+                yield readers.part("model", name, parameter.detach().clone(), rank)
+                for key, state in self._optimizer.state.get(parameter, {}).items():
+                    if isinstance(state, Tensor) and state.ndim and not is_split:
+                        yield readers.part("optimizer", f"{name}.{key}", state, rank)
         for each in other_tensors(self.models, rank):
             yield Part(each.kind, readers.plain_name(each.name), each.values, copy=rank)
