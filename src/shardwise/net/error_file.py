@@ -63,9 +63,7 @@ class ErrorReport:
 
 
 def watch_exceptions() -> None:
-    """Install an exception hook that reports to the launcher, and shows refusals as one
-    sentence.
-    """
+    """Install an exception hook that reports to the launcher, and shows refusals as one line."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 

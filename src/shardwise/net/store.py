@@ -1,7 +1,7 @@
 """Implements the rendezvous's key-value store, in rank 0's memory, for ranks with the secret.
 
     rank 0       KeyValueTable ◀─ HostStore
-    other ranks  ClientStore ─▶ one connection per rank (rpc.py) ─▶ thread on rank 0 ─▶ KeyValueTable
+    other ranks  ClientStore ─▶ own connection (rpc.py) ─▶ own thread on rank 0 ─▶ KeyValueTable
 
 torch's TCPStore serves anybody who connects. This store requires the secret, and once all ranks
 have registered, it accepts no new connections. A rank uses the same connection all the time.

@@ -88,9 +88,7 @@ def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = Tr
 
 
 def in_job(environ: Mapping[str, str]) -> str | None:
-    """Return "NAME=VALUE" of a variable that shows that this batch job has several slots, or
-    None.
-    """
+    """Return "NAME=VALUE" of a variable that shows several slots in this batch job, or None."""
     for name in ("SLURM_NTASKS", "LSB_DJOB_NUMPROC", "NSLOTS", "PBS_NP", "COBALT_JOBSIZE"):
         if _number(environ.get(name)) > 1:
             return f"{name}={environ[name]}"
@@ -99,9 +97,7 @@ def in_job(environ: Mapping[str, str]) -> str | None:
 
 
 def _hosts_in(environ: Mapping[str, str], name: str) -> int:
-    """Return the number of hosts listed in TensorFlow's or Vertex AI's variable `name`, 0 if
-    unset.
-    """
+    """Return the number of hosts in TensorFlow's or Vertex AI's variable `name`, 0 if unset."""
     roles = ("chief", "master", "worker", "workerpool0", "workerpool1")
     try:
         cluster = json.loads(environ[name])["cluster"]
