@@ -155,8 +155,7 @@ class BoundedStaleness(StepHooks):
     # -- around a step ----------------------------------------------------------------------
 
     def after_exchange(self, engine: HookedEngine, totals: StepTotals) -> StepTotals:
-        """Send the sums of this step, and replace them with the sums of the step `behind` steps
-        ago.
+        """Send the sums of this step, and replace them with those of the step `behind` steps ago.
 
         Returns the totals of that earlier step. In the first `behind` steps of a run there is none
         yet, and the totals have weight 0. Collective over all ranks. Raises UsageError or

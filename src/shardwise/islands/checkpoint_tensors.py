@@ -104,9 +104,7 @@ class BucketTensors(ExtraTensors):
             yield StoredTensors(kind, storage, ranges, *self._places[kind][is_split])
 
     def out_of_order(self) -> set[tuple[str, str]]:
-        """Return (kind, name) of the tensors whose memory order differs from their element
-        order.
-        """
+        """Return (kind, name) of tensors whose memory order differs from their element order."""
         named = self._parameters.named
         return {
             (kind, name)
@@ -189,9 +187,7 @@ class IslandTensors(BucketTensors):
         }
 
     def take_numbers(self, saved: Mapping[str, Any], step: int) -> None:
-        """Restore the numbers `saved` at step `step`, and add pending differences to be filled
-        in.
-        """
+        """Restore the numbers `saved` at step `step`, and add the differences to be filled in."""
         for index in range(self._islands.buckets):
             names = self._parameters_of(index)
             self._islands.weights[index] = float(saved["weights"].get(names[0], 0.0))

@@ -131,9 +131,7 @@ class DelayedSums:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that this rank sends to each other island per step, excluding the
-        report.
-        """
+        """Number of bytes that this rank sends to each other island per step, without the report."""
         kinds = zip(self.parts, self._kinds, strict=True)
         return sum(self._wire.nbytes(end - first, kind[0]) for (first, end), kind in kinds)
 
@@ -243,9 +241,7 @@ class DelayedSums:
         return self.flights[0] if is_due else None
 
     def commit(self, step: int) -> None:
-        """Commit step `step`: drop the sums that it used, and store the rounding errors of those it
-        sent.
-        """
+        """Commit step `step`: drop the sums that it used, and store its rounding errors."""
         for residual, loss in zip(self.residuals, self.flights[-1].losses, strict=False):
             residual.store(loss)
         self.flights[-1].losses = []

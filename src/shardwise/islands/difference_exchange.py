@@ -60,8 +60,9 @@ def send(peers: Collectives, mine: Tensor) -> Message:
 
 
 class DifferenceExchange:
-    """Exchanges differences from `anchor` over `peers`, the ranks with the same index in all
-    islands.
+    """Exchanges differences from `anchor` between islands.
+
+    `peers` are the ranks with the same index in all islands.
     """
 
     def __init__(self, anchor: Anchor, peers: Collectives, *, begun: bool) -> None:
@@ -122,9 +123,7 @@ class DifferenceExchange:
         return torch.cat([weight.to(packed.device), packed])
 
     def receive_mean(self, index: int) -> Tensor:
-        """Wait for bucket `index`'s differences and return their mean, which is cached until
-        `arrive`.
-        """
+        """Wait for bucket `index`'s differences. Return their mean, which is cached until `arrive`."""
         sent = self._flying[index]
         if isinstance(sent, Message):
             sent = self._flying[index] = self._mean_of(index, sent.wait())
@@ -194,9 +193,7 @@ class DifferenceExchange:
         del self._flying[index], self.due[index]
 
     def _mean_of(self, index: int, rows: Tensor) -> Tensor:
-        """Return the weighted mean difference of the islands' messages `rows`, (islands, bytes)
-        uint8.
-        """
+        """Return the weighted mean of the differences in `rows`, shape (islands, bytes), uint8."""
         # Copy all weights to the CPU at once, because each separate copy would synchronise the
         # device.
         heads = rows[:, :_HEADER].contiguous().cpu().view(torch.float64)

@@ -331,8 +331,7 @@ class ParameterAveraging(StepHooks):
         return reports
 
     def _average_buffers(self, buffers: Buffers, sent: SentBuffers) -> None:
-        """Set the buffers to their mean over islands, weighted by the number of rows in the last
-        step.
+        """Set the buffers to their mean over islands, weighted by the rows of the last step.
 
         With `--late`, changes since the buffers were sent are preserved.
         """
