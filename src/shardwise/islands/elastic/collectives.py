@@ -59,9 +59,7 @@ class _LinkCollectives(Collectives):
         return self.island.small_device
 
     def _swap(self, label: str, tensor: Tensor, *, alone: bool = False) -> list[Tensor]:
-        """All-gather `tensor`, of the same shape and dtype everywhere, from all participating
-        islands.
-        """
+        """All-gather `tensor`, of the same shape and dtype on all ranks, from all islands."""
         flat = tensor.detach().cpu().contiguous().view(-1)
         mine = _bytes(flat)
         _, rows = self.link.exchange(label, mine, alone=alone)

@@ -222,8 +222,7 @@ class IslandLink:
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Context manager in which an exchange raises IslandsChanged if the set of islands has
-        changed.
+        """Context manager in which an exchange raises IslandsChanged if the islands have changed.
 
         All members raise. The set is compared with the one at the start of the outermost block.
         """

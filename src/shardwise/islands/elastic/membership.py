@@ -134,9 +134,7 @@ class Membership:
         return [each for each in self._partners(rank) if each not in self._arrived]
 
     def is_fresh(self, rank: int) -> bool:
-        """Return whether the island of `rank` has returned but not taken part in an exchange
-        since.
-        """
+        """Return whether the island of `rank` is in `fresh`."""
         return rank // self.size in self.fresh
 
     def _partners(self, rank: int) -> list[int]:

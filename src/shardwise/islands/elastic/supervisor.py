@@ -122,9 +122,7 @@ class IslandSupervisor(Supervisor):
         return set(self._failures)
 
     def turn(self, limit: float | None = None) -> None:
-        """Run one iteration of the event loop, and kill failed islands whose deadline has
-        passed.
-        """
+        """Run one iteration of the event loop, and kill failed islands that are due."""
         super().turn(limit)
         # Release them immediately: once the system reuses their process ids, the reaper would kill
         # unrelated processes.
