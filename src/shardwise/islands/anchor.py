@@ -176,7 +176,10 @@ class Anchor:
         self.storages[RESIDUAL][index].store(residual + sent.sub_(difference))
 
     def _refusal(self, index: int, difference: Tensor, error: ValueError) -> str:
-        """Return the message for a difference that cannot be sent, naming its first bad parameter."""
+        """Return the message for a difference that cannot be sent.
+
+        Names its first bad parameter.
+        """
         start = self.parts[index][0]
         names = [
             self._parameters.named[piece.parameter].name

@@ -131,7 +131,7 @@ class DelayedSums:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that this rank sends to each other island per step, without the report."""
+        """Number of bytes that this rank sends to each other island per step, without reports."""
         kinds = zip(self.parts, self._kinds, strict=True)
         return sum(self._wire.nbytes(end - first, kind[0]) for (first, end), kind in kinds)
 

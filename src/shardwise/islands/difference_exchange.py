@@ -123,7 +123,10 @@ class DifferenceExchange:
         return torch.cat([weight.to(packed.device), packed])
 
     def receive_mean(self, index: int) -> Tensor:
-        """Wait for bucket `index`'s differences. Return their mean, which is cached until `arrive`."""
+        """Wait for bucket `index`'s differences and return their mean.
+
+        It is cached until `arrive`.
+        """
         sent = self._flying[index]
         if isinstance(sent, Message):
             sent = self._flying[index] = self._mean_of(index, sent.wait())

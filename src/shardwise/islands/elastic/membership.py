@@ -109,7 +109,7 @@ class Membership:
         self._asking.add(rank)
 
     def lose(self, island: int) -> list[Answer]:
-        """Remove `island`. Return the answers of exchanges that were waiting only for this island."""
+        """Remove `island`. Return the answers of exchanges that were waiting only for it."""
         # Create a new list, because answers in transit refer to the old one.
         self.members = [each for each in self.members if each != island]
         self.fresh.discard(island)

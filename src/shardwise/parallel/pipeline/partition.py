@@ -218,7 +218,7 @@ def adds_parameters(layers: Sequence[Layer]) -> list[bool]:
 
 
 def with_trainable_stages(starts: Sequence[int], adds: Sequence[bool]) -> list[int]:
-    """Return `starts`, moving the start of stages forward that would have nothing to train.
+    """Return `starts`, moved to earlier layers for stages that would have nothing to train.
 
     `adds` is the result of `adds_parameters`. The preceding stage retains at least one layer.
     """

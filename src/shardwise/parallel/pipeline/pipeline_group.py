@@ -156,9 +156,7 @@ class PipelineGroup(Stages):
             self.channels.release(run.in_flight.pop())
 
     def send_gradient(self, source: int, target: int, leaf: Tensor) -> None:
-        """Send the gradient of a value that stage `target` on this rank has received from
-        `source`.
-        """
+        """Send the gradient of a value that stage `target` on this rank has received."""
         # Send zeros if the loss does not depend on the value, because the receiver waits for a
         # gradient.
         grad, leaf.grad = leaf.grad, None

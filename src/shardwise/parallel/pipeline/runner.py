@@ -134,9 +134,7 @@ class BackwardSeeds(Protocol):
     def seed(
         self, loss: Tensor, weight: float | Tensor, share: float
     ) -> tuple[Tensor, float | Tensor]:
-        """Return the initial gradient of `loss`, and the factor by which to multiply the
-        gradients.
-        """
+        """Return the initial gradient of `loss`, and a factor for the resulting gradients."""
 
 
 @dataclass(eq=False)

@@ -87,9 +87,7 @@ def table(name: str, ranks: int, stages: int, micros: int) -> ScheduleTable:
 
 
 class _Stage(SimpleNamespace):
-    """A stand-in for a stage, with the attributes that torch's schedules read to build their
-    tables.
-    """
+    """A stand-in for a stage, with the attributes that torch's schedules read."""
 
     def __init__(self, number: int, stages: int, ranks: int) -> None:
         super().__init__(

@@ -59,9 +59,7 @@ class SplitBackward:
 
     @cached_property
     def _graph(self) -> tuple[list[Any], dict[Any, Any]]:
-        """The roots' autograd nodes, and the reversed graph, which leads from the leaves to the
-        roots.
-        """
+        """The roots' autograd nodes, and the reversed graph from the leaves to the roots."""
         torch_backward = _torch_backward()
         find = torch_backward._get_grad_fn_or_grad_acc
         nodes = [node for root in self._roots if (node := find(root)) is not None]

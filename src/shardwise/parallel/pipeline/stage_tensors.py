@@ -294,9 +294,7 @@ def runs_of(exchange: StageExchange, leaves: Iterable[Any]) -> tuple[StageRun, .
 def _check_in_place(
     exchange: StageExchange, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
 ) -> None:
-    """Raise UsageError if `func` writes a stage tensor's value into a tensor that all ranks
-    have.
-    """
+    """Raise UsageError if `func` writes a stage tensor into a tensor that all ranks have."""
     name = getattr(func, "__name__", "")
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     # Methods that write in place end with one underscore, such as add_.
