@@ -1,6 +1,6 @@
 """Detects settings that have no effect. No side effects.
 
-If such a setting is a flag, it raises an error, otherwise it returns a warning.
+A flag without effect raises an error. Any other setting without effect causes a warning.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     set outer       NAME.velocity    the outer update's velocity
                     NAME.mean        a mean difference that is not applied yet
     set island-K    NAME.own         island K's weights, and the buffers that its forward passes
-                                                                          change, if they differ
-                                                                          from the anchor
+                                     change, if they differ from the anchor
                     NAME.residual    rounding errors in island K's differences
                     NAME.sent        island K's weights when the pending difference was sent
 

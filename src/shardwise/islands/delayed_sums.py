@@ -68,7 +68,7 @@ class DelayedSums:
 
     Args:
         parameters: The parameters of the engine.
-            gradients: This island's sums, which `use` replaces.
+        gradients: This island's sums, which `use` replaces.
         wire: The format of the messages.
         factory: Creates the storage for the residuals (rounding errors, added to the next sums).
         group: The ranks that shard the states.
@@ -149,8 +149,11 @@ class DelayedSums:
         Args:
             step: The number of the step.
             report: The report, shape (report_length,), fp64.
-        factor: A factor by which the sums are multiplied.
-        counts: True if the sums are finite. If False, zeros are sent instead.
+            factor: A factor by which the sums are multiplied.
+            counts: True if the sums are finite. If False, zeros are sent instead.
+
+        Raises:
+            NonFiniteError: The wire format cannot represent a value. Nothing has been sent then.
         """
         # If an earlier attempt at this step was abandoned, drop its messages. No island uses them.
         while self.flights and self.flights[-1].step >= step:

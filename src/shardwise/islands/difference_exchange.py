@@ -72,9 +72,7 @@ class DifferenceExchange:
         """Per bucket, the weight of this island's steps since the bucket was last sent."""
         self._flying: dict[int, Message | Tensor] = {}
         self.due: dict[int, int] = {}
-        """For each bucket in transit, the step after which its difference is applied to the
-        anchor.
-        """
+        """For each bucket in transit, the step after which its difference is applied."""
         self._sent: dict[int, tuple[float, Tensor]] = {}
         """For each bucket sent by this process, its weight and its packed difference."""
         self.report: Message | None = None

@@ -102,7 +102,7 @@ class Connection:
 
         Args:
             request: The request: JSON values, which may contain bytes.
-            seconds: How long to wait while the peer sends nothing.
+            seconds: Maximum time in seconds to wait without receiving data.
 
         Raises:
             OSError: No reply arrived.

@@ -162,7 +162,7 @@ class IslandAgent(Agent):
         self._send("back", rank=rank)
 
     def report_missing(self, rank: int) -> None:
-        """Forward the question of `rank` which ranks are missing."""
+        """Forward the request of `rank` for the list of missing ranks."""
         self._send("who", rank=rank)
 
     # -- files of ranks of other hosts ----------------------------------------------------

@@ -58,7 +58,7 @@ class Exchanges:
 
     Args:
         membership: Decides which islands take part.
-            answered: Called after each exchange with the islands that took part.
+        answered: Called after each exchange with the islands that took part.
 
     Attributes:
         transfers: Copies files between brokers, or None if there is only one broker.

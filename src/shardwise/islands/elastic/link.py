@@ -1,6 +1,6 @@
 """Connects a rank to the launcher, which exchanges data between elastic islands.
 
-contribution  ─▶  launcher: all ranks have contributed  ─▶  who took part, and their files
+    contribution  ─▶  launcher: all ranks have contributed  ─▶  who took part, and their files
 
 A rank writes its data to an anonymous in-memory file, and sends the descriptor to the launcher, or
 on several hosts to its host's agent. membership.py decides which islands take part.

@@ -1,6 +1,6 @@
 """Decides which elastic islands take part in an exchange, and tells a rank its island.
 
-member ── a rank exits ─▶ gone ── its ranks ask ─▶ waiting ── members admit it ─▶ member
+    member ── a rank exits ─▶ gone ── its ranks ask ─▶ waiting ── members admit it ─▶ member
 
 An exchange is complete once all ranks of all members have contributed to it. All ranks get the same
 answer about who took part, so all compute the same sum. An island that fails before that is

@@ -53,8 +53,9 @@ class RemoteBroker:
         self.unreached: dict[int, str] = {}
         self.unstarted: dict[int, str] = {}
         self.stalls: dict[Key, float] = {}
-        """For each file that the host is fetching, the time since which this fails, or infinity if
-        it does not.
+        """For each file that the host is fetching, the time at which this began to fail.
+
+        The time is infinity while the fetch has not failed.
         """
         self._send, self._exchanges, self._failed = send, exchanges, failed
 

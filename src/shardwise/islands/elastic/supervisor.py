@@ -1,7 +1,7 @@
 """Watches elastic islands, which may fail and return while the others train.
 
     a rank of island k fails ─▶ no rank waits for k any more ─▶ its other ranks are killed
-    ─▶ k is restarted ─▶ the others admit it   (with messages)
+                             ─▶ k is restarted ─▶ the other islands admit it
 
 As without elastic islands, a failure ends the run if not all islands have started training yet, if
 no other island is left, or if the run was asked to stop.
@@ -94,9 +94,7 @@ class IslandSupervisor(Supervisor):
         self._said: set[int] = set()
         """Finished islands for which a message was printed."""
         self._unneeded: set[int] = set()
-        """Failed islands that are killed because no other island is left to which they could
-        return.
-        """
+        """Failed islands that are killed because no island is left to which they could return."""
         self.ended: list[IslandSite] = []
         """Failed islands that may still have child processes."""
 

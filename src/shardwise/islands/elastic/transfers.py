@@ -1,6 +1,6 @@
 """Copies elastic islands' files between hosts, in threads beside the agent's event loop.
 
-client ─▶ rank, number                       after both ends have authenticated
+    client ─▶ rank, number                       after both ends have authenticated
     server ─▶ size, content and its MAC
 
 Each fetch opens its own connection, because minutes may pass between two fetches.

@@ -20,12 +20,10 @@ from shardwise.net import progress
 from shardwise.net.identity import Identity
 
 FILES_OF_A_RANK = 8
-"""Number of files that the launcher or agent holds open per rank (link, contribution, output,
-log).
-"""
+"""Number of open files per rank in the launcher or agent: link, contribution, output, log."""
 
 FILES = 64
-"""Number of files that the launcher or agent holds open in addition."""
+"""Number of other open files in the launcher or agent."""
 
 OpenLink = Callable[[int], socket.socket]
 """Opens a rank's link to the broker. Returns the rank's end of the socket."""

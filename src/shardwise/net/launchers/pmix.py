@@ -46,9 +46,7 @@ KEYS = {
     "PMIX_LOCAL_SIZE": (b"pmix.local.size", False),
     "PMIX_LOCAL_RANK": (b"pmix.lrank", True),
 }
-"""Maps each variable to the server's key, and to True if the key describes this rank, not the
-job.
-"""
+"""Maps each variable to the server's key, and whether it describes this rank (not the job)."""
 
 LIMIT = 20.0
 """Seconds to wait for the server's reply."""

@@ -24,7 +24,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A module that runs as a whole on one stage."""
+    """A module that runs on a single stage."""
 
     name: str
     module: nn.Module

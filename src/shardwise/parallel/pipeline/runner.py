@@ -90,8 +90,9 @@ BucketsByKey = Callable[[Callable[[nn.Parameter], int]], Mapping[int, frozenset[
 """Groups parameters by a key. Returns the indices of the buckets that hold each group."""
 
 Refusal = Callable[[Sequence[nn.Parameter]], str | None]
-"""Returns an error message if this rank owns one of the given parameters, and its values are freed
-between forward passes. Otherwise returns None.
+"""Returns an error message if a parameter is owned here but freed between forward passes.
+
+Otherwise returns None.
 """
 
 OnStage = Callable[[int | None], None]

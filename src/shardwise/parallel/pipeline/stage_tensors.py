@@ -49,14 +49,9 @@ class StageRun:
     is_trial: bool = False
     """True if the run computes nothing, and only finds out which values will be sent."""
     sent: list[tuple[int, int, Tensor]] = field(default_factory=list)
-    """(source stage, target stage, value) of each sent tensor that requires a gradient, in
-    order.
-    """
+    """(source stage, target stage, value) of the sent tensors that require a gradient."""
     received: list[tuple[int, int, Tensor]] = field(default_factory=list)
-    """(source stage, target stage, value) of each received tensor.
-
-    They are leaves of this rank's graph.
-    """
+    """(source stage, target stage, value) of the received tensors, leaves of this rank's graph."""
     in_flight: list[Handle] = field(default_factory=list)
     """Handles of sent tensors whose buffers have not been released yet."""
     outside_uses: list[torch.nn.Parameter] = field(default_factory=list)

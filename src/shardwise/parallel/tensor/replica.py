@@ -49,13 +49,13 @@ class ForwardHooks:
         self._replica = replica
 
     def begin(self, model: nn.Module, args: Any) -> None:
-        """Increment the number of running forward passes. Forward pre-hook."""
+        """Forward pre-hook: increment the number of running forward passes."""
         del model, args
         if self._replica is not None:
             self._replica.running_forwards += 1
 
     def end(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Gather the output of a model. Forward hook, called after a failed forward pass too."""
+        """Forward hook: gather the output of a model. Also called after a failed forward pass."""
         del model, args
         if self._replica is None:
             return None

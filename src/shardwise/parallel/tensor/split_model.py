@@ -37,9 +37,7 @@ class TensorParallelModels:
         self.shards: dict[nn.Parameter, Shard] = {}
         self.groups: list[SplitGroup] = []
         self.reasons_unsplit: dict[str, str] = {}
-        """Maps the names of modules that a trial rejected to the reason, if it is worth
-        reporting.
-        """
+        """Maps modules that a trial rejected to the reason, if it is worth reporting."""
         self._modules: list[TensorParallelModule] = []
         self._models: Sequence[nn.Module] = ()
         self._handles: list[Hooked] = []
