@@ -59,7 +59,7 @@ def _choice(
 
 
 def _tier(group: str, help: str, *, default: Tier | None = None, rare: bool = False) -> Any:
-    """Define a setting that names the tier of a state."""
+    """Define a setting whose value is the tier of a state."""
     return _setting(group, help, values.tier, "cpu|nvme:DIR", default=default, rare=rare)
 
 

@@ -193,7 +193,7 @@ class Anchor:
         )
 
     def mean(self, index: int, packed: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """Return the weighted mean of the islands' differences of bucket `index`."""
+        """Return the weighted mean of all islands' packed differences for bucket `index`."""
         storage = self.storages[VALUE][index]
         parts = (
             self._wire.unpack(each.to(storage.device), storage.numel, storage.dtype)

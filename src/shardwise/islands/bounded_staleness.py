@@ -36,7 +36,7 @@ from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.timeline import span
 
 CHECK_EVERY = 30
-"""Number of steps between two comparisons of the islands' weights."""
+"""The islands' weights are compared every this many steps."""
 
 
 class SumsReport(NamedTuple):
@@ -60,11 +60,11 @@ class SumsReport(NamedTuple):
     """1 if a save has failed, otherwise 0."""
     finite: float
     options: float
-    """A checksum of the optimizers' options."""
+    """A checksum of the optimizers' options, such as the learning rate."""
     weights: float
     """A checksum of the weights at steps that compare them, otherwise 0."""
     scale: float
-    """The loss scale of the gradients."""
+    """The loss scale that the gradients include."""
     updates: float
     """The number of updates to the weights with which the gradients were computed."""
 

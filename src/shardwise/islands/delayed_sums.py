@@ -117,9 +117,9 @@ class DelayedSums:
             self.residuals = factory.make("residual", lengths, self._kinds)
             self._clear_residuals()
         self.flights: deque[Flight] = deque()
-        """Steps whose sums were sent but not used yet, oldest first."""
+        """Steps whose sums were sent but have not been used yet, oldest first."""
         self.updates = 0
-        """Number of updates since these states were created."""
+        """The number of updates to the weights since these states were created."""
         self._sent = 0
         """The number of times that sums were sent. After `forget` it is the same on all ranks."""
         _await_later(self)

@@ -85,7 +85,7 @@ class DifferenceExchange:
 
     @property
     def buckets(self) -> int:
-        """Number of buckets."""
+        """The number of buckets."""
         return len(self.weights)
 
     @property

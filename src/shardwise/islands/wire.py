@@ -27,7 +27,7 @@ CODES = {"int8": 127, "int4": 7}
 
 @dataclass(frozen=True)
 class Wire:
-    """A wire format for flat tensors of fp32 or fp64 values."""
+    """A wire format that packs and unpacks flat tensors of fp32 or fp64 values."""
 
     name: str = LOSSLESS
 

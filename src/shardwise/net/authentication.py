@@ -41,7 +41,7 @@ def mac(secret: bytes, *parts: bytes) -> bytes:
 
 
 def sealed(secret: bytes, purpose: str, data: bytes) -> bytes:
-    """Return `data` prefixed with its MAC for `purpose`."""
+    """Return `data` prefixed with its MAC, which is valid only for the purpose `purpose`."""
     return mac(secret, b"seal", purpose.encode(), data) + data
 
 
@@ -98,7 +98,7 @@ class Seals:
         self._rest = bytearray()
 
     def frame(self, message: bytes) -> bytes:
-        """Return the bytes to send for `message`."""
+        """Return the bytes to send for `message`: its length, MAC and content."""
         seal = mac(self._keys[0], self._sent.to_bytes(8, "big"), message)
         self._sent += 1
         return len(message).to_bytes(_LENGTH, "big") + seal + message

@@ -14,7 +14,7 @@ from shardwise.errors import LaunchError
 from shardwise.net.identity import Identity
 
 PREFIX = "SHARDWISE_LAUNCH_"
-"""Prefix of the variables of `shardwise run`."""
+"""Prefix of the variables that `shardwise run` sets."""
 
 OWN_NAMES = {
     name: PREFIX + name.upper() for name in ("rank", "size", "local_rank", "local_size", "port")

@@ -1,11 +1,12 @@
 """Writes the exception that terminates a rank to a file for its launcher.
 
-When several ranks fail, most of them only report that another rank is gone. Each rank that dies of
-an exception writes an error file with the time, so that the launcher can show the first cause.
+When several ranks fail, most of them only report that another rank is gone. Each rank that is
+terminated by an exception writes an error file with the time, so that the launcher can show the
+original cause.
 
-A *refusal* is an error for a wrong call by the user. Its sentence is enough, and our traceback adds
-nothing. If all ranks have the same one, the launcher shows it once. Without a launcher each rank
-shows its own.
+A *refusal* is an error about incorrect use of the library. Its message is sufficient, and the
+traceback through our code adds nothing. If all ranks report the same refusal, the launcher shows it
+once. Without a launcher, each rank shows its own.
 
 the user's line ─▶ only frames of ours ─▶ an error of ours              a refusal
                 ─▶ the same, caused by an error in the user's code      no refusal: both are shown

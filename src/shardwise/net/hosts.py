@@ -166,7 +166,7 @@ def spread(
 
 
 def host_of(word: str) -> Host:
-    """Parse `user@name:slots`. Raises ValueError with a message for the user."""
+    """Parse a host of the form `user@name:slots`. Raises ValueError with a message for the user."""
     if max(map(len, re.split(r"[.@:]", word))) > 64 or len(word) > 320:
         raise ValueError(f"{word[:40] + '...'!r} is too long for a host name.")
     found = _HOST.fullmatch(word)

@@ -16,7 +16,7 @@ _GET_ADDRESS = 0xC0206921 if sys.platform == "darwin" else 0x8915
 """The ioctl request SIOCGIFADDR, which returns an interface's IPv4 address."""
 
 _ANY_PORT = 9
-"""Connecting a datagram socket sends nothing, so any port will do."""
+"""An arbitrary port, because connecting a datagram socket sends nothing."""
 
 
 def address_of_interface(name: str) -> str:

@@ -97,7 +97,7 @@ class _Terms:
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline."""
+        """The number of seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
     def read_file(self) -> RendezvousFile | None:

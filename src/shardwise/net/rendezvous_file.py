@@ -1,10 +1,10 @@
 """Writes and reads the rendezvous file, which holds rank 0's address and the secret of the run.
 
-mpirun and srun start processes without giving them an address. Rank 0 then listens on a port that
-the kernel chooses, and writes a file whose name is unique to the run. If all ranks are on one host,
-the file is in the user's own temporary folder; otherwise in the working directory, which the hosts
-of a cluster usually share. Only the same user can read it. Rank 0 removes the file once all ranks
-have registered.
+mpirun and srun do not tell processes an address at which they can meet. Rank 0 then listens on a
+port chosen by the kernel, and writes a file whose name is unique to the run. If all ranks are on a
+single host, the file is in the user's own temporary folder. Otherwise it is in the working
+directory, which the hosts of a cluster usually share. Only the same user can read it. Rank 0
+removes the file once all ranks have registered.
 """
 
 import hashlib
@@ -104,7 +104,7 @@ def _own_number(name: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing, only looks up the route
-        except OSError:  # no default route: the host name has to do
+        except OSError:  # no default route: the host name has to suffice
             return None
         return str(probe.getsockname()[0])
 

@@ -40,7 +40,7 @@ from shardwise.net.authentication import CLAIM, MAC, NONCE, Forged, Proof, Seals
 K = TypeVar("K", bound=Hashable)
 
 PATIENCE = 5.0
-"""Seconds that a new peer has to authenticate."""
+"""Seconds within which a new peer must authenticate."""
 
 MOST = 128
 """Maximum number of peers that may be authenticating at the same time."""
@@ -366,7 +366,10 @@ class Acceptor:
             self._turn_away(stranger)
 
     def _read_proof(self, stranger: _Stranger) -> Connection | None:
-        """Read more of a proof. Return the connection once the proof is complete and valid."""
+        """Read more of a peer's proof.
+
+        Return the connection once the proof is complete and valid.
+        """
         try:
             # Do not read past the proof: the messages that follow belong to the connection.
             more = stranger.peer.recv(CLAIM - len(stranger.received))

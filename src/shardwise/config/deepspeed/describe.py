@@ -82,7 +82,7 @@ _TITLES = {
 
 
 def table() -> str:
-    """Return the tables of all keys as Markdown, for docs/reference/deepspeed_keys.md."""
+    """Render the tables of all keys as Markdown, for docs/reference/deepspeed_keys.md."""
     parts = []
     for kind, (column, title) in _TITLES.items():
         rows = [f"| `{k.name}` | {k.text} |" for k in KEYS.values() if k.kind == kind]

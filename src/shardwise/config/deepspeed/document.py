@@ -65,7 +65,7 @@ def _parse(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_int=parse_int)
     except json.JSONDecodeError:
-        # DeepSpeed itself reads Hjson: JSON with comments and optional commas.
+        # DeepSpeed itself accepts Hjson, which is JSON with comments and optional commas.
         if find_spec("hjson") is None:
             raise
     return import_module("hjson").loads(text, object_pairs_hook=_refuse_duplicates)
@@ -87,7 +87,7 @@ class Document:
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
-    """Keys that only tune DeepSpeed."""
+    """The ignored keys, which only tune DeepSpeed."""
     resolved: dict[str, Any] = field(default_factory=dict)
     """By dotted name, the value that replaced "auto", or None if the key was dropped."""
 
@@ -127,7 +127,7 @@ def check(tree: Mapping[str, Any], name: str, auto: Mapping[str, Any]) -> Docume
 
 
 def _walk(tree: Mapping[str, Any], name: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each known key in `tree` with its value. Raises ConfigError for an unknown key."""
+    """Yield (dotted key, value) for each key in `tree`. Raises ConfigError if a key is unknown."""
     for word, value in tree.items():
         key = prefix + str(word)
         key = ALIASES.get(key, key)

@@ -377,7 +377,7 @@ KEYS = {
     )
     for key in part
 }
-"""All keys, by dotted name."""
+"""All known keys, by dotted name."""
 
 ALIASES = {
     "bfloat16": "bf16",

@@ -84,7 +84,7 @@ class BrokerEvents(Protocol):
         """Record that a rank has contributed to an exchange and is waiting for the answer."""
 
     def request_return(self, rank: int) -> None:
-        """Record that `rank`, of an island that was removed, asks to be admitted."""
+        """Record that `rank`, whose island was removed, asks to be admitted."""
 
     def report_missing(self, rank: int) -> None:
         """Tell `rank` which ranks its exchange is still waiting for."""

@@ -1,6 +1,6 @@
 """Implements collectives over the participating elastic islands, whose number may change.
 
-    ElasticRun     all ranks: the island's own transport inside an island, IslandLink between islands
+    ElasticRun     all ranks: the island's own transport inside it, IslandLink between islands
     ElasticPeers   the ranks with the same index in all islands: IslandLink only
 
 Each call is one exchange (membership.py). If an island fails, either all other islands receive its

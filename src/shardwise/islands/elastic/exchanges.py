@@ -30,7 +30,7 @@ class Broker(Protocol):
 
 
 class FileTransfers(Protocol):
-    """Copies files between hosts."""
+    """Interface for copying files between hosts."""
 
     def bring(self, what: Contribution, data: str | None, source: Broker, target: Broker) -> bool:
         """Copy a contribution from the broker `source` to the broker `target`.

@@ -38,14 +38,14 @@ from shardwise.net.restarts import Ending, Restarts
 Pairs = Sequence[tuple[IslandHost, IslandHost]]
 
 AGENT = "shardwise.islands.elastic.agent"
-"""The module that runs on each host."""
+"""The module of the agent that runs on each host."""
 
 STALLED = 3.0
 """A host may fail to fetch from another host for this multiple of `--host-timeout`."""
 
 
 PATIENT = 3.0
-"""Seconds for hosts to reach each other before the start of a run fails."""
+"""Seconds to wait for hosts to reach each other before the start of a run fails."""
 
 
 def once(job: RunSpec, console: Console, signals: Signals, restarts: Restarts) -> Ending:

@@ -121,7 +121,7 @@ class IslandLink:
             message = json.dumps({"label": label, "alone": alone, "resumes": self.resumes}).encode()
             self._guarded(lambda: socket.send_fds(self._socket, [message], [fd]))
         finally:
-            os.close(fd)  # the message has duplicated it
+            os.close(fd)  # the message holds a duplicate
         return self._wait_for_answer(label)
 
     def _wait_for_answer(self, label: str) -> tuple[dict[str, Any], list[Bytes]]:
@@ -153,7 +153,7 @@ class IslandLink:
             self._warn(label, message["missing"])
 
     def _receive(self, seconds: float) -> tuple[dict[str, Any], list[Bytes]] | None:
-        """Return the next message and its files, or None if none arrives within `seconds`."""
+        """Return the next message and the content of its files, or None after `seconds` seconds."""
         # A timeout of 0 would make the socket non-blocking.
         self._socket.settimeout(max(0.001, seconds))
         try:

@@ -140,7 +140,7 @@ class IslandRemoteHost(RemoteHost):
 
     kinds: protocol.Kinds = {**protocol.FROM_AGENT, **FROM_ISLANDS}  # noqa: RUF012
     broker: RemoteBroker | None = None
-    """Its broker, once it was asked to serve."""
+    """The broker of the host, once it was asked to serve."""
 
     def serve(self, broker: RemoteBroker, supervisor: IslandSupervisor, **values: Any) -> None:
         """Start the broker of that host, which is represented by `broker`.
@@ -155,7 +155,7 @@ class IslandRemoteHost(RemoteHost):
     def start_island(
         self, meeting: Meeting, streams: WorkerStreams, ranks: Collection[int], **about: Any
     ) -> None:
-        """Start the ranks of an island on that host."""
+        """Start an island's ranks on that host. `about` holds the arguments of `IslandWorkers`."""
         self._left.difference_update(ranks)
         self.send("start_island", meeting=asdict(meeting), streams=asdict(streams), **about)
 
@@ -194,7 +194,7 @@ class IslandHost:
 
     @property
     def broker(self) -> RemoteBroker:
-        """Its broker, once it was asked to serve."""
+        """The broker of the host, once it was asked to serve."""
         assert self.remote.broker is not None
         return self.remote.broker
 
@@ -248,7 +248,7 @@ class RemoteIsland:
     def ask_to_end(self, number: signal.Signals) -> None:
         """Ask the ranks to stop, because the run was asked to stop."""
         if number == signal.SIGUSR1 and self.pending_start is not None and not self.returns:
-            return  # there is nothing to save before a run has begun
+            return  # there is nothing to save before the run has started
         if not self._cancel_start():
             for host in self.hosts:
                 host.remote.ask_to_end(number, self.number)

@@ -70,13 +70,14 @@ class IslandReturns:
         about = self._checkpoints.save_for_return()
         if about is None:
             return  # the save has failed; islands wait for the next boundary
-        # The first rank of the lowest island leads: it claims the folder and saves.
+        # The first rank of the lowest island claims the checkpoint folder and saves. If the
+        # returning island is lowest, this role passes to it.
         if waiting[0] < run.link.members[0]:
             self._checkpoints.leave_folder()
         run.link.admit(waiting, self._engine.steps, json.dumps(about).encode())
 
     def are_expected(self) -> None:
-        """Tell the launcher that this island can return if it fails."""
+        """Tell the launcher, with the next exchange, that this island can return if it fails."""
         self._run.link.resumes = True
 
     @property

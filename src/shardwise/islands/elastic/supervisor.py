@@ -84,7 +84,7 @@ class IslandSupervisor(Supervisor):
         self._failing: dict[int, float] = {}
         """For each failing island, the time at which its remaining ranks are killed."""
         self._failures: dict[int, IslandFailure] = {}
-        """Islands that have failed, and have not taken part since."""
+        """The failed islands that have not taken part in an exchange since."""
         self._outlived: set[int] = set()
         """Failed islands whose absence the others have survived, by completing an exchange."""
         self._tries: Counter[int] = Counter()
@@ -161,7 +161,7 @@ class IslandSupervisor(Supervisor):
         self._end_unneeded()
 
     def not_started(self, ranks: Sequence[int]) -> None:
-        """Record that these ranks of an island will not start."""
+        """Record that these ranks will not be started."""
         self._running.difference_update(ranks)
 
     def lost(self, ranks: Sequence[int], why: str) -> None:
@@ -297,7 +297,7 @@ class IslandSupervisor(Supervisor):
     # -- the others -------------------------------------------------------------------------
 
     def _exchanged(self, islands: Sequence[int]) -> None:
-        """Record that these islands have taken part in an exchange."""
+        """Record that these islands have taken part in an exchange, and report the changes."""
         for island in self._finished - self._said:
             self.say(f"shardwise: island {island} has finished. The others continue without it.\n")
         self._said |= self._finished

@@ -29,13 +29,13 @@ _REQUEST, _SIZE = struct.Struct("!qq"), struct.Struct("!q")
 _NOT_HERE = -1
 
 CONNECT = 10.0
-"""Seconds to connect to another host."""
+"""Seconds to wait for a connection to another host."""
 
 STALL = 30.0
 """A connection fails after this many seconds without data."""
 
 AGAIN = 0.5
-"""Seconds between two attempts to fetch a file."""
+"""Seconds to wait between two attempts to fetch a file."""
 
 CHUNK = 1 << 20
 
@@ -138,8 +138,8 @@ class Fetches:
         while not self._results.empty():
             fetch, what = self._results.get()
             if isinstance(what, int):
-                fetch.join()  # this was its last result
-            # It may have been cancelled, or replaced by a later fetch of the same file.
+                fetch.join()  # the thread exits after this result
+            # The fetch may have been cancelled, or replaced with a later fetch of the same file.
             is_wanted = self._running.get(fetch.key) is fetch
             if isinstance(what, str):
                 if is_wanted:

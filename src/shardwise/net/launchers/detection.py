@@ -182,10 +182,10 @@ _STARTERS = frozenset(
 """The processes of MPI launchers. Unlike a scheduler's, they start only ranks, no batch scripts."""
 
 SERVICES = frozenset(row.name for row in LAUNCHERS if row.level in (5, 6)) | {"HTCondor"}
-"""The launchers that start one process on each host or pod."""
+"""The names of the launchers that start one process per host or pod."""
 
 SETS_THREADS = frozenset(row.name for row in LAUNCHERS if row.sets_threads)
-"""The launchers that set the number of threads of each rank."""
+"""The names of the launchers that set the number of threads of each rank."""
 
 
 def processes_of(launcher: str) -> frozenset[str]:

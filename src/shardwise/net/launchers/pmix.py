@@ -126,13 +126,13 @@ def _loaded_above() -> str | None:
 
 
 class _Process(ctypes.Structure):
-    """pmix_proc_t."""
+    """The C structure pmix_proc_t."""
 
     _fields_ = (("nspace", ctypes.c_char * 256), ("rank", ctypes.c_uint32))
 
 
 class _Value(ctypes.Structure):
-    """pmix_value_t, for unsigned integers."""
+    """The C structure pmix_value_t, restricted to unsigned integers."""
 
     _fields_ = (("type", ctypes.c_uint16), ("number", ctypes.c_uint64))
 

@@ -96,7 +96,7 @@ class ParameterOwnership:
                 self._tied_weights.invalidate()
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Broadcast the buffers of every module from the rank that runs it. Collective."""
+        """Broadcast every module's buffers from the rank that runs the module. Collective."""
         for module in model.modules():
             source = self._pipeline.rank_of(self._pipeline.stage_of_module(module))
             for buffer in module._buffers.values():

@@ -21,14 +21,14 @@ from shardwise.world.randomness import generator_of, seed_from
 
 
 class Undoable(Protocol):
-    """A change to modules that can be undone."""
+    """Interface of a change to modules that can be undone."""
 
     def undo(self) -> None:
-        """Restore the modules."""
+        """Undo the change."""
 
 
 class TensorParallelParameters(Protocol):
-    """The part of the tensor-parallel state that pipelines use."""
+    """The interface of the tensor-parallel state that pipelines use."""
 
     def whole_of(self, parameter: nn.Parameter) -> Tensor:
         """Gather the full value of a parameter that is split over ranks. Collective."""
@@ -165,7 +165,7 @@ class PipelineGroup(Stages):
         )
 
     def send(self, run: StageRun, source: int, target: int, value: Tensor) -> None:
-        """Send a value to a later stage."""
+        """Send a value from stage `source` on this rank to the later stage `target`."""
         handle = self.channels.send("forward", source, target, value)
         if value.requires_grad and torch.is_grad_enabled():
             # Only for these values does a gradient come back.

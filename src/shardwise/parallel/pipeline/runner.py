@@ -361,7 +361,7 @@ class PipelineRunner:
         for source, target, value in micro.run.sent:
             roots.append(value)
             grads.append(self._pipeline.receive_gradient(source, target, value))
-        # The gradients of the sent values have arrived, so the values were received.
+        # The gradients of the sent values have arrived, which proves that the values were received.
         self._pipeline.release_sent(micro.run)
         leaves = [leaf for _, _, leaf in micro.run.received]
         inputs = None if batch.inputs is None else [*batch.inputs, *leaves]

@@ -57,7 +57,7 @@ class ReplacedForward(ABC):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the module."""
+        """Replace `module.forward`: return the module's output."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Called by pickle and copy.deepcopy, through the module's `forward` attribute.

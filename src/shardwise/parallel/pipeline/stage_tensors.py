@@ -169,7 +169,7 @@ class StageTensor(Tensor):
 
 
 _METADATA = METADATA | {getattr(Tensor, name).__get__ for name in ("is_leaf", "requires_grad")}
-"""Functions of a tensor's metadata, which all ranks know."""
+"""Functions that read only a tensor's metadata, which all ranks know."""
 
 _READS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__float__,

@@ -1,4 +1,4 @@
-"""Splits nn.MultiheadAttention by heads."""
+"""Splits nn.MultiheadAttention modules by heads."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class RowwiseParallel(TensorParallelModule):
     weight: Tensor
     bias: Tensor | None
     allowed_operations: AllowedOperations | None
-    """Operations allowed before the module, if a trial accepted the split."""
+    """The operations allowed before the module if a trial accepted the split, otherwise None."""
 
     def forward(self, value: Tensor) -> Tensor:
         """Compute the output, summed over ranks.

@@ -50,7 +50,7 @@ from shardwise.parallel.tensor.torch_functions import (
 )
 
 TOKEN_DIM = -2
-"""The split dimension, counted from the last."""
+"""The dimension that is split, counted from the last dimension."""
 
 
 def token_sharding(value: Tensor, group: Collectives) -> ShardedDim | None:
@@ -65,7 +65,7 @@ def token_sharding(value: Tensor, group: Collectives) -> ShardedDim | None:
 
 
 class SequenceShard(StandsForPart):
-    """This rank's part of a tensor (..., tokens, features), split along the tokens."""
+    """A tensor (..., tokens, features) split along the tokens. This rank holds one part."""
 
     sharded: ShardedDim
     group: Collectives

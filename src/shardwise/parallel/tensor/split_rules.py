@@ -50,7 +50,7 @@ class ModuleSplit:
 
 @dataclass(frozen=True)
 class SplitGroup:
-    """Modules that are split together, with their kind and a name for messages."""
+    """Splits of modules that must be split together. `kind` and `name` are for messages."""
 
     kind: str
     name: str

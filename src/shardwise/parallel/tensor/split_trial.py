@@ -112,7 +112,10 @@ def try_split(module: nn.Module, group: SplitGroup, parts: int) -> TrialResult:
 
 
 class _TrialMode:
-    """Runs `whole`, a copy of `module`, and its parts on `x`, in training or evaluation mode."""
+    """Tests the split in one mode, training or evaluation.
+
+    It runs `whole`, a copy of `module`, and the module's parts on the input `x`.
+    """
 
     def __init__(
         self,
@@ -281,7 +284,7 @@ def _split_copy(
     replica: Replica,
     allowed: RecordedOperations,
 ) -> nn.Module:
-    """Copy `whole`, and split the copy for this rank of `replica`."""
+    """Copy `whole`, and split the copy for the rank of `replica`."""
     clone = copy.deepcopy(whole)
     rank = replica.group.rank
     for cut in splits:
