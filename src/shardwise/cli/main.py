@@ -219,6 +219,7 @@ def _deepspeed(words: tuple[str, ...], **given: Any) -> int:
         flags += ["--adopt", deepspeed_flags.DEEPSPEED]
     if not settings["quiet"]:
         click.echo(f"shardwise: {deepspeed_flags.line_of([*flags, *words])}", err=True)
+    # Parse the translated flags with `run` itself, so that its defaults and checks apply.
     params = _run_command().make_context("run", [*flags, *words]).params
     return _run(**params, local_rank=not given["no_local_rank"])
 

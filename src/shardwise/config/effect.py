@@ -91,6 +91,7 @@ def idle(found: Sequence[SettingsSource], settings: Settings, needs: Collection[
     lines = []
     for need in needs:
         value = getattr(settings, need.name)
+        # A setting that equals its default changes nothing, so there is no reason to warn.
         if value == FIELDS[need.name].default or need.holds(settings):
             continue
         # `given` and `taken` are indices of sources. A smaller index is a stronger source.

@@ -47,6 +47,7 @@ def packed_lengths(wire: str, numel: int, itemsize: int) -> tuple[int, int]:
     """
     if wire not in ("int8", "int4"):
         return 0, numel * (2 if wire == "bf16" else itemsize)
+    # One fp32 scale per block, and one code per byte (int8) or two (int4).
     scales = -(-numel // BLOCK) * 4
     return scales, numel if wire == "int8" else -(-numel // 2)
 

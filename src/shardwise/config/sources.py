@@ -133,6 +133,7 @@ def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Set
     flags.pop("deepspeed", None)  # a source, not a setting
     of_deepspeed = json_of_deepspeed(environ)
     found = [SettingsSource(FLAG, flags), SettingsSource("environment", _from_environment(environ))]
+    # Sources are ordered by strength: our own variables take precedence over Horovod's.
     if environ.get(HOROVOD_TIMELINE, "") not in _NO_FILE:
         found.append(SettingsSource(HOROVOD_TIMELINE, {"timeline": environ[HOROVOD_TIMELINE]}))
     if config:
@@ -157,6 +158,8 @@ def winning_values(found: list[SettingsSource]) -> dict[str, tuple[Any, str]]:
     winners: dict[str, tuple[Any, str]] = {}
     for source in found:
         for name, raw in source.values.items():
+            # The strongest source comes first, so later sources do not replace its value. Weaker
+            # values are parsed too, so that mistakes in them are reported.
             winners.setdefault(name, (parse(name, raw, source.name), source.name))
     return winners
 

@@ -146,6 +146,7 @@ def islands(text: str) -> int | str:
 
 def port(text: str) -> int | None:
     """Parse a port number. Returns None if `text` is not a port number."""
+    # isdigit() alone would also accept digits of other writing systems.
     is_number = text.isascii() and text.isdigit() and len(text) <= 5
     return int(text) if is_number and 0 < int(text) < 65536 else None
 

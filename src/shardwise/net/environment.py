@@ -62,7 +62,7 @@ FOREIGN = BY_HAND | {
 FOREIGN_PREFIXES = ("TORCHELASTIC_", PREFIX)
 
 OF_THE_TERMINAL = ("TERM", "COLORTERM", "NO_COLOR")
-"""Variables that describe the terminal, on which rank 0 draws even from a remote host."""
+"""Variables that describe the terminal. Rank 0 needs them even on a remote host."""
 
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 """Variables with the address and port of rank 0, where ranks meet by default."""

@@ -6,7 +6,7 @@ the backward pass (Korthikanti et al., 2022). The token dimension is the second 
 something else to the user, because token-wise operations give the same result regardless of its
 meaning.
 
-    whole ─ split layer ═ reduce-scatter ═▷ tokens ─ + ─ dropout ─ norm ═ all-gather ═▷ split layer
+    full ─ split layer ═ reduce-scatter ═▷ tokens ─ + ─ dropout ─ norm ═ all-gather ═▷ split layer
 
 A `SequenceShard` represents the full tensor. Token-wise operations run on the parts. Any other
 operation gets the gathered tensor, so every forward pass gives the same result. Writes to the

@@ -200,8 +200,8 @@ class TensorParallelModels:
 
         Args:
             chosen: The parameters to gather. Parameters that are not split are ignored.
-            write: True if new values are kept, by splitting them again at the end.
-            group: If given, the values of this group's first rank are kept.
+            write: True to keep values written inside the block, which are split again at the end.
+            group: If given, the values written by this group's first rank are kept.
             is_here: Only parameters for which this returns True are gathered.
         """
         # Keep the same order on all ranks, because each gather is collective.
