@@ -151,7 +151,7 @@ def json_of_deepspeed(environ: Mapping[str, str]) -> str | None:
 
 
 def winning_values(found: list[SettingsSource]) -> dict[str, tuple[Any, str]]:
-    """Return each setting's value and the name of the source that it comes from.
+    """Return each setting's value and the name of its source.
 
     `found` lists the sources, strongest first.
     """

@@ -66,7 +66,7 @@ class SumsReport(NamedTuple):
     scale: float
     """The loss scale that the gradients include."""
     updates: float
-    """The number of updates to the weights with which the gradients were computed."""
+    """The number of updates that the weights had received when the gradients were computed."""
 
     def row(self, used: list[bool]) -> list[float]:
         """Return the report's fields, followed by the packed flags `used`."""
@@ -155,7 +155,7 @@ class BoundedStaleness(StepHooks):
     # -- around a step ----------------------------------------------------------------------
 
     def after_exchange(self, engine: HookedEngine, totals: StepTotals) -> StepTotals:
-        """Send the sums of this step, and replace them with those of the step `behind` steps ago.
+        """Send this step's sums, and replace them with the sums of the step `behind` steps ago.
 
         Returns the totals of that earlier step. In the first `behind` steps of a run there is none
         yet, and the totals have weight 0. Collective over all ranks. Raises UsageError or

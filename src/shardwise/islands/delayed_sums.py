@@ -149,7 +149,7 @@ class DelayedSums:
         Args:
             step: The number of the step.
             report: The report, shape (report_length,), fp64.
-            factor: A factor by which the sums are multiplied.
+            factor: The sums are multiplied by this factor before they are sent.
             counts: True if the sums are finite. If False, zeros are sent instead.
 
         Raises:

@@ -19,7 +19,7 @@ PREFIX = "SHARDWISE_LAUNCH_"
 OWN_NAMES = {
     name: PREFIX + name.upper() for name in ("rank", "size", "local_rank", "local_size", "port")
 }
-"""Variables in which `shardwise run` passes the fields of an Identity."""
+"""The variables that `shardwise run` sets for the fields of an Identity."""
 
 RANK_VARIABLE = OWN_NAMES["rank"]
 
@@ -30,7 +30,7 @@ RUN_VARIABLE = PREFIX + "RUN"
 """Holds the unique name of a run, which stays the same when the run is restarted."""
 
 REPORTS_VARIABLE = PREFIX + "REPORTS"
-"""Holds the folder in which a rank writes its error file (see error_file.py)."""
+"""Holds the folder for a rank's error file (see error_file.py)."""
 
 RUN_SECRET_VARIABLE = PREFIX + "SECRET"
 """Holds the secret that `shardwise run` generated for the processes of a run."""
@@ -65,7 +65,7 @@ OF_THE_TERMINAL = ("TERM", "COLORTERM", "NO_COLOR")
 """Variables that describe the terminal. Rank 0 needs them even on a remote host."""
 
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
-"""Variables with the address and port of rank 0, where ranks meet by default."""
+"""Variables with the address and port of rank 0, the default meeting place."""
 
 
 # -- one rank ---------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def working_folder(environ: Mapping[str, str]) -> str:
 
 
 def draw_secret() -> str:
-    """Generate the secret with which the processes of a run authenticate each other.
+    """Generate the secret that the processes of a run use to authenticate each other.
 
     `shardwise run` passes it to ranks in their environment, and to agents over ssh. Under other
     launchers, rank 0 generates it and writes it to a file that only the same user can read. If the

@@ -83,7 +83,10 @@ _REPORTER = "SHARDWISE_LAUNCH_REPORTER"
 
 
 class _Hook:
-    """Exception hook that reports to our launcher, or calls the hook `before` if there is none."""
+    """Exception hook that reports to our launcher.
+
+    Without a launcher, it calls the hook `before`.
+    """
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self._before = before

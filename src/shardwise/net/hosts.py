@@ -21,7 +21,7 @@ from shardwise.config.values import MOST_ON_A_HOST, MOST_RANKS
 from shardwise.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
-"""The address at which ranks connect if all of them are on a single host."""
+"""The address of rank 0 if all ranks are on a single host."""
 
 
 @dataclass(frozen=True)

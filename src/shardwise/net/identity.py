@@ -28,7 +28,7 @@ class Identity:
             No other process can therefore take the port before rank 0 uses it.
         job: A name that all ranks of this run share and no other run has, or None.
         own_gpus: True if each rank sees only its own GPUs.
-        variables: For each field, the environment variable from which it was read.
+        variables: Maps each field to the environment variable that provided it.
     """
 
     launcher: str

@@ -1,4 +1,4 @@
-"""Finds this host's addresses and interfaces, and opens the sockets on which rank 0 listens."""
+"""Finds this host's addresses and interfaces, and opens rank 0's listening sockets."""
 
 import errno
 import fcntl

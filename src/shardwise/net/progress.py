@@ -139,7 +139,7 @@ def mark_ended_early(folder: Path, rank: int) -> None:
 
 
 def ended_early(ranks: Iterable[int]) -> list[int]:
-    """Return those of `ranks` that exited with code 0, as far as this host's launcher knows."""
+    """Return which of `ranks` exited with code 0, according to this host's launcher."""
     folder = os.environ.get(REPORTS_VARIABLE)
     return [] if folder is None else [r for r in ranks if _ended_mark(Path(folder), r).exists()]
 

@@ -77,7 +77,7 @@ class _Terms:
     Args:
         identity: The rank of this process.
         timeout: Limit for the whole rendezvous, in seconds.
-        deadline: The monotonic time at which the limit expires.
+        deadline: The monotonic time when the limit expires.
         address: Host and port of rank 0 if the launcher or the user specified them, otherwise None.
         path: The rendezvous file, or None if the ranks need no file.
         secret: The run's secret if the launcher or the user gave it to all ranks, otherwise None.

@@ -1,7 +1,7 @@
 """Writes and reads the rendezvous file, which holds rank 0's address and the secret of the run.
 
-mpirun and srun do not tell processes an address at which they can meet. Rank 0 then listens on a
-port chosen by the kernel, and writes a file whose name is unique to the run. If all ranks are on a
+mpirun and srun do not give processes an address for their rendezvous. Rank 0 then listens on a port
+chosen by the kernel, and writes a file whose name is unique to the run. If all ranks are on a
 single host, the file is in the user's own temporary folder. Otherwise it is in the working
 directory, which the hosts of a cluster usually share. Only the same user can read it. Rank 0
 removes the file once all ranks have registered.
@@ -33,7 +33,7 @@ DRAFT = ".writing"
 """Prefix of the file name during writing, so that no rank reads an incomplete file."""
 
 OLD = 60.0
-"""Age in seconds from which a file may be left over from a killed run."""
+"""Older files (age in seconds) may be left over from a killed run."""
 
 
 @dataclass(frozen=True, kw_only=True)

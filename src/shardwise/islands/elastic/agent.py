@@ -104,7 +104,7 @@ class IslandAgent(Agent):
         self._send("serving")
 
     def on_listen(self, island: int, address: str) -> None:
-        """Open the socket on which the ranks of island `island` meet."""
+        """Open the listening socket for the rendezvous of island `island`."""
         self._close_meeting(island)
         meeting, spare = network.listen(address, 0), network.reserve_port(address)
         self._meetings[island] = [meeting, spare]

@@ -33,7 +33,7 @@ from shardwise.net.identity import Identity
 T = TypeVar("T")
 
 _PICKLES = "an object of elastic islands"
-"""The purpose for which pickles are sealed. They can run code, and are sent between hosts."""
+"""The purpose of sealed pickles. Pickles can run code, and are sent between hosts."""
 
 
 class _LinkCollectives(Collectives):

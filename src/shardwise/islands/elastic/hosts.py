@@ -202,7 +202,7 @@ class IslandHosts:
             )
 
     def _meeting(self, island: RemoteIsland) -> Generator[None, None, str]:
-        """Open the socket on which an island's ranks meet, once all of its hosts are up.
+        """Open the listening socket for an island's rendezvous, once all of its hosts are up.
 
         The host of the first rank listens. Returns its address.
         """

@@ -44,7 +44,7 @@ def _admitted_by(label: str) -> tuple[list[int], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """The exchange in which a rank waits.
+    """The exchange that a waiting rank has joined.
 
     Args:
         label: The name of the exchange.
@@ -66,7 +66,7 @@ class Answer:
 
 @dataclass
 class Membership:
-    """The islands of a run, and the exchanges in which ranks wait.
+    """The islands of a run, and the pending exchanges of their ranks.
 
     Attributes:
         count: The number of islands.
@@ -130,7 +130,7 @@ class Membership:
         return [each for each in readers if each != rank]
 
     def missing(self, rank: int) -> list[int]:
-        """Return the ranks that have not joined the exchange in which `rank` waits."""
+        """Return the ranks that have not yet joined the pending exchange of `rank`."""
         return [each for each in self._partners(rank) if each not in self._arrived]
 
     def is_fresh(self, rank: int) -> bool:
@@ -138,7 +138,7 @@ class Membership:
         return rank // self.size in self.fresh
 
     def _partners(self, rank: int) -> list[int]:
-        """Return all ranks of the exchange in which `rank` waits."""
+        """Return all ranks of the pending exchange of `rank`."""
         if self._arrived[rank].alone:
             return [island * self.size + rank % self.size for island in self.members]
         return [each for island in self.members for each in self.ranks(island)]
@@ -158,7 +158,7 @@ class Membership:
             yield from self._refused(everybody)
 
     def _exchanged(self, rank: int) -> Iterator[Answer]:
-        """Complete the exchange in which `rank` waits, and yield its answers."""
+        """Complete the pending exchange of `rank`, and yield its answers."""
         # Read `took_part` before `_admit`, which adds members for the next exchange.
         label, partners, took_part = self._arrived[rank].label, self._partners(rank), self.members
         self.has_begun |= label.startswith((BEGINS, BOUNDARY))

@@ -28,14 +28,14 @@ class RemoteBroker:
     Args:
         send: Sends a message to the agent.
         exchanges: Receives the ranks' messages.
-        place: The address from which other hosts fetch files of that host.
+        place: The address of that host's file server.
         failed: Called as `failed(broker, key, reason)` if that host could not fetch a file.
 
     Attributes:
         serving: True once the agent's broker is running.
         meetings: For each island that meets on that host, its ports.
-        reached: The hosts from which it could fetch, each identified by its first rank.
-        unreached: The hosts from which it could not fetch (by first rank), and the reasons.
+        reached: The first rank of each host that it could fetch from.
+        unreached: For the first rank of each host that it could not fetch from, the reason.
         unstarted: For each island that could not start there, the reason.
     """
 
@@ -53,9 +53,9 @@ class RemoteBroker:
         self.unreached: dict[int, str] = {}
         self.unstarted: dict[int, str] = {}
         self.stalls: dict[Key, float] = {}
-        """For each file that the host is fetching, the time at which this began to fail.
+        """For each file that the host is fetching, the time of the first failed attempt.
 
-        The time is infinity while the fetch has not failed.
+        The time is infinity while no attempt has failed.
         """
         self._send, self._exchanges, self._failed = send, exchanges, failed
 

@@ -3,8 +3,8 @@
     other islands   a boundary ─▶ before the next batch: a checkpoint ─▶ "admit island k, with this"
     island k        engine.resume ─▶ "admit me" ─▶ loads it ─▶ takes part
 
-Islands are admitted at the point at which a run that is asked to stop would save. At that point
-schedulers have stepped, and the weights of all islands equal the anchor.
+Islands are admitted between a boundary and the next batch, the same point where a stopping run
+saves. Schedulers have stepped then, and the weights of all islands equal the anchor.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class IslandSupervisor(Supervisor):
         self._restarts = restarts
         self.islands: list[IslandSite] = []
         self._failing: dict[int, float] = {}
-        """For each failing island, the time at which its remaining ranks are killed."""
+        """For each failing island, the time when its remaining ranks are killed."""
         self._failures: dict[int, IslandFailure] = {}
         """The failed islands that have not taken part in an exchange since."""
         self._outlived: set[int] = set()
@@ -92,9 +92,9 @@ class IslandSupervisor(Supervisor):
         self._finished: set[int] = set()
         """Islands whose ranks have all exited successfully."""
         self._said: set[int] = set()
-        """Finished islands for which a message was printed."""
+        """Finished islands whose message has been printed."""
         self._unneeded: set[int] = set()
-        """Failed islands that are killed because no island is left to which they could return."""
+        """Failed islands that are killed because no island is left that could admit them."""
         self.ended: list[IslandSite] = []
         """Failed islands that may still have child processes."""
 

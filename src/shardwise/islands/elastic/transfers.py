@@ -1,4 +1,4 @@
-"""Copies elastic islands' files between hosts, in threads beside the agent's event loop.
+"""Copies elastic islands' files between hosts, in threads of the agent.
 
     client ─▶ rank, number                       after both ends have authenticated
     server ─▶ size, content and its MAC
@@ -76,7 +76,7 @@ class Fetches:
     """Fetches files from other hosts, retrying until they arrive or are cancelled.
 
     Args:
-        selector: The event loop in which the callbacks run.
+        selector: The event loop that runs the callbacks.
         secret: The secret of the run.
         done: Called with the key and the descriptor of each file that has arrived.
         failed: Called with the key and the reason of each failed attempt.

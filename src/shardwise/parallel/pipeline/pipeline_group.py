@@ -70,7 +70,7 @@ class PipelineGroup(Stages):
         )
 
     def reset(self) -> None:
-        """Drop the current run, and close its channels, on which late messages may still arrive."""
+        """Drop the current run, and close its channels, because late messages may still arrive."""
         self.run = StageRun(self.stages)
         self.tied_weights.invalidate()
         self.channels.close()
@@ -168,7 +168,7 @@ class PipelineGroup(Stages):
         """Send a value from stage `source` on this rank to the later stage `target`."""
         handle = self.channels.send("forward", source, target, value)
         if value.requires_grad and torch.is_grad_enabled():
-            # Only for these values does a gradient come back.
+            # Only these values receive a gradient from the other stage.
             run.sent.append((source, target, value))
             run.in_flight.append(handle)
 

@@ -305,7 +305,8 @@ class PipelineRunner:
             action.kind == "I" and bool(micro.run.received) and micro.backward.is_in_one_piece
         )
         if action.kind == "I" and not in_one_piece:
-            # Run only the first half, for which the previous stage waits. "W" runs the second half.
+            # Run only the first half, because the previous stage waits for it. "W" runs the second
+            # half.
             if micro.run.received:
                 micro.backward.input_backward()
                 self._send_input_gradients(micro.run)

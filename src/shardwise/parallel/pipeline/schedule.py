@@ -137,7 +137,7 @@ def idle_fraction(
 def _simulated(
     rows: Sequence[Sequence[Action]], times: Mapping[ActionKind, Sequence[float]]
 ) -> list[float]:
-    """Simulate the schedule. Return the time in seconds at which each rank finishes."""
+    """Simulate the schedule. Return each rank's finish time in seconds."""
     stages = len(times["F"])
     end_times: dict[Action, float] = {}
     clocks, positions = [0.0] * len(rows), [0] * len(rows)

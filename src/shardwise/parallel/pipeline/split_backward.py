@@ -1,6 +1,6 @@
 """Splits a backward pass into two halves, for zero-bubble schedules (Qi et al., 2023).
 
-The first half computes the gradients of a stage's inputs, for which the previous stage waits. The
+The first half computes the gradients of a stage's inputs, which the previous stage needs first. The
 second half computes the gradients of parameters. torch.distributed.pipelining finds the boundary
 between the halves in the graph. The gradients at the boundary are stored, because both halves need
 them.
@@ -27,7 +27,7 @@ class SplitBackward:
     shared by both halves twice.
 
     Args:
-        roots: The tensors at which the backward pass starts.
+        roots: The tensors that the backward pass starts from.
         grads: The gradients of `roots`.
         leaves: The stage's inputs.
         trained: Returns the parameters that receive gradients.

@@ -113,7 +113,7 @@ class StageTensor(Tensor):
     known_stages: set[int]
     """The stages that have the value."""
     runs: tuple[StageRun, ...]
-    """The runs on which the tensor depends, in order."""
+    """The runs that produced the tensor, in order."""
     _exchange: StageExchange
     _like: FakeTensor | None
 
@@ -180,7 +180,7 @@ _READS = {
 """Functions that read values. The values are broadcast to all ranks."""
 
 _BACKWARDS = {torch.autograd.grad, Tensor.backward}
-"""Functions that traverse the autograd graph, of which each rank has only its stages' part."""
+"""Functions that traverse the autograd graph. Each rank has only its own stages' part."""
 
 _SHAPED_BY_VALUES = {
     Tensor.__getitem__, Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select,
@@ -265,7 +265,7 @@ def run_operation(
 
 
 def runs_of(exchange: StageExchange, leaves: Iterable[Any]) -> tuple[StageRun, ...]:
-    """Return the runs on which an operation's result depends, given its arguments `leaves`.
+    """Return the runs that an operation's result depends on, given its arguments `leaves`.
 
     These are the runs of its stage tensors, or the current run if there are none. Raises UsageError
     for a tensor from another micro-batch, or inside an autograd function.

@@ -75,7 +75,7 @@ class Stages:
 
     @contextmanager
     def running(self, run: StageRun) -> Iterator[None]:
-        """Context manager in which forward passes belong to `run`."""
+        """Context manager that makes forward passes part of `run`."""
         before, self.run = self.run, run
         try:
             yield
@@ -84,7 +84,7 @@ class Stages:
 
     @contextmanager
     def with_own_forwards(self) -> Iterator[None]:
-        """Context manager in which modules run their own `forward` instead of the replacement."""
+        """Context manager that makes modules run their own `forward` instead of the replacement."""
         before, self.is_whole = self.is_whole, True
         try:
             with self.within_stage():

@@ -158,7 +158,7 @@ class TiedWeights:
 
 
 def _gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which a weight's gradients are summed and sent."""
+    """Return the dtype for summing and sending a weight's gradients."""
     return torch.float32 if parameter.dtype in NARROW else parameter.dtype
 
 

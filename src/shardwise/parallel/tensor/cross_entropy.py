@@ -1,4 +1,4 @@
-"""Computes cross entropy over a split vocabulary, where no rank ever has all scores of a token."""
+"""Computes cross entropy over a split vocabulary. No rank ever has all scores of a token."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from shardwise.parallel.tensor.replica import Replica
 from shardwise.parallel.tensor.sequence_parallel import SequenceShard, shard_arguments
 
 on_local_tensors = torch._C.DisableTorchFunctionSubclass
-"""Context manager in which every use of a parameter refers to this rank's part."""
+"""Context manager that makes every use of a parameter refer to this rank's part."""
 
 
 class TensorParallelModule(nn.Module):

@@ -69,7 +69,7 @@ class ParameterUses:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context manager in which parameters have their original classes.
+        """Context manager that gives parameters their original classes.
 
         Use it while all ranks have full parameters.
         """
@@ -276,7 +276,7 @@ def _call_plain(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _write_target(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the tensor or list of tensors to which `func` writes, or None if it does not write."""
+    """Return the tensor or list of tensors that `func` writes to, or None if it does not write."""
     name = getattr(func, "__name__", "")
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]

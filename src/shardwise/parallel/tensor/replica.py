@@ -131,8 +131,8 @@ class Replica:
     def leave_region(self, part: Callable[[], Tensor]) -> Tensor:
         """Sum `part()` over the ranks, and end the region.
 
-        The region also ends if `part` raises an exception, with which torch stops a recomputation
-        early.
+        The region also ends if `part` raises, because torch stops a recomputation early with an
+        exception.
         """
         sequence_parallel = self._outputs_tokens()
         try:

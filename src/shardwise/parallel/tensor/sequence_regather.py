@@ -21,7 +21,7 @@ SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class RegatheredInput:
-    """The gathered input of split layers, of which this rank saves only its part.
+    """The gathered input of split layers. This rank saves only its own part of it.
 
     Layers that share the input gather it once per backward pass.
     """

@@ -202,7 +202,7 @@ class TensorParallelModels:
             chosen: The parameters to gather. Parameters that are not split are ignored.
             write: True to keep values written inside the block, which are split again at the end.
             group: If given, the values written by this group's first rank are kept.
-            is_here: Only parameters for which this returns True are gathered.
+            is_here: Parameters are gathered only if this returns True for them.
         """
         # Keep the same order on all ranks, because each gather is collective.
         split = [p for p in dict.fromkeys(chosen) if p in self.shards]
@@ -241,7 +241,7 @@ class TensorParallelModels:
                 # Ranks may have written different values, for example from a random initialisation.
                 if group is not None:
                     group.broadcast(value.view(-1)).wait()
-                # Copy into the part's old memory, to which flat buckets refer.
+                # Copy into the part's old memory, because flat buckets refer to it.
                 part.copy_(self.shards[parameter].of(value))
 
     def _set_whole(self, *, whole: bool) -> None:
@@ -266,7 +266,7 @@ class TensorParallelModels:
     ) -> None:
         """Restore the full models and optimizer state on every rank. Collective.
 
-        Only parameters for which `is_here` returns True are gathered.
+        Parameters are gathered only if `is_here` returns True for them.
         """
         for optimizer in optimizers:
             for group in optimizer.param_groups:

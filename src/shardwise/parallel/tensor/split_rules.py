@@ -105,7 +105,7 @@ def colwise(
     attribute = "nf" if columns else "out_features"
     local = [{attribute: range_length(part)} for part in parts]
     # A fused layer (queries, keys, values) has several ranges per rank. `ranges` is used only to
-    # gather outputs, and those of fused layers are never gathered, so the first range suffices.
+    # gather outputs. A fused layer's outputs are never gathered, so the first range suffices.
     ranges = [part[0] for part in parts]
     return ModuleSplit(name, module, ColwiseParallel, tensors, local, ranges, gather_output)
 

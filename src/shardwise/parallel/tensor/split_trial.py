@@ -2,9 +2,9 @@
 
 The parts of all ranks run in this process on the CPU, in one thread each, in evaluation and
 training mode, with fixed numbers instead of random ones. Their outputs, and the gradients of inputs
-and of all parameters, must match those of the unsplit module. The gradients matter because an
-unsplit parameter between split layers would receive only part of its gradient. A split is rejected
-if some of its layers did not run, because the test then proves nothing about them.
+and of all parameters, must match the unsplit module's. The gradients matter because an unsplit
+parameter between split layers would receive only part of its gradient. A split is rejected if some
+of its layers did not run, because the test then proves nothing about them.
 """
 
 from __future__ import annotations
