@@ -64,7 +64,7 @@ def packed_bytes(wire: str, numel: int, itemsize: int) -> int:
 class Outer:
     """The outer update, which applies the mean difference D to the anchor.
 
-    Same formula as in `torch.optim.SGD` with Nesterov momentum:
+    The formula is that of `torch.optim.SGD` with Nesterov momentum:
 
     velocity = momentum x velocity + D
     anchor  -= lr (D + momentum x velocity)

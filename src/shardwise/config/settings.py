@@ -344,7 +344,7 @@ class Settings:
 
     @property
     def averaging_rule(self) -> IslandRule:
-        """How islands average parameters.
+        """The rule for averaging parameters over islands.
 
         Raises ConfigError if `late` is not below `equal_every`.
         """
@@ -353,7 +353,7 @@ class Settings:
 
     @property
     def staleness_rule(self) -> StalenessRule | None:
-        """How islands synchronise gradients, or None if they synchronise parameters."""
+        """The rule for synchronising gradients, or None if islands synchronise parameters."""
         if self.behind is None:
             return None
         return StalenessRule(behind=self.behind, wire=self.wire)

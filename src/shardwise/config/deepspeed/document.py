@@ -196,7 +196,10 @@ _EXAMPLES = {
 
 
 def _of_kind(value: Any, key: str, takes: str, document: Document) -> Any:
-    """Convert `value` to the type `takes`. Raises ConfigError if it has a different type."""
+    """Return `value` as the type `takes` (such as "whole").
+
+    Raises ConfigError if it does not fit.
+    """
     if takes == "any":
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

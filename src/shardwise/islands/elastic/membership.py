@@ -211,7 +211,7 @@ JOIN = "shardwise.islands.elastic.collectives:join"
 
 @dataclass(frozen=True, kw_only=True)
 class IslandPlace:
-    """The island of a rank.
+    """A rank's island, and the rank's socket to the launcher.
 
     Attributes:
         island: The index of the island, less than `count`.

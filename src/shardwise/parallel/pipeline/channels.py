@@ -80,7 +80,7 @@ class Channels:
     def receive(
         self, kind: ChannelKind, source: int, target: int, like: Tensor, device: torch.device
     ) -> Tensor:
-        """Wait for the next message and return it. `like` has its shape and dtype."""
+        """Wait for the next message and return it. It has the shape and dtype of `like`."""
         if (local := self._local.get((kind, source, target))) is not None:
             return local.popleft()
         value = torch.empty(like.shape, dtype=like.dtype, device=device)
