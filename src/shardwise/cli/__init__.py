@@ -1,1 +1,1 @@
-"""The `shardwise` command. It starts without importing torch."""
+"""Implements the `shardwise` command, which starts without importing torch."""

@@ -1,4 +1,4 @@
-"""The `shardwise` command: parses the command line and calls the module that does the work."""
+"""Parses the command line of `shardwise`, and calls the module that does the work."""
 
 import difflib
 import os
@@ -66,19 +66,19 @@ NO_SCRIPT_TO_TIME = "No script given. Example: shardwise pipeline-plan --pipelin
 
 
 class Commands(click.Group):
-    """The group of commands. Suggests a command for an unknown word."""
+    """The group of subcommands. Suggests a subcommand if the first word is unknown."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first word names. Raises LaunchError."""
+        """Return the subcommand named by the first word. Raises LaunchError if there is none."""
         word = args[0]
         if word not in self.commands and not word.startswith("-"):
             raise LaunchError(f"There is no command {word!r}. {self._suggest(args)}")
         return super().resolve_command(ctx, args)
 
     def _suggest(self, args: list[str]) -> str:
-        """Return a suggestion for a line whose first word is no command."""
+        """Return a suggestion for a command line whose first word is not a subcommand."""
         shown = sorted(name for name, command in self.commands.items() if not command.hidden)
         if near := difflib.get_close_matches(args[0], shown, n=1):
             return f"Did you mean: shardwise {near[0]}"
@@ -88,13 +88,14 @@ class Commands(click.Group):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code: 2 for an error before any rank starts."""
-    # First of all: a file opened later would otherwise become descriptor 1 or 2.
+    """Run the command line and return the exit code. It is 2 for errors before any rank starts."""
+    # Do this first: if stdout or stderr is closed, the next file opened would get its descriptor.
     if closed := console.open_standard_streams():
         return _refuse(closed)
     try:
         code = _shardwise.main(arguments, prog_name="shardwise", standalone_mode=False)
-        # Flush inside of `try`: a full disk or a closed pipe shows here, not while Python exits.
+        # Flush inside the `try`, so that a full disk or a closed pipe is reported here and not
+        # while Python exits.
         if sys.stdout is not None:
             sys.stdout.flush()
     except click.NoSuchOption as error:
@@ -114,9 +115,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
-    """Print the error, escaped for a terminal, and return the exit code."""
+    """Print the error, escaped for terminals, and return the exit code."""
     if sys.stderr is not None:
-        with suppress(OSError):  # nobody reads stderr: the exit code has to do
+        with suppress(OSError):  # stderr is closed: the exit code has to suffice
             print(f"shardwise: {shortened(printable(message))}", file=sys.stderr, flush=True)
     return WRONG_USE
 
@@ -133,11 +134,11 @@ def _no_such_flag(error: click.NoSuchOption) -> str:
 
 
 def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
-    """Run the command `run` with the flags in `given`.
+    """Run the subcommand `run` with the flags in `given`.
 
-    With `local_rank` the script gets --local_rank as an argument, as from DeepSpeed's launcher.
+    If `local_rank` is true, pass --local_rank to the script, as DeepSpeed's launcher does.
     """
-    # What is left in `given` afterwards are the launcher's own flags.
+    # Afterwards only the launcher's own flags are left in `given`.
     settings = {name: given.pop(name) for name in ("config", "deepspeed", *config.FIELDS)}
     settings = {
         name: command_line.as_text(value) for name, value in settings.items() if value is not None
@@ -150,7 +151,7 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
     if adopted is None:
         _mention_copies(words[0], given.get("size"))
     else:
-        # The script runs inside of the module shardwise.adopt from here on.
+        # From here on, the script runs inside the module shardwise.adopt.
         words = command_line.adopting(adopted, words, module=given["module"])
         given["module"] = True
     if local_rank:
@@ -164,7 +165,7 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
             click.echo(f"{path}: {line}", err=not dry_run)
     given["part_runner"] = None
     if given.pop("elastic_islands"):
-        # Imported here because most runs do not need it, and it costs time at the start.
+        # Imported here, because most runs do not need it and it slows down the start.
         from shardwise.islands.elastic.run import RUNNER
 
         given["part_runner"] = RUNNER
@@ -172,9 +173,9 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
 
 
 def _mention_copies(script: str, size: int | None) -> None:
-    """Warn if a script for several workers uses neither us nor Horovod.
+    """Warn if a script for several workers uses neither Shardwise nor Horovod.
 
-    It would run as independent copies, or be distributed by another library that it imports.
+    It would run as independent copies, or be distributed by a different library that it imports.
     """
     text = program.text_of(script)
     if size is None or size == 1 or not text or program.names_us(text):
@@ -195,7 +196,7 @@ def _mention_copies(script: str, size: int | None) -> None:
 
 
 def _adoptable(text: str) -> str | None:
-    """Return the library in a script's text that --adopt replaces, or None."""
+    """Return the library used in a script's text that --adopt can replace, or None."""
     if program.imports(text, "deepspeed"):
         return "deepspeed"
     if re.search(r"\bimport Accelerator\b|\baccelerate\.Accelerator\b", text):
@@ -206,7 +207,7 @@ def _adoptable(text: str) -> str | None:
 
 
 def _deepspeed(words: tuple[str, ...], **given: Any) -> int:
-    """Run the command `deepspeed`: translate the flags of DeepSpeed's launcher, and `run`."""
+    """Run the subcommand `deepspeed`: translate the flags of DeepSpeed's launcher for `run`."""
     if not words:
         raise LaunchError("No script given. Example: shardwise deepspeed --num_gpus 2 train.py")
     settings = {name: given.pop(name, None) for name in config.FIELDS}
@@ -218,14 +219,16 @@ def _deepspeed(words: tuple[str, ...], **given: Any) -> int:
         flags += ["--adopt", deepspeed_flags.DEEPSPEED]
     if not settings["quiet"]:
         click.echo(f"shardwise: {deepspeed_flags.line_of([*flags, *words])}", err=True)
+    # Parse the translated flags with `run` itself, so that its defaults and checks apply.
     params = _run_command().make_context("run", [*flags, *words]).params
     return _run(**params, local_rank=not given["no_local_rank"])
 
 
 def _doctor(explain: bool, **given: Any) -> int:
-    """Run the command `doctor`.
+    """Run the subcommand `doctor`.
 
-    If a launcher started this process, examine it as one rank. Otherwise start a run of doctor.
+    If a launcher started this process, check it as one rank of the launcher's run. Otherwise start
+    a run whose ranks are checked.
     """
     identity = launcher_detection.identify()
     if explain:
@@ -234,13 +237,13 @@ def _doctor(explain: bool, **given: Any) -> int:
             names = ", ".join(str(host) for host in allocation.hosts)
             click.echo(f"hosts of {allocation}: {names}")
         return 0
-    # Imported by name and only here: doctor imports torch, which takes seconds.
+    # Imported only here and by name, because doctor imports torch, which takes seconds.
     if identity.launcher != "python":
         return import_module("shardwise.tools.doctor.__main__").main()  # type: ignore[no-any-return]
     sizes = (given[name] for name in ("size", "per_host", "hosts", "hostfile", "nnodes"))
     has_hosts = slurm.needs_srun(os.environ) or allocations.find(os.environ) is not None
     if all(value is None for value in sizes) and not has_hosts:
-        # Two ranks at least: one alone has no network to examine.
+        # Start at least two ranks, because a single rank has no network to check.
         given["size"] = resources.gpu_count(os.environ) or 2
     return _run(("shardwise.tools.doctor",), module=True, **given)
 
@@ -257,7 +260,7 @@ def _scale(
     hostfile: str | None,
     **given: Any,
 ) -> int:
-    """Run the command `scale`. `given` are the settings of the measured runs."""
+    """Run the subcommand `scale`. `given` holds the settings of the measured runs."""
     passed = _settings_of_measured_runs(words, given, NO_SCRIPT_TO_MEASURE, module=module)
     for name, value in (("-H", hosts), ("--hostfile", hostfile)):
         passed += [] if value is None else [name, value]
@@ -276,7 +279,7 @@ def _scale(
 def _pipeline_plan(
     words: tuple[str, ...], stages: int, micros: int | None, steps: int, by: str, **given: Any
 ) -> int:
-    """Run the command `pipeline-plan`. `given` are the settings of the measured run."""
+    """Run the subcommand `pipeline-plan`. `given` holds the settings of the measured run."""
     passed = _settings_of_measured_runs(words, given, NO_SCRIPT_TO_TIME, module=False)
     command = import_module("shardwise.tools.pipeline_plan.command")
     request = command.PipelinePlanRequest(
@@ -286,7 +289,7 @@ def _pipeline_plan(
 
 
 def _split(**given: Any) -> int:
-    """Run `pipeline-plan` by its old name."""
+    """Run `pipeline-plan` under its old name, `split`."""
     click.echo("shardwise: `shardwise split` is now called `shardwise pipeline-plan`.", err=True)
     return _pipeline_plan(**given)
 
@@ -294,10 +297,10 @@ def _split(**given: Any) -> int:
 def _settings_of_measured_runs(
     words: tuple[str, ...], given: dict[str, Any], no_script: str, *, module: bool
 ) -> list[str]:
-    """Return the settings `given` as words of a command line.
+    """Return the settings in `given` as command-line arguments.
 
-    Raises LaunchError if the program does not exist, or with the message `no_script` if `words` is
-    empty.
+    Raises LaunchError if the program does not exist, or (with the message `no_script`) if `words`
+    is empty.
     """
     settings = {
         name: command_line.as_text(value) for name, value in given.items() if value is not None
@@ -311,13 +314,13 @@ def _settings_of_measured_runs(
 
 
 OF_THE_SIZE = {"-n", "-np", "--nproc-per-node", "--nproc_per_node"}
-"""Flags for the number of ranks: if missing before the script, they may be misplaced after it."""
+"""Flags for the number of ranks. If none precedes the script, it may be misplaced after it."""
 
 KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 
 
 def _run_command() -> Command:
-    """Return `run`, which leaves everything after its first word to the program that it runs."""
+    """Build the `run` subcommand. It passes everything after its first word to the program."""
     return Command(
         "run",
         top=RUN_TOP,
@@ -329,7 +332,7 @@ def _run_command() -> Command:
 
 
 def _deepspeed_command() -> Command:
-    """Return `deepspeed`, which has the flags of DeepSpeed's launcher and of our settings."""
+    """Build the `deepspeed` subcommand, with the flags of DeepSpeed's launcher and our settings."""
     return Command(
         deepspeed_flags.DEEPSPEED,
         top=deepspeed_flags.TOP,
@@ -346,7 +349,7 @@ def _deepspeed_command() -> Command:
 
 
 def _doctor_command() -> Command:
-    """Return `doctor`, which has the flags of `run`, except those for the program."""
+    """Build the `doctor` subcommand, with the flags of `run` except those for the program."""
     return Command(
         "doctor",
         top=DOCTOR_TOP,
@@ -361,7 +364,7 @@ def _doctor_command() -> Command:
 
 
 def _scale_command() -> Command:
-    """Return `scale`, which has the settings of `run`, except those that it sets itself."""
+    """Build the `scale` subcommand, with the settings of `run` except those that `scale` sets."""
     own = {"record", "record_tensors", "stop_after", "batch", "trial"}
     shared = {"words", "module", "config", "hosts", "hostfile", *config.FIELDS} - own
     return Command(
@@ -375,7 +378,7 @@ def _scale_command() -> Command:
 
 
 def _pipeline_plan_command(name: str, callback: Callable[..., int], *, hidden: bool) -> Command:
-    """Return `pipeline-plan`, which has the settings that change a layer's time or memory."""
+    """Build the `pipeline-plan` subcommand, with settings that affect a layer's time or memory."""
     shared = {"words", "units", "device", "precision", "activations", "micro_batch_size"}
     return Command(
         name,

@@ -1,20 +1,20 @@
-"""Defines the settings of a run, and decides which of five sources wins.
+"""Defines the settings of a run, and merges them from five sources.
 
 The sources, in order of precedence:
 
 1. a flag of `shardwise run`
-2. an environment variable SHARDWISE_<NAME>, such as for runs under torchrun or srun
+2. an environment variable SHARDWISE_<NAME>, for example under torchrun or srun
 3. a TOML file
-4. a DeepSpeed JSON
-5. a keyword in the script
+4. a DeepSpeed JSON config
+5. a keyword argument in the script
 
 The files:
 
 - values.py: parsers from text to types
 - settings.py: the settings
 - sources.py: reads and merges the sources
-- effect.py: settings that have no effect
-- deepspeed/: reads a DeepSpeed JSON as a source
+- effect.py: detects settings that have no effect
+- deepspeed/: reads a DeepSpeed JSON config as a source
 """
 
 from shardwise.config.effect import OF_A_RUN, OF_AN_ENGINE, idle

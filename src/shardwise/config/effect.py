@@ -1,4 +1,7 @@
-"""Finds settings that have no effect. Raises an error if a flag set one, else warns. Pure."""
+"""Detects settings that have no effect. No side effects.
+
+A flag without effect raises an error. Any other setting without effect causes a warning.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,14 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class Need:
-    """A condition under which the setting `name` has an effect.
+    """A condition under which a setting has an effect.
 
-    `holds` tests the condition, which depends on the settings `by`. For the message, `where`
-    describes when the setting has no effect, and `give` names the flag that it needs.
+    Args:
+        name: The setting.
+        holds: Function that returns whether the condition holds.
+        by: The settings on which the condition depends.
+        where: Text for the message that describes when the setting has no effect.
+        give: Text for the message that names the missing flag.
     """
 
     name: str
@@ -60,34 +67,40 @@ _ALL = (
 )
 
 OF_A_RUN = tuple(need for need in _ALL if not OF_THE_ENGINE & set(need.by))
-"""Conditions that can be tested as soon as `sw.init` has its keywords."""
+"""Conditions that can be tested in `sw.init`."""
 
 OF_AN_ENGINE = tuple(need for need in _ALL if OF_THE_ENGINE & set(need.by))
-"""Conditions that keywords of `sw.Engine` may still fulfil."""
+"""Conditions that keyword arguments of `sw.Engine` may still fulfil."""
 
 
 def idle(found: Sequence[SettingsSource], settings: Settings, needs: Collection[Need]) -> list[str]:
     """Return a warning for each setting whose condition in `needs` does not hold.
 
-    `found` are the sources of `settings`, strongest first.
-    Raises ConfigError if the idle setting was given as a flag.
+    Args:
+        found: The sources of `settings`, strongest first.
+        settings: The merged settings.
+        needs: The conditions to test.
+
+    Raises:
+        ConfigError: A setting without effect was given as a flag.
     """
-    # Only a flag is an error: it was typed for this run. Environment variables and files are shared
-    # by several runs, so an idle setting there gets a warning. A script's keyword may be idle in
-    # one of its runs, and a stronger source may override the setting that it needs: neither is
-    # worth a word.
+    # Only a flag is an error, because it was typed for this run. Environment variables and files
+    # may be shared by several runs, so an idle setting there only causes a warning. A script's
+    # keyword may be idle in some of its runs, and a stronger source may override the setting that
+    # it needs. Neither deserves a message.
     lines = []
     for need in needs:
         value = getattr(settings, need.name)
+        # A setting that equals its default changes nothing, so there is no reason to warn.
         if value == FIELDS[need.name].default or need.holds(settings):
             continue
-        # `given` and `taken` are indices of sources: the smaller one is the stronger source.
+        # `given` and `taken` are indices of sources. A smaller index is a stronger source.
         given, taken = _first(found, (need.name,)), _first(found, need.by)
         if given is None or (taken is not None and taken < given):
             continue
         source = found[given].name
-        # If the script itself sets the setting that is needed, perhaps only for one engine of
-        # several, then the flag is not a mistake.
+        # If the script itself sets the required setting, perhaps only for one of several engines,
+        # the flag is not a mistake.
         script = found[-1].values
         by_script = taken is None and any(script.get(name) is not None for name in need.by)
         if source == FLAG and not by_script:
@@ -101,7 +114,7 @@ def idle(found: Sequence[SettingsSource], settings: Settings, needs: Collection[
 
 
 def _first(found: Sequence[SettingsSource], names: Sequence[str]) -> int | None:
-    """Return the index of the strongest source that sets one of `names`, except the script."""
+    """Return the index of the strongest source other than the script that sets one of `names`."""
     for number, source in enumerate(found):
         if source.name != SCRIPT and any(source.values.get(n) is not None for n in names):
             return number

@@ -1,20 +1,20 @@
-"""The outer optimizer of islands: how often parameters are synchronised, how, and how late.
+"""Defines when and how islands synchronise, and implements the outer optimizer.
 
-An island is a group of ranks that steps on its own, under any placement. Every H steps each island
-sends how far its parameters have moved since the last synchronisation. All islands then move the
-last common value, the anchor, by the mean of these differences:
+An island is a group of ranks that trains independently, under any placement. Every H steps, each
+island sends the change in its parameters since the last synchronisation. All islands then apply the
+mean of these differences to the last common value, the anchor:
 
     every 1, mean                parameter averaging, as in local SGD (Stich, 2019)
     every H, Nesterov            DiLoCo (Douillard et al., 2023, arXiv:2311.08105)
     every H, Nesterov, late T    streaming DiLoCo (Douillard et al., 2025, arXiv:2501.18512): the
-                                 fragments, here buckets, are sent in turn, and applied T steps
-                                 later; steps continue meanwhile
+                                 fragments (here buckets) are sent in turn, and applied T steps
+                                 later while training continues
 
-Alternatively, islands synchronise gradients at every step and use them S steps later: bounded
-staleness, as in a parameter server (Ho et al., 2013), with the same delays in every run
-(`StalenessRule`).
+Alternatively, islands synchronise gradients at every step and apply them S steps later
+(`StalenessRule`). This is bounded staleness as in a parameter server (Ho et al., 2013), but with
+the same delays in every run.
 
-Pure arithmetic.
+This module does arithmetic only: it does not communicate.
 """
 
 from __future__ import annotations
@@ -25,38 +25,46 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError
 
-if TYPE_CHECKING:  # the command starts without torch
+if TYPE_CHECKING:  # the command line starts without importing torch
     from torch import Tensor
 
 LOSSLESS = "fp32"
 
 FORMATS = (LOSSLESS, "bf16", "int8", "int4")
-"""Formats for values sent between islands. The lossless format sends fp64 values in fp64."""
+"""Formats for values sent between islands. The lossless format sends fp64 values as fp64."""
 
 BLOCK = 256
-"""Number of values that share a scale in the formats int8 and int4."""
+"""Number of values that share a scale in the int8 and int4 formats."""
 
 ALIGNMENT = 8
-"""Packed messages are padded to a multiple of this many bytes, so any dtype can be viewed in place.
-"""
+"""Packed messages are padded to a multiple of this many bytes, to be viewable as any dtype."""
 
 
 def packed_lengths(wire: str, numel: int, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of scales and the bytes of codes for `numel` values of `itemsize` bytes."""
+    """Return the sizes in bytes of the scales and the codes for `numel` values.
+
+    `wire` is the format, `itemsize` the size of an unpacked value in bytes.
+    """
     if wire not in ("int8", "int4"):
         return 0, numel * (2 if wire == "bf16" else itemsize)
+    # One fp32 scale per block, and one code per byte (int8) or two (int4).
     scales = -(-numel // BLOCK) * 4
     return scales, numel if wire == "int8" else -(-numel // 2)
 
 
 def packed_bytes(wire: str, numel: int, itemsize: int) -> int:
-    """Return the bytes of `numel` values of `itemsize` bytes, packed in the format `wire`."""
+    """Return the packed size in bytes of `numel` values, including padding.
+
+    `wire` is the format, `itemsize` the size of an unpacked value in bytes.
+    """
     return -(-sum(packed_lengths(wire, numel, itemsize)) // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Outer:
-    """The update of the anchor by the mean difference D, as in torch's SGD with Nesterov momentum.
+    """The outer update, which applies the mean difference D to the anchor.
+
+    The formula is that of `torch.optim.SGD` with Nesterov momentum:
 
     velocity = momentum x velocity + D
     anchor  -= lr (D + momentum x velocity)
@@ -67,7 +75,7 @@ class Outer:
 
     @classmethod
     def parse(cls, text: str) -> Outer:
-        """Parse "mean" or "nesterov:LR,MOMENTUM". Raises ValueError."""
+        """Parse "mean" or "nesterov:LR,MOMENTUM". Raises ValueError for other text."""
         kind, colon, numbers = text.partition(":")
         if kind == "mean" and not colon:
             return cls()
@@ -83,9 +91,10 @@ class Outer:
         return cls(lr, momentum)
 
     def move(self, value: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
-        """Move `value` by the `mean` difference and update `velocity`, both in place.
+        """Apply the mean difference `mean` to `value` and update `velocity`, both in place.
 
-        All tensors are flat, with the same dtype and length. `velocity` is None without momentum.
+        All tensors are flat and have the same dtype and length. `velocity` is None if there is no
+        momentum.
         """
         if velocity is None:
             value.sub_(mean, alpha=self.lr)
@@ -101,8 +110,14 @@ class Outer:
 class IslandRule:
     """When and how islands synchronise parameters.
 
-    Every `every` steps, islands send differences in the format `wire` (one of FORMATS) and apply
-    them by `outer`, `late` steps later. Raises ConfigError if `late` is not below `every`.
+    Args:
+        every: The number of steps between two synchronisations of a bucket.
+        outer: The update that is applied to the anchor.
+        wire: The format in which differences are sent (one of FORMATS).
+        late: The number of steps between sending and applying a difference.
+
+    Raises:
+        ConfigError: `late` is not below `every`.
     """
 
     every: int = 30
@@ -119,21 +134,22 @@ class IslandRule:
             )
 
     def offset(self, bucket: int, buckets: int) -> int:
-        """Return how many steps after the first bucket `bucket` is sent."""
-        # With `late`, transfers run while steps continue: taking turns keeps the link in use all
-        # the time. Without it, a step waits for each transfer, so spreading them gains nothing.
+        """Return the number of steps from sending the first bucket to sending bucket `bucket`."""
+        # If `late` is positive, transfers run while training continues, and sending buckets in turn
+        # keeps the link busy all the time. Otherwise a step waits for each transfer, so spreading
+        # them out gains nothing.
         return bucket * self.every // max(buckets, 1) if self.late else 0
 
     def sends(self, step: int, bucket: int, buckets: int) -> bool:
-        """Return whether `bucket` is sent once `step` steps are complete."""
+        """Return whether bucket `bucket` is sent once `step` steps are complete."""
         return step > 0 and step % self.every == self.offset(bucket, buckets)
 
     def is_due(self, step: int, bucket: int, buckets: int) -> bool:
-        """Return whether the last sent difference of `bucket` is applied after `step` steps."""
+        """Return whether bucket `bucket`'s last sent difference is applied after `step` steps."""
         return step > self.late and self.sends(step - self.late, bucket, buckets)
 
     def in_words(self) -> str:
-        """Return the rule in words, such as "parameters synchronised every 30 steps (mean)"."""
+        """Return a description such as "parameters synchronised every 30 steps (mean)"."""
         late = f", used {self.late} step{'s' * (self.late > 1)} later" if self.late else ""
         wire = "" if self.wire == LOSSLESS else f", sent as {self.wire}"
         return f"parameters synchronised every {self.every} steps ({self.outer}){wire}{late}"
@@ -141,16 +157,17 @@ class IslandRule:
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessRule:
-    """How islands synchronise gradients: at every step, sent in the format `wire`.
+    """How islands synchronise gradients at every step.
 
-    The update of step n uses the gradients of step n - `behind`.
+    The update of step n uses the gradients of step n - `behind`. Gradients are sent in the format
+    `wire`.
     """
 
     behind: int
     wire: str = LOSSLESS
 
     def in_words(self) -> str:
-        """Return the rule in words, such as "gradients synchronised every step"."""
+        """Return a description such as "gradients synchronised every step"."""
         late = f", used {self.behind} step{'s' * (self.behind > 1)} later" if self.behind else ""
         wire = "" if self.wire == LOSSLESS else f", sent as {self.wire}"
         return f"gradients synchronised every step{wire}{late}"

@@ -1,4 +1,4 @@
-"""All settings of a run. The command line's flags are made from them. Pure."""
+"""Defines all settings of a run. The command-line flags are generated from them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -26,14 +26,15 @@ def _setting(
 ) -> Any:
     """Define a field of Settings.
 
-    An empty `metavar` makes an on/off switch. Only `--help-all` shows a `rare` setting.
+    If `metavar` is empty, the flag is an on/off switch. If `rare` is true, only `--help-all` shows
+    the setting.
     """
     metadata = {"parse": parse, "group": group, "help": help, "metavar": metavar, "rare": rare}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def _switch(group: str, help: str, *, default: bool = False, rare: bool = False) -> Any:
-    """Define a setting that is on or off."""
+    """Define an on/off setting."""
     return _setting(group, help, values.switch, "", default=default, rare=rare)
 
 
@@ -46,7 +47,7 @@ def _choice(
     default: str = "",
     rare: bool = False,
 ) -> Any:
-    """Define a setting that takes one of `words`; the default is the first word."""
+    """Define a setting that takes one of `words`. The default is the first word."""
     return _setting(
         group,
         help,
@@ -58,13 +59,13 @@ def _choice(
 
 
 def _tier(group: str, help: str, *, default: Tier | None = None, rare: bool = False) -> Any:
-    """Define a setting that names the tier of a state."""
+    """Define a setting whose value is the tier of a state."""
     return _setting(group, help, values.tier, "cpu|nvme:DIR", default=default, rare=rare)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All settings of a run. The command line's flags are made from these fields."""
+    """All settings of a run. The command-line flags are generated from these fields."""
 
     device: str = _choice(
         "where",
@@ -83,8 +84,8 @@ class Settings:
         "HOST:PORT|DIR/",
         rare=True,
     )
-    # None rather than 0, here and below: a value that was not given must not contradict another
-    # setting, such as `shard`, nor count as a setting without effect.
+    # The default is None rather than 0, here and below: a value that was not given must neither
+    # contradict another setting, such as `shard`, nor be reported as having no effect.
     zero: int | None = _setting(
         "spread",
         "shard: 1 optimizer state, 2 also gradients, 3 all (default 0)",
@@ -156,7 +157,7 @@ class Settings:
         "NAMES",
         rare=True,
     )
-    # The number of islands may be unknown until the ranks have met: "host" counts their hosts.
+    # The number of islands may be unknown until the rendezvous, because "host" means one per host.
     islands: int | str = _setting(
         "islands",
         "groups of workers that step on their own; host: one per host",
@@ -321,9 +322,9 @@ class Settings:
 
     @property
     def placement(self) -> Placement:
-        """The row that `zero` or `shard` selects; ZERO_0 if neither is set.
+        """The placement that `zero` or `shard` selects, or ZERO_0 if neither is set.
 
-        Raises ConfigError if both are set and select different rows.
+        Raises ConfigError if both are set and select different placements.
         """
         if self.shard is not None:
             row = Placement.sharding(self.shard)
@@ -334,7 +335,7 @@ class Settings:
                 )
         else:
             row = Placement.zero(self.zero or 0)
-        # No tier for gradients means that of the optimizer state, which Placement fills in.
+        # If no tier is given for gradients, Placement uses the optimizer state's tier.
         return row.resting(
             parameters=self.offload_params or DEVICE,
             gradients=self.offload_gradients,
@@ -343,20 +344,23 @@ class Settings:
 
     @property
     def averaging_rule(self) -> IslandRule:
-        """How islands average parameters. Raises ConfigError if `late` is not below `every`."""
+        """The rule for averaging parameters over islands.
+
+        Raises ConfigError if `late` is not below `equal_every`.
+        """
         every = IslandRule.every if self.equal_every is None else self.equal_every
         return IslandRule(every=every, outer=self.outer, wire=self.wire, late=self.late)
 
     @property
     def staleness_rule(self) -> StalenessRule | None:
-        """How islands synchronise their gradients; None if they synchronise parameters."""
+        """The rule for synchronising gradients, or None if islands synchronise parameters."""
         if self.behind is None:
             return None
         return StalenessRule(behind=self.behind, wire=self.wire)
 
     @property
     def equal_in_words(self) -> str:
-        """What islands synchronise, and when, for messages."""
+        """Text for messages: what islands synchronise, and when."""
         return (self.staleness_rule or self.averaging_rule).in_words()
 
 
@@ -364,7 +368,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
 
 def flag(name: str) -> str:
-    """Return a setting's flag: micro_batch_size becomes --micro-batch-size."""
+    """Return a setting's flag: `micro_batch_size` becomes "--micro-batch-size"."""
     return "--" + name.replace("_", "-")
 
 
@@ -382,13 +386,13 @@ _INCOMPATIBLE_WITH_BEHIND: dict[str, tuple[Callable[[Settings], bool], str]] = {
         "with islands, results depend on their number",
     ),
 }
-"""By setting: whether it is on, and why it does not work with --behind."""
+"""Maps each setting to a test whether it is on, and the reason why --behind excludes it."""
 
 
 def check_contradictions(settings: Settings) -> None:
-    """Raise ConfigError for a setting that does not work with --behind."""
-    # Checked here, and not where the islands are built, so that the launcher refuses it before any
-    # rank starts.
+    """Raise ConfigError if a setting cannot be combined with --behind."""
+    # Checked here rather than where the islands are built, so that the launcher reports it before
+    # any rank starts.
     if settings.behind is None:
         return
     for name, (is_on, why) in _INCOMPATIBLE_WITH_BEHIND.items():

@@ -1,4 +1,4 @@
-"""Reads settings from flags, environment, files and the script, and decides which one wins."""
+"""Reads settings from flags, environment, files and the script, and merges them by precedence."""
 
 import difflib
 import json
@@ -15,32 +15,32 @@ from shardwise.errors import ConfigError
 from shardwise.messages.other_libraries import hint as hint_at_other_library
 
 FLAGS_VARIABLE = "SHARDWISE_FLAGS"
-"""The variable that passes the flags of `shardwise run` to the ranks: a JSON object of strings."""
+"""Variable that passes the flags of `shardwise run` to the ranks, as a JSON object of strings."""
 
 PREFIX = "SHARDWISE_"
 
 FLAG = "flag"
-"""The name of the strongest source, in messages."""
+"""The name of the strongest source in messages."""
 
 FILE = "file"
-"""The first word of a TOML file's name as a source."""
+"""The first word in the name of a source that is a TOML file."""
 
 SCRIPT = "the script"
-"""The name of the weakest source."""
+"""The name of the weakest source in messages."""
 
 
 @dataclass(frozen=True)
 class SettingsSource:
-    """One source of settings: its name for messages, and its raw values."""
+    """A source of settings: its name in messages, and its raw values."""
 
     name: str
     values: Mapping[str, Any]
 
 
 def parse(name: str, value: Any, source: str) -> Any:
-    """Convert the raw `value` of setting `name` to its type.
+    """Convert the raw value of the setting `name` to the setting's type.
 
-    Raises ConfigError, naming the `source`, if the setting is unknown or the value is invalid.
+    Raises ConfigError, naming `source`, if the setting is unknown or the value is invalid.
     """
     try:
         field = FIELDS[name]
@@ -63,13 +63,13 @@ FLAGS_ALONE = (
     *("--adopt", "--max-restarts", "--log-dir", "--show", "--host-timeout", "--grace"),
     *("--deepspeed", "--elastic-islands"),
 )
-"""Flags of the launcher that are not settings: the hosts, and the output that is shown."""
+"""Launcher flags that are not settings, such as those for hosts and output."""
 
 
 def unknown_key(name: str, known: Iterable[str], source: str) -> ConfigError:
-    """Return the error for an unknown key, suggesting the nearest known one.
+    """Return the error for an unknown key, suggesting the most similar known key.
 
-    The suggestion is spelled as the `source` spells it: with hyphens in a TOML file.
+    The suggestion is spelled as in `source`: with hyphens if it is a TOML file.
     """
     said = f"{source}: there is no setting {name!r}."
     for alone in FLAGS_ALONE:
@@ -108,11 +108,11 @@ _ELSEWHERE = {
 
 
 OF_THE_ENGINE = FIELDS.keys() - _ELSEWHERE.keys()
-"""The settings that are keywords of `sw.Engine`."""
+"""The settings that are keyword arguments of `sw.Engine`."""
 
 
 def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
-    """Raise ConfigError for a keyword of `sw.Engine` that belongs to another function."""
+    """Raise ConfigError if `keywords` contains a keyword that belongs to a different function."""
     for name in keywords:
         if name in _ELSEWHERE:
             raise ConfigError(
@@ -122,17 +122,18 @@ def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
 
 
 def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[SettingsSource]:
-    """Return the sources of this process, strongest first.
+    """Return the sources of settings of this process, strongest first.
 
-    Raises ConfigError for an unknown key, or for a file that cannot be read.
+    Raises ConfigError if a key is unknown or a file cannot be read.
     """
-    # Flags are read first because they name the files. They are stronger than variables because a
-    # job script exports variables for all of its runs.
+    # Flags are read first because they name the files. They take precedence over variables because
+    # a job script may export variables for all of its runs.
     flags = _passed_flags(environ)
     config = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
     flags.pop("deepspeed", None)  # a source, not a setting
     of_deepspeed = json_of_deepspeed(environ)
     found = [SettingsSource(FLAG, flags), SettingsSource("environment", _from_environment(environ))]
+    # Sources are ordered by strength: our own variables take precedence over Horovod's.
     if environ.get(HOROVOD_TIMELINE, "") not in _NO_FILE:
         found.append(SettingsSource(HOROVOD_TIMELINE, {"timeline": environ[HOROVOD_TIMELINE]}))
     if config:
@@ -145,32 +146,41 @@ def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Set
 
 
 def json_of_deepspeed(environ: Mapping[str, str]) -> str | None:
-    """Return the path of the DeepSpeed JSON that this process reads settings from, or None."""
+    """Return the path of the DeepSpeed JSON config of this process, or None."""
     return _passed_flags(environ).get("deepspeed") or environ.get(PREFIX + "DEEPSPEED") or None
 
 
 def winning_values(found: list[SettingsSource]) -> dict[str, tuple[Any, str]]:
-    """Return each setting's value and the name of its source, given `found` (strongest first)."""
+    """Return each setting's value and the name of its source.
+
+    `found` lists the sources, strongest first.
+    """
     winners: dict[str, tuple[Any, str]] = {}
     for source in found:
         for name, raw in source.values.items():
+            # The strongest source comes first, so later sources do not replace its value. Weaker
+            # values are parsed too, so that mistakes in them are reported.
             winners.setdefault(name, (parse(name, raw, source.name), source.name))
     return winners
 
 
 def resolve(found: list[SettingsSource]) -> tuple[Settings, list[str]]:
-    """Merge `found` (strongest first) into Settings. Also return lines about overrides."""
+    """Merge the sources `found` (strongest first) into Settings.
+
+    Returns the settings, and messages about overridden values.
+    """
     winners = winning_values(found)
     chosen = {name: value for name, (value, _) in winners.items()}
-    # Equal values are compared in their types, so that --zero 2 does not "override" zero = 2.
+    # Values are compared after parsing, so that --zero 2 does not "override" zero = 2.
     overrides = [
         f"{as_given(name, *winners[name])} overrides {_plain(value)} ({source.name})"
         for source in found
         for name, raw in source.values.items()
         if (value := parse(name, raw, source.name)) != chosen[name]
     ]
-    # `zero` and `shard` set the same thing. If one source gives both, Settings raises an error for
-    # the contradiction. If two sources do, the stronger one wins, as for any other setting.
+    # `zero` and `shard` set the same thing. If a single source sets both, Settings raises an error
+    # if they contradict each other. If different sources set them, the stronger one wins, as for
+    # any other setting.
     if {"zero", "shard"} <= chosen.keys():
         order = [source.name for source in found]
         ranks = {name: order.index(winners[name][1]) for name in ("zero", "shard")}
@@ -186,16 +196,16 @@ def resolve(found: list[SettingsSource]) -> tuple[Settings, list[str]]:
 
 
 def load(keywords: Mapping[str, Any]) -> tuple[Settings, list[str]]:
-    """Return the settings of this process and lines about overrides.
+    """Return this process's settings, and messages about overridden values.
 
     Args:
-        keywords: Settings that the script passed to `sw.init` or `sw.Engine`.
+        keywords: Keyword arguments that the script passed to `sw.init` or `sw.Engine`.
     """
     return resolve(sources(os.environ, keywords))
 
 
 def as_given(name: str, value: Any, source: str) -> str:
-    """Return a setting with its source, such as "zero=2 (flag)"."""
+    """Return a setting, its value and its source as text, such as "zero=2 (flag)"."""
     return f"{name}={_plain(value)} ({source})"
 
 
@@ -204,19 +214,25 @@ def _plain(value: Any) -> str:
 
 
 _IDENTITY = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "ALONE"}
-"""Variables that give a process its rank (see net/launchers/detection.py)."""
+"""Variables that tell a process its rank (see net/launchers/detection.py)."""
 
 _NOT_SETTINGS = {"FLAGS", "CONFIG", "DEEPSPEED", "SECRET", *_IDENTITY}
 HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
-"""Horovod's variable for the file of the timeline, accepted here too."""
+"""Horovod's variable for the timeline file, accepted here too."""
 
 _NO_FILE = ("", "DYNAMIC")
-"""Values of HOROVOD_TIMELINE that name no file. DYNAMIC: the script starts the timeline itself."""
+"""Values of HOROVOD_TIMELINE that are not file names.
+
+DYNAMIC means that the script starts the timeline.
+"""
 _LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 
 
 def _passed_flags(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the flags that `shardwise run` passed to this rank. Raises ConfigError."""
+    """Return the flags that `shardwise run` passed to this rank.
+
+    Raises ConfigError if their variable is malformed.
+    """
     text = environ.get(FLAGS_VARIABLE, "{}")
     try:
         flags = json.loads(text)
@@ -231,7 +247,10 @@ def _passed_flags(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings in SHARDWISE_<NAME> variables, without the launcher's own (_LAUNCH_)."""
+    """Return the settings in SHARDWISE_<NAME> variables, except the launcher's (_LAUNCH_).
+
+    Raises ConfigError if a variable is unknown, or a setting is given twice.
+    """
     found: dict[str, str] = {}
     spelt: dict[str, str] = {}
     for variable, value in environ.items():
@@ -242,7 +261,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
             continue
         if name.lower() not in FIELDS:
             raise unknown_key(name.lower(), FIELDS, f"environment variable {variable}")
-        # Variables are case-sensitive and settings are not: one spelling would hide the other.
+        # Variables are case-sensitive but settings are not, so one spelling would hide the other.
         if name.lower() in found:
             raise _twice("The environment", spelt[name.lower()], variable)
         found[name.lower()], spelt[name.lower()] = value, variable
@@ -250,7 +269,10 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_toml(path: Path) -> dict[str, Any]:
-    """Return the settings in a TOML file. Keys are spelled with hyphens or underscores."""
+    """Return the settings in a TOML file. Keys may be spelled with hyphens or underscores.
+
+    Raises ConfigError if a key is unknown or given twice.
+    """
     found: dict[str, Any] = {}
     spelt: dict[str, str] = {}
     for key, value in _table(path).items():

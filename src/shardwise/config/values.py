@@ -1,7 +1,7 @@
-"""Parsers that turn the text of settings and flags into their types. Pure.
+"""Parses the text of settings and flags into their types.
 
 A parser raises ValueError with a description of the valid values, such as "a whole number of 1 or
-more". Its caller turns that into a message that names the setting and its source.
+more". The caller turns it into a message that names the setting and its source.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ T = TypeVar("T")
 Parse = Callable[[str], T]
 
 MOST = 2**31 - 1
-"""The largest count of steps or samples."""
+"""The largest number of steps or samples."""
 
 MOST_RANKS = 2**20
-"""Upper bound for the number of ranks, above any real run."""
+"""Upper bound for the number of ranks, larger than any real run."""
 
 MOST_ON_A_HOST = 4096
-"""Upper bound for the number of ranks on one host."""
+"""Upper bound for the number of ranks on a single host."""
 
 LARGEST_SEED = 2**64 - 1
 """The largest seed that torch accepts."""
 
 LONGEST = 2_000_000.0
-"""The longest timeout in seconds: in milliseconds it fits the 31 bits that system calls take."""
+"""The longest timeout in seconds. In milliseconds it fits into the 31 bits of system calls."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
-"""Limits of file names and paths in bytes, on Linux and macOS."""
+"""Maximum length of file names and paths in bytes, on Linux and macOS."""
 
 
 def whole(low: int, high: int = MOST) -> Parse[int]:
@@ -46,8 +46,8 @@ def whole(low: int, high: int = MOST) -> Parse[int]:
         text = text.strip()
         if not _WHOLE.fullmatch(text):
             raise ValueError("a whole number")
-        # int() refuses thousands of digits with a message about a limit of Python. A number with
-        # 40 digits is too large for every setting, so replace it by one that fails below.
+        # int() rejects thousands of digits with a message about an internal limit of Python. A
+        # number of 40 digits is too large for any setting, so replace it with one that fails below.
         digits = text.lstrip("+-0_")
         value = int(text) if len(digits) < 40 else (-1 if text[0] == "-" else 1) * 10**40
         if value < low:
@@ -60,7 +60,7 @@ def whole(low: int, high: int = MOST) -> Parse[int]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse numbers of ranks, sorted and without duplicates."""
+    """Parse comma-separated numbers of ranks into a sorted tuple without duplicates."""
     one = whole(1, MOST_RANKS)
     try:
         return tuple(sorted({one(part) for part in text.split(",")}))
@@ -69,7 +69,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def number(low: float, high: float, *, above: bool = False) -> Parse[float]:
-    """Return a parser for numbers from `low` to `high`, excluding `low` itself if `above`."""
+    """Return a parser for numbers from `low` to `high`. If `above` is true, `low` is excluded."""
 
     def parse(text: str) -> float:
         value = _float(text)
@@ -88,9 +88,9 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def duration(unit: str, *, units: str = "smhd") -> Parse[float]:
-    """Return a parser for durations in seconds, such as 90s or 12h.
+    """Return a parser that converts durations such as 90s or 12h to seconds.
 
-    A number may end in one of `units` (s, m, h, d). Without one it counts in `unit`.
+    A duration may end in one of `units` (s, m, h, d). If it has no unit, `unit` applies.
     """
 
     def parse(text: str) -> float:
@@ -114,7 +114,7 @@ def fraction(text: str) -> float:
 
 
 def switch(text: str) -> bool:
-    """Parse on or off."""
+    """Parse "on" or "off", or a synonym such as "true" or "0"."""
     words = {"true": True, "yes": True, "on": True, "1": True}
     words |= {"false": False, "no": False, "off": False, "0": False}
     try:
@@ -145,13 +145,14 @@ def islands(text: str) -> int | str:
 
 
 def port(text: str) -> int | None:
-    """Return the port number that `text` is, or None if it is not a port number."""
+    """Parse a port number. Returns None if `text` is not a port number."""
+    # isdigit() alone would also accept digits of other writing systems.
     is_number = text.isascii() and text.isdigit() and len(text) <= 5
     return int(text) if is_number and 0 < int(text) < 65536 else None
 
 
 def rendezvous(text: str) -> str:
-    """Parse a meeting place of ranks: HOST:PORT, or a folder."""
+    """Parse the place where ranks meet: HOST:PORT, or a folder."""
     host, _, last = text.rpartition(":")
     if os.sep not in text and not (host and port(last)):
         raise ValueError("HOST:PORT of rank 0, or a folder that all hosts share, with a / in it")
@@ -159,7 +160,7 @@ def rendezvous(text: str) -> str:
 
 
 def states(text: str) -> tuple[str, ...]:
-    """Parse names of the three states, separated by commas."""
+    """Parse comma-separated names of states (parameters, gradients, optimizer)."""
     names = _listed(text)
     if any(name not in STATES for name in names):
         raise ValueError(f"one or more of {', '.join(STATES)}")
@@ -167,14 +168,14 @@ def states(text: str) -> tuple[str, ...]:
 
 
 def file(text: str) -> Path:
-    """Parse the name of a file."""
+    """Parse a file name."""
     if not text.strip() or text.endswith(os.sep) or Path(text).name in ("", ".."):
         raise ValueError("the name of a file")
     return Path(_named(text, "a file"))
 
 
 def folder(text: str) -> str:
-    """Parse the name of a folder."""
+    """Parse a folder name."""
     if not text.strip():
         raise ValueError("the name of a folder")
     return _named(text, "a folder")
@@ -189,7 +190,7 @@ def tier(text: str) -> Tier:
 
 
 def patterns(text: str) -> tuple[str, ...]:
-    """Parse names of modules, separated by commas."""
+    """Parse comma-separated names of modules."""
     names = _listed(text)
     if not names:
         raise ValueError("names of modules, such as encoder.layer.*")
@@ -197,9 +198,10 @@ def patterns(text: str) -> tuple[str, ...]:
 
 
 def as_text(value: Any, parse: Parse[Any]) -> str:
-    """Return `value`, from TOML, a keyword or a flag, as the text that `parse` takes.
+    """Convert `value`, from TOML, a keyword or a flag, to text for the parser `parse`.
 
-    Raises ValueError if `value` has a wrong type, or is a list and `parse` does not take several.
+    Raises ValueError if `value` has the wrong type, or is a list but `parse` accepts a single
+    value.
     """
     if isinstance(value, list | tuple) and parse in OF_SEVERAL:
         if not all(isinstance(each, str) for each in value):
@@ -207,7 +209,7 @@ def as_text(value: Any, parse: Parse[Any]) -> str:
         value = ",".join(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    # A number is never a name: `timeline=3` is more likely a mistake than a file called 3.
+    # Never accept a number as a name: `timeline=3` is more likely a mistake than a file named 3.
     known = str | Tier if parse in _OF_NAMES else str | Tier | Outer | Real
     if not isinstance(value, known):
         raise ValueError("a name" if parse in _OF_NAMES else "one value")
@@ -220,16 +222,17 @@ def as_text(value: Any, parse: Parse[Any]) -> str:
 
 
 def _float(text: str) -> float:
-    """Return the number in `text`, or NaN if it is not a number."""
+    """Parse `text` as a number. Returns NaN if it is not a number."""
     try:
-        # float() also accepts the digits of other scripts, which nobody expects in a config file.
+        # float() also accepts digits of other writing systems, which nobody expects in a config
+        # file.
         return float(text) if text.isascii() else float("nan")
     except ValueError:
         return float("nan")
 
 
 OF_SEVERAL: tuple[Parse[Any], ...] = (states, patterns)
-"""Parsers that take several names, separated by commas."""
+"""Parsers that accept several comma-separated names."""
 _OF_NAMES = (states, patterns, file, folder, rendezvous)
 
 
@@ -238,7 +241,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def _named(text: str, what: str) -> str:
-    """Return `text`. Raises ValueError if it cannot be a name in a file system."""
+    """Return `text`. Raises ValueError if it is not a valid path name."""
     if "\0" in text:
         raise ValueError(f"the name of {what}, without a NUL in it")
     data = os.fsencode(text)

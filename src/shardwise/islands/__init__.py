@@ -1,12 +1,12 @@
-"""Islands: groups of ranks that step separately, and exchange parameters or gradients.
+"""Trains in islands: groups of ranks that step separately and exchange parameters or gradients.
 
-hooks.py               chooses what an engine calls around its steps, and checks its settings
-parameter_averaging.py each island updates separately; every H steps islands average parameters
-bounded_staleness.py   all islands make the same updates, from gradients that are S steps old
-anchor.py              the last common parameters, and the outer optimizer's step
-difference_exchange.py sends differences to the anchor, and applies their mean
-delayed_sums.py        sends gradient sums, and applies them some steps later
-wire.py                compression of messages
-checkpoint.py, checkpoint_tensors.py  the islands' part of a checkpoint
-elastic/               islands that can fail and return while the others train
+hooks.py               selects the engine's step hooks, and checks its settings
+parameter_averaging.py islands update separately, and average parameters every H steps
+bounded_staleness.py   all islands apply the same updates, from gradients that are S steps old
+anchor.py              stores the last common parameters, and applies outer updates
+difference_exchange.py sends differences from the anchor, and applies their mean
+delayed_sums.py        sends gradient sums, and returns their total some steps later
+wire.py                compresses messages
+checkpoint.py, checkpoint_tensors.py  save and load the islands' part of a checkpoint
+elastic/               lets islands fail and return while the other islands train
 """

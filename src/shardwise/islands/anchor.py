@@ -1,16 +1,16 @@
-"""Keeps the anchor: the last common values of the parameters that islands train separately.
+"""Stores the anchor: the last common values of the parameters that islands train separately.
 
-Each rank keeps the anchor of its interval of every bucket, even if optimizer state is replicated,
-so that no two ranks of an island send the same elements. Its tensors have the master dtype, and
-are on the tier of the optimizer state:
+Each rank stores the anchor of its interval of every bucket, even if the optimizer state is
+replicated, so that no two ranks of an island send the same elements. The anchor's tensors have the
+dtype of the master weights, and are stored on the optimizer state's tier:
 
     value       the last common value
-    velocity    of the outer update, if it has momentum
-    residual    the loss of the wire that is not sent yet, if the wire rounds
-    sent        the master when its difference was sent, if differences are used late
+    velocity    the outer update's velocity, if it has momentum
+    residual    rounding errors that were not sent yet, if the wire format rounds
+    sent        the master weights when their difference was sent, if `late` is positive
 
-All islands have the same bits of `value` and `velocity`, because they compute them from the same
-bytes in the same order.
+`value` and `velocity` are bit-identical on all islands, because every island computes them from the
+same bytes in the same order.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ VALUE, VELOCITY, RESIDUAL, SENT = "value", "velocity", "residual", "sent"
 
 
 class Anchor:
-    """The anchor of the parameters that this rank updates, and the outer update.
+    """Stores the anchor of the parameters that this rank updates, and applies outer updates to it.
 
     Args:
-        rule: How islands average.
-        factory: Creates the storage of the tensors.
+        rule: When and how islands average.
+        factory: Creates the storage for the anchor's tensors.
         group: The ranks that shard the states.
-        scattered: Whether the optimizer state is sharded.
-        start: Tensors of an earlier layout. Default: the current weights.
+        scattered: True if the optimizer state is sharded, False if it is replicated.
+        start: The anchor's tensors from an earlier layout of the states, or None to start from the
+            current weights.
 
     Attributes:
-        keys: Keys of the tensors that exist.
+        keys: Names of the allocated tensors: "value", and as needed "velocity", "residual", "sent".
     """
 
     def __init__(
@@ -68,30 +69,31 @@ class Anchor:
         self._wire = Wire(rule.wire)
         self._group = group
         self._scattered = scattered
-        # No memory for a tensor that this rule does not use.
+        # Do not allocate tensors that this rule does not use.
         self.keys = [VALUE]
         self.keys += [VELOCITY] if rule.outer.momentum else []
         self.keys += [RESIDUAL] if self._wire.loses else []
         self.keys += [SENT] if rule.late else []
         self.parts: list[Span] = [
-            # With replicated states, the interval that this rank would own if they were sharded.
+            # If states are replicated, use the interval that this rank would own if they were
+            # sharded.
             interval.own if scattered else interval.bucket.interval(group.rank)
             for interval in optimizer.intervals
         ]
-        """By bucket, the elements [first, end) whose differences this rank sends."""
+        """Per bucket, the range [first, end) of elements whose differences this rank sends."""
         lengths = [end - first for first, end in self.parts]
         kinds = [
             (interval.master.dtype, self.device(index))
             for index, interval in enumerate(optimizer.intervals)
         ]
         self.storages = {key: factory.make(f"anchor: {key}", lengths, kinds) for key in self.keys}
-        """By key and bucket."""
+        """The storage of each tensor, by key and bucket."""
         self.restart()
         for key in self.keys:
             self._restore(key, (start or {}).get(key, {}))
 
     def restart(self) -> None:
-        """Set the anchor to the current weights, and velocity and residual to zero."""
+        """Reset the anchor to the current weights, and velocity and residual to zero."""
         for index in range(len(self.parts)):
             master = self._master(index)
             for key in self.keys:
@@ -99,18 +101,18 @@ class Anchor:
                 storage.store(torch.zeros_like(master) if key in (VELOCITY, RESIDUAL) else master)
 
     def forget_losses(self) -> None:
-        """Clear the residual, after a load of another island's residual."""
+        """Clear the residual after loading another island's residual."""
         for storage in self.storages.get(RESIDUAL, ()):
             storage.store(torch.zeros_like(storage.loaded()))
 
     def _restore(self, key: str, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set the tensors of `key` to `values`, for the parameters that have some."""
+        """Set the tensors of `key` to `values` for all parameters in `values`."""
         for index, (first, end) in enumerate(self.parts):
             storage = self.storages[key][index]
             value = storage.loaded()
             for piece in self._bucket(index).pieces(first, end):
                 named = self._parameters.named[piece.parameter]
-                # By parameter, because the new layout may have other buckets.
+                # Look up values by parameter, because the new layout may have different buckets.
                 if named.parameter in values:
                     flat = named.flattened(values[named.parameter])[piece.offset :]
                     length = piece.end - piece.start
@@ -121,7 +123,7 @@ class Anchor:
         return self._optimizer.intervals[index].bucket
 
     def _master(self, index: int) -> Tensor:
-        """Return this rank's part of the current masters."""
+        """Return this rank's part of bucket `index`'s current master weights."""
         interval, (first, end) = self._optimizer.intervals[index], self.parts[index]
         return interval.master.loaded()[first - interval.own[0] : end - interval.own[0]]
 
@@ -131,18 +133,20 @@ class Anchor:
     # -- differences --------------------------------------------------------------------------
 
     def nbytes(self, index: int) -> int:
-        """Return the number of bytes of a packed difference of bucket `index`."""
+        """Return the size in bytes of a packed difference of bucket `index`."""
         storage = self.storages[VALUE][index]
         return self._wire.nbytes(storage.numel, storage.dtype)
 
     def pack(self, index: int) -> Tensor:
-        """Return the difference between anchor and masters of bucket `index`, (nbytes,) uint8.
+        """Return bucket `index`'s packed difference of anchor and master weights, (nbytes,) uint8.
 
-        The loss of the wire is added to the next difference. Raises NonFiniteError.
+        Rounding errors of the wire format are added to the next difference. Raises NonFiniteError
+        if the format cannot represent a value.
         """
         master = self._master(index)
         difference = self._value(VALUE, index) - master
-        # Error feedback: rounding errors are sent later and do not accumulate.
+        # Error feedback: rounding errors are sent with the next difference, so they do not
+        # accumulate.
         if self._wire.loses:
             difference.add_(self._value(RESIDUAL, index))
         try:
@@ -159,20 +163,23 @@ class Anchor:
     def take_back(self, index: int, packed: Tensor) -> None:
         """Restore the residual of bucket `index` to its value before `packed` was computed.
 
-        Call it for differences that are dropped in transit. The anchor has not moved, so the next
-        difference contains them.
+        Call it for a difference that is dropped in transit. The anchor has not changed, so the next
+        difference includes the dropped one.
         """
-        # Without `late`, a difference moves the anchor before anything can drop it.
+        # If `late` is 0, a difference is applied to the anchor before anything can drop it.
         if not (self._wire.loses and self.rule.late):
             return
         residual = self._value(RESIDUAL, index)
-        # residual = difference + old residual - sent, so this gives the old residual.
+        # residual = difference + old residual - sent. Solve for the old residual.
         sent = self._wire.unpack(packed.to(residual.device), residual.numel(), residual.dtype)
         difference = self._value(VALUE, index) - self._value(SENT, index)
         self.storages[RESIDUAL][index].store(residual + sent.sub_(difference))
 
     def _refusal(self, index: int, difference: Tensor, error: ValueError) -> str:
-        """Describe why a difference cannot be sent, naming the first parameter."""
+        """Return the message for a difference that cannot be sent.
+
+        Names its first bad parameter.
+        """
         start = self.parts[index][0]
         names = [
             self._parameters.named[piece.parameter].name
@@ -186,7 +193,7 @@ class Anchor:
         )
 
     def mean(self, index: int, packed: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """Return the weighted mean of the islands' differences of bucket `index`."""
+        """Return the weighted mean of all islands' packed differences for bucket `index`."""
         storage = self.storages[VALUE][index]
         parts = (
             self._wire.unpack(each.to(storage.device), storage.numel, storage.dtype)
@@ -195,10 +202,10 @@ class Anchor:
         return weighted_mean(parts, weights)
 
     def apply(self, index: int, mean: Tensor) -> None:
-        """Move the anchor of bucket `index` by the `mean` difference, and the weights with it.
+        """Apply the mean difference `mean` to bucket `index`'s anchor and weights.
 
-        With `late`, updates since the difference was sent are kept. Collective over the island.
-        Call `publish` afterwards.
+        If the rule's `late` is positive, updates made since the difference was sent are preserved.
+        Collective over the island. Call `publish` afterwards.
         """
         value = self._value(VALUE, index)
         velocity = self._value(VELOCITY, index) if VELOCITY in self.keys else None
@@ -207,7 +214,7 @@ class Anchor:
         if velocity is not None:
             self._keep(VELOCITY, index, velocity)
         if self.rule.late:
-            # The difference does not contain the updates since it was sent. Add them again.
+            # The difference does not include updates made since it was sent, so add them again.
             value = self._master(index) - self._value(SENT, index) + value
         self.write(index, value)
 
@@ -215,16 +222,22 @@ class Anchor:
         _keep(self.storages[key][index], value)
 
     def write(self, index: int, value: Tensor) -> None:
-        """Set this rank's part of the weights of bucket `index`. Collective over the island."""
+        """Write `value` to this rank's part of bucket `index`'s weights.
+
+        Collective over the island.
+        """
         interval = self._optimizer.intervals[index]
         own = value if self._scattered else self.whole(index, value)
         interval.master.store(own)
-        # Without a separate master, the parameters themselves are the master.
+        # If there is no separate master copy, the parameters themselves are the master weights.
         if interval.has_master:
             interval.target.store(own)
 
     def whole(self, index: int, part: Tensor) -> Tensor:
-        """Gather all of bucket `index` from this rank's `part`. Collective over the island."""
+        """All-gather the full bucket `index` from each rank's `part`.
+
+        Collective over the island.
+        """
         if self._group.size == 1:
             return part
         bucket, (first, end) = self._bucket(index), self.parts[index]
@@ -234,18 +247,20 @@ class Anchor:
         return flat
 
     def device(self, index: int) -> torch.device:
-        """Return the device of messages about bucket `index`."""
+        """Return the device of messages for bucket `index`."""
         return self._parameters.kind(index)[1]
 
     def meet(self) -> None:
-        """Wait until no rank reads the old weights. Call it before `apply` and `write`.
-        Collective."""
+        """Wait until no rank reads the old weights. Collective.
+
+        Call it before `apply` and `write`.
+        """
         self._parameters.meet()
 
     def publish(self, indices: Sequence[int]) -> None:
-        """Gather the written parts of these buckets on all ranks of the island. Collective."""
-        # With replicated states, `write` has written the whole bucket on every rank. All gathers
-        # start before the first wait, so that they overlap.
+        """All-gather the written parts of these buckets within the island. Collective."""
+        # If states are replicated, `write` has already written the full bucket on every rank. Start
+        # all gathers before the first wait, so that they overlap.
         handles = [self._parameters.publish(i) for i in indices] if self._scattered else []
         for handle in handles:
             handle.wait()
@@ -255,9 +270,9 @@ class Anchor:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Context manager: the weights are the anchor inside it. Collective over the island.
+        """Context manager inside which the weights equal the anchor. Collective over the island.
 
-        Weights and anchor are swapped, so that both have their old bits afterwards.
+        Weights and anchor are swapped, so both are restored bit for bit on exit.
         """
         self.swap()
         try:
@@ -270,7 +285,7 @@ class Anchor:
         """Swap anchor and weights. Collective over the island."""
         self.meet()
         for index in range(len(self.parts)):
-            # A clone, because `write` overwrites the master.
+            # Clone, because `write` overwrites the master weights.
             weights, value = self._master(index).clone(), self._value(VALUE, index)
             self.write(index, value)
             self.storages[VALUE][index].store(weights)
@@ -278,45 +293,50 @@ class Anchor:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the weights of this rank equal the anchor, bit for bit."""
+        """True if this rank's weights are bit-identical to the anchor."""
         return all(
             torch.equal(self._master(index), self._value(VALUE, index))
             for index in range(len(self.parts))
         )
 
     def checksum(self) -> int:
-        """Return 32 bits of this rank's part of the anchor. They are equal on the peers."""
+        """Return a 32-bit checksum of this rank's part of the anchor.
+
+        It is the same on all peers.
+        """
         sums = [fingerprints.sums_of(self._value(VALUE, i)) for i in range(len(self.parts))]
         return crc32(repr(sums).encode())
 
     def loaded_value(self, index: int) -> Tensor:
-        """Return this rank's part of the anchor of bucket `index`."""
+        """Return this rank's part of bucket `index`'s anchor."""
         return self._value(VALUE, index)
 
     # -- for checkpoints ----------------------------------------------------------------------
 
     def loaded(self, key: str) -> Iterator[Tensor]:
         """Yield the tensor `key` of each bucket, for the elements that this rank updates.
-        Collective over the island if states are replicated."""
+
+        Collective over the island if states are replicated.
+        """
         for index, storage in enumerate(self.storages[key]):
             yield storage.loaded() if self._scattered else self.whole(index, storage.loaded())
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the anchor on this rank, on any tier."""
+        """Total size in bytes of this rank's part of the anchor, over all tiers."""
         return sum(storage.nbytes for storages in self.storages.values() for storage in storages)
 
 
 def _keep(storage: Storage, value: Tensor) -> None:
-    # In memory, `loaded` returned the storage's own tensor, which was changed in place.
+    # If the storage is in memory, `loaded` returned its own tensor, which was modified in place.
     if storage.memory is None or storage.memory.data_ptr() != value.data_ptr():
         storage.store(value)
 
 
 def weighted_mean(parts: Iterator[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the mean of `parts` by `weights`, or the plain mean if all weights are 0.
+    """Return the mean of `parts` weighted by `weights`, or the plain mean if all weights are 0.
 
-    Parts are added in order.
+    Parts are added in order, so the result is reproducible bit for bit.
     """
     total = sum(weights)
     shares = [w / total for w in weights] if total else [1.0 / len(weights)] * len(weights)

@@ -1,11 +1,12 @@
-"""Sums gradients over islands at every step, and updates with the sums of an earlier step.
+"""Sums gradients over islands at every step, and applies the sums of an earlier step.
 
     step n    this island's sums are ready    send them, with a SumsReport
               all islands' sums of step n - S    wait, and use them in this update
 
-So a step's gradients are computed with weights that at most S updates have changed since: bounded
-staleness, as in the stale synchronous parallel parameter server (Ho et al., 2013). Here the delay
-is always exactly S steps, even if an island is early, so that every run has the same bits.
+A gradient is therefore applied to weights that are at most S updates newer than the weights it was
+computed with. This is bounded staleness as in the stale synchronous parallel parameter server (Ho
+et al., 2013). Here the delay is always exactly S steps, even if an island is early, so that every
+run is bit-identical.
 """
 
 from __future__ import annotations
@@ -35,59 +36,62 @@ from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.timeline import span
 
 CHECK_EVERY = 30
-"""Number of steps between two comparisons of the islands' weights."""
+"""The islands' weights are compared every this many steps."""
 
 
 class SumsReport(NamedTuple):
-    """The message that an island sends with the sums of a step, 8 bytes per field.
+    """The report that an island sends with the sums of a step. Each field has 8 bytes.
 
-    Packed flags of the parameters that had a gradient follow.
+    It is followed by packed flags that mark the parameters with a gradient.
     """
 
     step: float
-    """The step, from 1; 0 if this island sends no more sums."""
+    """The number of the step, starting at 1, or 0 if this island sends no more sums."""
     weight: float
     shown: float
-    """The weight that users see."""
+    """The weight that is shown to users."""
     loss: float
     backwards: float
     divisor: float
     several: float
     asked: float
-    """The signal that asked the island to end, or 0."""
+    """The signal that asked the island to stop, or 0."""
     unsaved: float
-    """Whether a save has failed."""
+    """1 if a save has failed, otherwise 0."""
     finite: float
     options: float
-    """A checksum of the optimizers' options."""
+    """A checksum of the optimizers' options, such as the learning rate."""
     weights: float
-    """A checksum of the weights at steps that compare them, else 0."""
+    """A checksum of the weights at steps that compare them, otherwise 0."""
     scale: float
-    """The loss scale of the gradients."""
+    """The loss scale that the gradients include."""
     updates: float
-    """Number of updates to the weights that computed the gradients."""
+    """The number of updates that the weights had received when the gradients were computed."""
 
     def row(self, used: list[bool]) -> list[float]:
-        """Return the report as numbers, followed by the packed flags."""
+        """Return the report's fields, followed by the packed flags `used`."""
         return [*self, *pack(used)]
 
 
 def read_reports(
     rows: Sequence[list[float]], parameters: int
 ) -> tuple[list[SumsReport], list[bool]]:
-    """Return the reports of all islands, and the flags of parameters with a gradient on any."""
+    """Parse the rows of all islands.
+
+    Returns the reports, and for each parameter whether it has a gradient on any island.
+    """
     count = len(SumsReport._fields)
     reports = [SumsReport(*row[:count]) for row in rows]
     return reports, any_of([row[count:] for row in rows], parameters)
 
 
 class BoundedStaleness(StepHooks):
-    """Hooks of an engine whose islands make the same updates, from delayed gradients."""
+    """Step hooks of an engine whose islands apply the same updates, from delayed gradients."""
 
     replaces_sums = True
     bytes_name = "gradients between islands"
     sums: DelayedSums
-    """The sums in transit, in the current layout."""
+    """The sums in transit, in the current layout of the states."""
 
     def __init__(self, *groups: Any) -> None:
         super().__init__(*groups)
@@ -125,7 +129,7 @@ class BoundedStaleness(StepHooks):
         self._optimizer = optimizer
 
     def take_apart(self, parameters: Parameters, gathering: IntervalGather) -> Kept | None:
-        # Sums in transit have the old layout, so they cannot be used.
+        # Sums in transit have the old layout, so drop them.
         self.sums.forget()
         return None
 
@@ -151,11 +155,12 @@ class BoundedStaleness(StepHooks):
     # -- around a step ----------------------------------------------------------------------
 
     def after_exchange(self, engine: HookedEngine, totals: StepTotals) -> StepTotals:
-        """Send the sums of this step, and replace them by the sums of `behind` steps before.
+        """Send this step's sums, and replace them with the sums of the step `behind` steps ago.
 
-        Returns the totals of that step. In the first steps of a run, when no such step exists, the
-        totals have weight 0. Collective over all ranks. Raises if islands have diverged, and
-        ModelError if the model's forward changes buffers.
+        Returns the totals of that earlier step. In the first `behind` steps of a run there is none
+        yet, and the totals have weight 0. Collective over all ranks. Raises UsageError or
+        ModelMismatch if islands have diverged, and ModelError if the model's forward pass changes
+        buffers.
         """
         if engine.buffers.form():
             raise ModelError(
@@ -166,7 +171,7 @@ class BoundedStaleness(StepHooks):
             )
         step = engine.steps + 1
         with torch.no_grad():
-            # Send first: with --behind 0 the sums of this very step are used.
+            # Send before receiving, because with --behind 0 the sums of this step itself are used.
             self._send(engine, step, totals)
             with span("islands"):
                 flight = self.sums.take_due(step - self._rule.behind)
@@ -210,38 +215,40 @@ class BoundedStaleness(StepHooks):
             self.sums.updates,
         )
         row = torch.tensor(report.row(totals.used), dtype=torch.float64)
-        # Each step chooses new seeds for its backwards. Divide by them, so that sums of different
+        # Each step scales its gradients differently. Undo the scaling, so that sums of different
         # steps have the same unit.
         self.sums.send(step, row, 1.0 / engine.weighting.divisor(1.0), counts=finite)
 
     def _use(self, engine: HookedEngine, flight: Flight, totals: StepTotals) -> StepTotals:
-        """Replace the gradients by the sums of `flight`. Returns the totals of its step."""
+        """Replace the gradients with the sums of `flight`. Returns the totals of its step."""
         sums, start = self.sums, time.monotonic()
         reports, used = read_reports(sums.receive_reports(flight), len(totals.used))
         _check(reports)
         sums.receive(flight)
-        # The time that the other islands were late, for the statistics of the step.
+        # The time spent waiting for other islands, for the step's statistics.
         self._waited += time.monotonic() - start
         self._staleness = sums.updates - int(reports[0].updates)
         joined = _join(totals, reports, used, engine.replicas)
-        # All islands had an empty batch, so there is nothing to update with.
+        # All islands had an empty batch, so there is no update.
         if not joined.weight:
             return joined
         if not math.isfinite(joined.squared_norm):
-            # All islands skip: an island that updated alone would have other weights from then on.
+            # All islands must skip: if only some applied the update, weights would differ from then
+            # on.
             sums.fill_with_nan(used)
             return joined
-        # Before the sums are stored, because they have the unit of the step that computed them.
+        # Do this before the sums are stored, because they have the unit of the step that computed
+        # them.
         engine.weighting.follow_step(joined)
         sums.use(flight, engine.weighting.divisor(1.0))
-        # The norm of the total, by which the step is clipped.
+        # Clipping needs the norm of the total over all islands.
         return replace(joined, squared_norm=engine.squared_norm())
 
     def after_update(
         self, engine: HookedEngine, totals: StepTotals, stats: StepStats
     ) -> tuple[StepTotals, StepStats]:
-        # Not in `after_exchange`: until the update is made, a step may be abandoned and repeated,
-        # and then needs the same sums.
+        # Not in `after_exchange`: until the update is applied, a step may be abandoned and
+        # repeated, and then it needs the same sums.
         self.sums.commit(engine.steps)
         self.sums.updates += not stats.skipped
         stats = replace(stats, staleness=self._staleness, waited=self._waited)
@@ -252,9 +259,9 @@ class BoundedStaleness(StepHooks):
 def _join(
     totals: StepTotals, reports: Sequence[SumsReport], used: list[bool], replicas: int
 ) -> StepTotals:
-    """Return the totals of a step over all islands.
+    """Return a step's totals over all islands.
 
-    If gradients of any island are not finite, the squared norm is infinite.
+    If any island's gradients are not finite, the squared norm is infinite.
     """
     backwards = sum(report.backwards for report in reports)
     return replace(
@@ -264,8 +271,8 @@ def _join(
         loss=sum(report.loss for report in reports),
         squared_norm=0.0 if all(report.finite for report in reports) else math.inf,
         backwards=int(backwards),
-        # Islands do not report shares. This estimate decides the unit of gradients, and it only
-        # has to be equal on all islands.
+        # Islands do not report shares. This estimate determines the unit of gradients. It only has
+        # to be identical on all islands.
         shares=backwards / (1 if reports[0].divisor else replicas),
         used=used,
         several=any(report.several for report in reports),
@@ -286,11 +293,14 @@ _MUST_AGREE = {
     "islands make the same updates, so something else has changed them. Write the same values on "
     "every worker, or rank 0's values on all: with engine.full_parameters(write=True).",
 }
-"""Fields that must be equal on all islands, with the error message if they are not."""
+"""Fields that must be identical on all islands, and the error message if they are not."""
 
 
 def _check(reports: Sequence[SumsReport]) -> None:
-    """Raise if islands have diverged. All peers raise."""
+    """Raise UsageError or ModelMismatch if islands have diverged.
+
+    All peers raise the same error.
+    """
     first = reports[0]
     for island, report in enumerate(reports):
         if not report.step:

@@ -1,7 +1,7 @@
-"""Saves and loads the states of islands, through the checkpoint's hook for extra sets.
+"""Saves and loads the states of islands, through the checkpoint's interface for extra sets.
 
-If the checkpoint has the same number of islands as this run, each island loads its own sets. If the
-numbers differ, each island loads the mean over all sets.
+If the checkpoint has the same number of islands as this run, each island loads its own sets.
+Otherwise each island loads the mean over the sets of all islands.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from shardwise.states.step_hooks import StepHooks
 
 
 class IslandSets(ExtraSets):
-    """The sets `island-K`, `island-K-optimizer` and `outer`, and the fields `islands` and `behind`.
+    """Implements the sets `island-K`, `island-K-optimizer` and `outer`, and their fields.
 
-    Without islands, it loads checkpoints of runs with islands.
+    The fields are `islands` and `behind`. In a run without islands, this class loads checkpoints
+    from runs with islands.
     """
 
     def __init__(self, hooks: StepHooks | None, peers: Collectives) -> None:
@@ -42,7 +43,7 @@ class IslandSets(ExtraSets):
         self._staleness = hooks if isinstance(hooks, BoundedStaleness) else None
         self._peers = peers
         self._apart = peers if self._staleness is None else Solo()
-        """The peers, if islands have different weights; else this rank alone."""
+        """The peers if islands have different weights, otherwise this rank alone."""
 
     # -- saving ---------------------------------------------------------------------------
 
@@ -84,8 +85,8 @@ class IslandSets(ExtraSets):
     ) -> SetsToRead:
         apart = self._apart
         visible, visible_fields = _select_for_island(sets, fields, apart)
-        # A checkpoint of another number of islands has no residuals of gradients for this island,
-        # because its islands had other gradients.
+        # If the number of islands differs, no residuals in the checkpoint apply to this island,
+        # because its gradients are different.
         residuals, saved = set_name(GROUP, self._peers.rank), fields.get(FIELD, {}).get("islands")
         if saved == self._peers.size and residuals in sets:
             visible[GROUP] = sets[residuals]
@@ -94,8 +95,8 @@ class IslandSets(ExtraSets):
             names = {
                 n.removesuffix(f".{OWN}"): n for n in visible[GROUP].specs if n.endswith(f".{OWN}")
             }
-            # A run without islands continues from the mean of the islands' weights. An island
-            # continues from the common weights, but with its own buffers.
+            # A run without islands starts from the mean of the islands' weights. An island starts
+            # from the common weights, but with its own buffers.
             own_tensors = {
                 name: (visible[GROUP], stored_name)
                 for name, stored_name in names.items()
@@ -104,7 +105,7 @@ class IslandSets(ExtraSets):
         return SetsToRead(visible, visible_fields, own_tensors)
 
     def before_model(self) -> None:
-        # With strict=False some parameters may keep their values, which must be equal on all
+        # With strict=False some parameters may keep their values, which must be identical on all
         # islands.
         if self._averaging is not None:
             self._averaging.restore_common_weights()
@@ -127,14 +128,15 @@ class IslandSets(ExtraSets):
         if averaging is not None:
             exchange = averaging.exchange
             exchange.forget()
-            exchange.has_begun = "weights" in source.fields  # several islands wrote it
-            if exchange.has_begun:  # otherwise the first step begins from the weights
+            exchange.has_begun = "weights" in source.fields  # written by several islands
+            if exchange.has_begun:  # otherwise the first step starts from the weights
                 tensors = IslandTensors(averaging.parameters, exchange, places, moved=True)
                 with torch.no_grad():
                     exchange.anchor.restart()
                     tensors.take_numbers(source.fields, step)
                     fill(tensors)
-                    # The weights are the anchor now, and `own` was read into the anchor's storage.
+                    # Now the weights hold the anchor, and the anchor's storage holds the island's
+                    # `own` weights.
                     exchange.anchor.swap()
         if staleness is not None:
             staleness.sums.restart()
@@ -160,7 +162,7 @@ class IslandSets(ExtraSets):
 
 
 class MeanReader(TensorReader):
-    """Reads the mean of the tensors with one name in several `readers`.
+    """Reads the mean of the tensors with the same name in several readers.
 
     Tensors that are not floating-point are read from the first reader.
     """
@@ -168,7 +170,7 @@ class MeanReader(TensorReader):
     def __init__(self, readers: Sequence[TensorReader]) -> None:
         self._readers = readers
         specs: dict[str, TensorSpec] = {}
-        # Reversed, so that the spec of the first reader with a name wins.
+        # Iterate in reverse, so that for each name the first reader's spec takes precedence.
         for reader in reversed(readers):
             specs |= reader.specs
         self.specs = specs
@@ -179,7 +181,7 @@ class MeanReader(TensorReader):
         if not dtype.is_floating_point:
             readers[0].read(name, first, into)
             return
-        # In fp64, so that the mean of equal values is exactly this value.
+        # Use fp64, so that the mean of equal values is exactly that value.
         total = torch.zeros(into.numel(), dtype=torch.float64)
         part = torch.empty(into.numel(), dtype=dtype)
         for reader in readers:
@@ -189,14 +191,14 @@ class MeanReader(TensorReader):
 
 
 def _count(fields: Mapping[str, Any]) -> int:
-    """Return the number of islands that wrote the checkpoint."""
+    """Return the number of islands that wrote the checkpoint (1 if it has no islands)."""
     return len(fields.get("islands") or [None])
 
 
 def _select_for_island(
     sets: Sets, fields: Mapping[str, Any], peers: Collectives
 ) -> tuple[dict[str, TensorReader], dict[str, Any]]:
-    """Return the `sets` and `fields` that this rank's island reads."""
+    """Select the sets and fields of the checkpoint that this rank's island reads."""
     saved, islands = _count(fields), fields.get("islands")
     if not islands:
         return dict(sets), dict(fields)
@@ -218,9 +220,10 @@ def _select_for_island(
 
 
 def _merge_largest(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return for each parameter the largest value over the islands, such as the number of steps.
+    """For each parameter, return the maximum of each value over the islands.
 
-    An island may never have used a parameter.
+    Values are optimizer counters such as the number of steps. An island may never have used a
+    parameter.
     """
     largest: dict[str, dict[str, Any]] = {}
     for each in states:
@@ -232,7 +235,7 @@ def _merge_largest(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[st
 
 
 def _as_number(value: Any) -> float:
-    """Decode a value into a number to compare, or 0 if it is not a number."""
+    """Decode a value to a comparable number. Returns 0 if it is not a number."""
     number = json_values.decode(value)
     if isinstance(number, Tensor) and number.numel() == 1:
         number = number.item()

@@ -1,19 +1,19 @@
-"""Lists the tensors that islands add to a checkpoint, next to model and optimizer.
+"""Lists the tensors that islands add to a checkpoint, besides model and optimizer.
 
-    set outer       NAME.velocity    of the outer update
-                    NAME.mean        a mean difference that is not used yet
-    set island-K    NAME.own         island K's weights, and the buffers that its forwards change,
-                                     if they differ from the anchor
-                    NAME.residual    the wire's loss of island K's differences
-                    NAME.sent        its weights when an unused difference was sent
+    set outer       NAME.velocity    the outer update's velocity
+                    NAME.mean        a mean difference that is not applied yet
+    set island-K    NAME.own         island K's weights, and the buffers that its forward passes
+                                     change, if they differ from the anchor
+                    NAME.residual    rounding errors in island K's differences
+                    NAME.sent        island K's weights when the pending difference was sent
 
-The model of a checkpoint is the anchor. So a save swaps weights and anchor first, and the storage
-of the anchor holds the weights of this island during the save.
+The checkpoint's model is the anchor. Weights and anchor are therefore swapped during a save, and
+the anchor's storage temporarily holds this island's weights.
 
 With bounded staleness, all islands have the same weights:
 
-    set outer       NAME.sum-I       the sums over all islands in transit, oldest first
-    set island-K    NAME.residual    the wire's loss of island K's sums
+    set outer       NAME.sum-I       pending sums over all islands, oldest first
+    set island-K    NAME.residual    rounding errors in island K's sums
 """
 
 from __future__ import annotations
@@ -41,16 +41,19 @@ OWN, MEAN = "own", "mean"
 
 
 def set_name(kind: str, island: int) -> str:
-    """Return the name of the set with the tensors of `kind` of `island`."""
-    # The optimizer state of the first island has the name that a run without islands uses, so that
-    # such a run can load it.
+    """Return the name of the set that holds the tensors of kind `kind` of island `island`."""
+    # The first island's optimizer state has the same name as in a run without islands, so that such
+    # a run can load it.
     if kind == GROUP:
         return f"island-{island}"
     return f"island-{island}-optimizer" if kind == OPTIMIZER and island else kind
 
 
 class BucketTensors(ExtraTensors):
-    """Tensors over the buckets of `source`, of which this rank has parts. `places` are by kind."""
+    """Base class for tensors that are stored per bucket of `source`, in parts on each rank.
+
+    `places` maps each kind of set to its places.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class BucketTensors(ExtraTensors):
 
     @abstractmethod
     def _each(self) -> Iterator[tuple[str, str, int, Storage]]:
-        """Yield kind, key, bucket and storage of all tensors."""
+        """Yield (kind, key, bucket index, storage) for each tensor."""
 
     def _bucket(self, index: int) -> Bucket:
         return self._parameters.buckets[index]
@@ -76,7 +79,7 @@ class BucketTensors(ExtraTensors):
         }
 
     def specs(self) -> dict[str, list[TensorSpec]]:
-        """Return the specs of all tensors by kind."""
+        """Return the specs of all tensors, by kind of set."""
         specs: dict[str, list[TensorSpec]] = {GROUP: [], OUTER: []}
         for kind, key, index, storage in self._each():
             for number, name in self._names(index, key).items():
@@ -85,7 +88,7 @@ class BucketTensors(ExtraTensors):
         return specs
 
     def __iter__(self) -> Iterator[StoredTensors]:
-        """Yield all spans, bucket by bucket."""
+        """Yield all stored spans, one bucket after the other."""
         shards = {
             number: named.shard
             for number, named in enumerate(self._parameters.named)
@@ -95,12 +98,12 @@ class BucketTensors(ExtraTensors):
             first, end = self._source.parts[index]
             bucket = self._bucket(index)
             ranges = extents(bucket.pieces(first, end), first, self._names(index, key), shards)
-            # All parameters of a bucket are split by tensor parallelism, or none.
+            # Tensor parallelism splits either all parameters of a bucket or none.
             is_split = bucket.slots[0].parameter in shards
             yield StoredTensors(kind, storage, ranges, *self._places[kind][is_split])
 
     def out_of_order(self) -> set[tuple[str, str]]:
-        """Return kind and name of tensors whose memory order differs from their element order."""
+        """Return (kind, name) of tensors whose memory order differs from their element order."""
         named = self._parameters.named
         return {
             (kind, name)
@@ -110,8 +113,10 @@ class BucketTensors(ExtraTensors):
         }
 
     def reordered(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield these tensors in element order, flat and whole on every rank. Collective over the
-        island."""
+        """Yield (kind, name, full flat tensor in element order) of these tensors, on every rank.
+
+        Collective over the island.
+        """
         for kind, key, index, storage in self._each():
             slots = self._bucket(index).slots
             out_of_order = [s for s in slots if not self._parameters.named[s.parameter].in_order]
@@ -130,9 +135,9 @@ class BucketTensors(ExtraTensors):
 
 
 class IslandTensors(BucketTensors):
-    """The tensors of `islands` on this rank, while anchor and weights are swapped.
+    """This rank's parts of the tensors of `islands`, while anchor and weights are swapped.
 
-    `moved` says whether the weights differ from the anchor on any rank.
+    `moved` is True if the weights differ from the anchor on any rank.
     """
 
     def __init__(
@@ -150,7 +155,7 @@ class IslandTensors(BucketTensors):
     def _each(self) -> Iterator[tuple[str, str, int, Storage]]:
         anchor, flying = self._islands.anchor, self._islands.in_transit
         for index in range(self._islands.buckets):
-            # The swapped storage of the anchor has this island's weights.
+            # The anchor's storage holds this island's weights, because they are swapped.
             if self.moved:
                 yield GROUP, OWN, index, anchor.storages[VALUE][index]
             if RESIDUAL in anchor.keys:
@@ -162,14 +167,17 @@ class IslandTensors(BucketTensors):
                 yield OUTER, MEAN, index, MemoryStorage(self._islands.receive_mean(index))
 
     def buffers(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # Islands that train separately have different statistics.
+        # Islands that train separately have different running statistics.
         return {state_name(n, OWN): value for n, value in held.items()} if self.moved else {}
 
     # -- numbers -----------------------------------------------------------------------------
 
     def numbers(self) -> dict[str, Any]:
-        """Return two numbers by parameter: the weight of the steps since its difference was sent,
-        and the step after which a difference in transit is used."""
+        """Return two numbers per parameter, under the keys "weights" and "due".
+
+        They are the weight of the steps since its difference was last sent, and the step after
+        which its pending difference is applied.
+        """
         islands = self._islands
         buckets = range(islands.buckets)
         return {
@@ -178,23 +186,23 @@ class IslandTensors(BucketTensors):
         }
 
     def take_numbers(self, saved: Mapping[str, Any], step: int) -> None:
-        """Restore `saved` numbers at `step`, and expect the differences in transit."""
+        """Restore the numbers `saved` at step `step`, and add the differences to be filled in."""
         for index in range(self._islands.buckets):
             names = self._parameters_of(index)
             self._islands.weights[index] = float(saved["weights"].get(names[0], 0.0))
-            # The buckets may differ from the save's. Use a difference only if all parameters of the
-            # bucket have one for the same step.
+            # The buckets may have changed since the save. Use a difference only if all parameters
+            # of the bucket have one that is due after the same step.
             due = {saved["due"].get(name) for name in names}
             if len(due) == 1 and (when := due.pop()) is not None and when > step:
                 self._islands.expect(index, int(when))
 
 
 FIELD = "behind"
-"""The key of the numbers in a checkpoint."""
+"""The checkpoint field that holds the numbers of `DelayedTensors`."""
 
 
 class DelayedTensors(BucketTensors):
-    """This rank's parts of `delayed` sums. Iterating waits for sums in transit."""
+    """This rank's parts of the pending sums in `delayed`. Iterating waits for their arrival."""
 
     def __init__(
         self, parameters: Parameters, delayed: DelayedSums, places: Mapping[str, Places]
@@ -212,8 +220,10 @@ class DelayedTensors(BucketTensors):
                 yield OUTER, f"sum-{number}", index, MemoryStorage(total)
 
     def numbers(self, islands: int) -> dict[str, Any]:
-        """Return the number of `islands`, and for each step in transit its reports and the
-        parameters that had a gradient."""
+        """Return the fields to save: the numbers of islands and updates, and the pending steps.
+
+        For each pending step, they contain the reports and the parameters that had a gradient.
+        """
         waiting = [self._numbers_of(flight) for flight in self._delayed.flights]
         return {"islands": islands, "updates": self._delayed.updates, "waiting": waiting}
 
@@ -227,7 +237,7 @@ class DelayedTensors(BucketTensors):
         }
 
     def take_numbers(self, saved: Mapping[str, Any]) -> None:
-        """Restore `saved` numbers, and expect the sums in transit."""
+        """Restore the numbers `saved`, and add pending sums to be filled in."""
         self._delayed.updates = saved["updates"]
         for each in saved["waiting"]:
             used = [named.name in each["used"] for named in self._parameters.named]
@@ -239,7 +249,7 @@ class DelayedTensors(BucketTensors):
 
 
 def join_numbers(numbers_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the numbers of the ranks that divide the layers (pipeline stages)."""
+    """Merge the numbers of all pipeline stages."""
     waiting = [
         dict(each[0]) | {"used": [name for part in each for name in part["used"]]}
         for each in zip(*(numbers["waiting"] for numbers in numbers_by_rank), strict=True)

@@ -1,15 +1,15 @@
-"""Sends the gradient sums of a step to the other islands, and adds them up some steps later.
+"""Sends a step's gradient sums to the other islands, and adds them up some steps later.
 
     send             pack this island's sums    | packed sum |    all-gather over the peers
-    receive          unpack, add in the order of the islands, so that all have the same bits
-    use              replace this island's sums by the total
-    commit           drop the sums that were used, keep the loss of the wire
-    forget           tell the others that nothing follows, and wait for messages in transit
+    receive          unpack, add in the order of the islands (bit-identical on all islands)
+    use              replace this island's sums with the total
+    commit           drop the sums that were used, store the rounding errors
+    forget           tell the other islands that no sums follow, wait for messages in transit
 
-Until `commit`, a step may be abandoned and repeated. The sums that it sent are dropped then.
+Until `commit`, a step may be abandoned and repeated. The sums that it sent are then dropped.
 
-Each rank sends its interval of every bucket, so an island of n ranks sends each element once. If
-the optimizer state is replicated, intervals are gathered over the island when they are used.
+Each rank sends its interval of every bucket, so an island sends each element only once. If the
+optimizer state is replicated, the intervals are gathered within the island when they are used.
 """
 
 from __future__ import annotations
@@ -35,44 +35,48 @@ from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.world import exit_handlers
 
 Rows = list[list[float]]
-"""The reports of all islands, in order."""
+"""The reports of all islands, in the order of the islands."""
 
 
 @dataclass(eq=False)
 class Flight:
-    """The sums of one step, from sending to use.
+    """The sums of one step, from sending until they are used.
 
-    `sums` has one entry per bucket: first the message of all islands, then their total. `report` is
-    the report sent with them, and after reading the rows of all islands.
+    `sums` has one entry per bucket: first the message with all islands' sums, after `receive` their
+    total. `report` is first the message with all islands' reports, after `receive_reports` their
+    rows.
     """
 
     step: int
     report: Message | Rows
     sums: list[Message | Tensor]
     losses: list[Tensor] = field(default_factory=list)
-    """By bucket, the part of this island's sums that the wire lost in this step. It replaces the
-    residual only at `commit`, because an abandoned step is sent again."""
+    """Per bucket, the rounding errors in this island's sums of this step.
+
+    They replace the residual only at `commit`, because an abandoned step is sent again.
+    """
 
     def wait(self) -> None:
-        """Wait until all islands have the messages."""
+        """Wait until all islands have received the messages."""
         for sent in [*self.sums, self.report]:
             if isinstance(sent, Message):
                 sent.wait()
 
 
 class DelayedSums:
-    """The gradient sums in transit between islands.
+    """Exchanges gradient sums between islands, and holds them until they are used.
 
     Args:
-        gradients: The sums of this island, which `use` replaces.
+        parameters: The parameters of the engine.
+        gradients: This island's sums, which `use` replaces.
         wire: The format of the messages.
-        factory: Creates the storage of the wire's loss, which is added to the next sums.
+        factory: Creates the storage for the residuals (rounding errors, added to the next sums).
         group: The ranks that shard the states.
-        peers: The ranks with this position in all islands.
+        peers: The ranks with the same index in all islands.
         run: All ranks.
-        behind: Number of steps after which sums are used.
-        report_length: Number of fp64 values in a report.
-        scattered: Whether the optimizer state is sharded.
+        behind: The number of steps after which sums are used.
+        report_length: The number of fp64 values in a report.
+        scattered: True if the optimizer state is sharded, False if it is replicated.
     """
 
     def __init__(
@@ -100,24 +104,24 @@ class DelayedSums:
         self._report_length = report_length
         self._scattered = scattered
         self.parts = [bucket.layout.interval(group.rank) for bucket in self._buckets]
-        """By bucket, the elements [first, end) that this rank sends."""
-        # Sums of 16-bit gradients are added over islands in fp32, because each addition rounds.
+        """Per bucket, the range [first, end) of elements that this rank sends."""
+        # Add 16-bit gradients over islands in fp32, because each addition rounds.
         self._kinds = [
             (torch.float32 if dtype in NARROW else dtype, device)
             for dtype, device in (bucket.kind for bucket in self._buckets)
         ]
         self.residuals: list[Storage] = []
-        """By bucket, this island's sums that the wire has lost and not sent yet."""
+        """Per bucket, this island's rounding errors that were not sent yet."""
         if wire.loses:
             lengths = [end - first for first, end in self.parts]
             self.residuals = factory.make("residual", lengths, self._kinds)
             self._clear_residuals()
         self.flights: deque[Flight] = deque()
-        """Steps whose sums were sent but not used yet, oldest first."""
+        """Steps whose sums were sent but have not been used yet, oldest first."""
         self.updates = 0
-        """Number of updates since these states were created."""
+        """The number of updates to the weights since these states were created."""
         self._sent = 0
-        """Number of times that sums were sent. `forget` makes it equal on all ranks."""
+        """The number of times that sums were sent. After `forget` it is the same on all ranks."""
         _await_later(self)
 
     def _clear_residuals(self) -> None:
@@ -127,41 +131,42 @@ class DelayedSums:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank sends to each other island per step, without the report."""
+        """Number of bytes that this rank sends to each other island per step, without reports."""
         kinds = zip(self.parts, self._kinds, strict=True)
         return sum(self._wire.nbytes(end - first, kind[0]) for (first, end), kind in kinds)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that this rank keeps between steps: the residuals, and the messages of all islands
-        for as many steps as sums wait."""
+        """Size in bytes of this rank's residuals and pending messages between steps."""
         in_transit = self._behind * self._peers.size * self.nbytes
         return sum(residual.nbytes for residual in self.residuals) + in_transit
 
     # -- out ----------------------------------------------------------------------------------
 
     def send(self, step: int, report: Tensor, factor: float, *, counts: bool) -> None:
-        """Send the sums of `step` after a report. Collective over the peers.
+        """Send a report, then the sums of step `step`. Collective over the peers.
 
         Args:
             step: The number of the step.
-            report: A flat fp64 tensor.
-            factor: The sums are multiplied by it.
-            counts: Whether the sums are finite. If not, zeros are sent.
+            report: The report, shape (report_length,), fp64.
+            factor: The sums are multiplied by this factor before they are sent.
+            counts: True if the sums are finite. If False, zeros are sent instead.
 
-        Raises NonFiniteError for values that the wire cannot hold, before anything is sent.
+        Raises:
+            NonFiniteError: The wire format cannot represent a value. Nothing has been sent then.
         """
-        # If an earlier attempt at this step was abandoned, drop its messages: no island uses them.
+        # If an earlier attempt at this step was abandoned, drop its messages. No island uses them.
         while self.flights and self.flights[-1].step >= step:
             self.flights.pop().wait()
         losses: list[Tensor] = []
         parts = range(len(self.parts))
         packed = [
-            # Zeros and not nothing, because the others wait for a message for every bucket.
+            # Send zeros rather than nothing, because the other islands wait for a message per
+            # bucket.
             self._pack(index, factor, losses) if counts else self._zeros(index)
             for index in parts
         ]
-        # The report goes first, because `forget` sends a report that no sums follow.
+        # Send the report first, because `forget` sends only a report that says that no sums follow.
         report_message = self._send_report(report)
         sums: list[Message | Tensor] = [send(self._peers, part) for part in packed]
         self.flights.append(Flight(step, report_message, sums, losses))
@@ -171,18 +176,18 @@ class DelayedSums:
         return send(self._peers, report.view(torch.uint8).to(self._peers.small_device))
 
     def _zeros(self, index: int) -> Tensor:
-        """Return packed zeros with the length of a bucket's sum."""
+        """Return packed zeros of the same length as bucket `index`'s sum."""
         (first, end), (dtype, device) = self.parts[index], self._kinds[index]
         return self._wire.pack(torch.zeros(end - first, dtype=dtype, device=device))
 
     def _pack(self, index: int, factor: float, losses: list[Tensor]) -> Tensor:
-        """Return this rank's part of a bucket's sum, packed. Append the wire's loss to `lost`."""
+        """Pack this rank's part of bucket `index`'s sum. Append its rounding errors to `losses`."""
         (first, end), (dtype, device) = self.parts[index], self._kinds[index]
         own = self._buckets[index].own[0]
         gradient = self._buckets[index].reduced.loaded(device)[first - own : end - own]
         value = gradient.to(dtype) * factor
         if self._wire.loses:
-            # Error feedback: add the part that was lost before.
+            # Error feedback: add the rounding errors of earlier steps.
             value.add_(self.residuals[index].loaded(device))
         try:
             packed = self._wire.pack(value)
@@ -210,20 +215,20 @@ class DelayedSums:
     # -- and in -------------------------------------------------------------------------------
 
     def receive(self, flight: Flight) -> None:
-        """Wait for the sums of all islands, and add them up."""
+        """Wait for the sums of all islands and add them up."""
         for index, sent in enumerate(flight.sums):
             if isinstance(sent, Message):
                 rows = sent.wait()
-                # In the order of the islands on every rank, because the order changes the bits.
+                # Every rank adds in the order of the islands, because the order affects rounding.
                 total = self._unpack(index, rows[0])
                 for row in rows[1:]:
                     total.add_(self._unpack(index, row))
                 flight.sums[index] = total
 
     def receive_reports(self, flight: Flight) -> Rows:
-        """Wait for the reports of all islands, and return them.
+        """Wait for the reports of all islands and return them.
 
-        A report of zeros means that its island sends no sums.
+        An all-zero report means that its island sends no sums.
         """
         if isinstance(flight.report, Message):
             rows = flight.report.wait().cpu().contiguous()
@@ -232,14 +237,14 @@ class DelayedSums:
         return flight.report
 
     def take_due(self, step: int) -> Flight | None:
-        """Return the sums of `step`, or None if it sent no sums. Drop older ones."""
+        """Return the sums of step `step`, or None if it sent no sums. Drop older sums."""
         while self.flights and self.flights[0].step < step:
             self.flights.popleft().wait()
         is_due = self.flights and self.flights[0].step == step
         return self.flights[0] if is_due else None
 
     def commit(self, step: int) -> None:
-        """Commit `step`: drop the sums that it used, and keep the loss of the sums that it sent."""
+        """Commit step `step`: drop the sums that it used, and store its rounding errors."""
         for residual, loss in zip(self.residuals, self.flights[-1].losses, strict=False):
             residual.store(loss)
         self.flights[-1].losses = []
@@ -247,11 +252,13 @@ class DelayedSums:
             self.flights.popleft().wait()
 
     def use(self, flight: Flight, factor: float) -> None:
-        """Replace the gradients by the total of `flight`, times `factor`. Collective over the
-        island."""
+        """Replace the gradients with the total of `flight`, times `factor`.
+
+        Collective over the island.
+        """
         for index, total in enumerate(flight.sums):
             assert isinstance(total, Tensor)
-            # A new tensor, because an abandoned step uses the total again.
+            # Create a new tensor, because a repeated step uses the total again.
             value = total * factor
             self._buckets[index].reduced.store(
                 value if self._scattered else self.whole(index, value)
@@ -259,9 +266,9 @@ class DelayedSums:
         self._gradients.forget_squares(range(len(self._buckets)))
 
     def fill_with_nan(self, used: Sequence[bool]) -> None:
-        """Set the gradients of `used` parameters to NaN, like in a step that is not finite.
+        """Set the gradients of the parameters flagged in `used` to NaN, as in a non-finite step.
 
-        Other gradients stay, so that a user who replaces the NaN values has repaired the step.
+        Other gradients become 0, so that a user who replaces the NaN values has repaired the step.
         """
         for bucket in self._buckets:
             value, first = torch.zeros_like(bucket.reduced.loaded()), bucket.own[0]
@@ -272,28 +279,31 @@ class DelayedSums:
         self._gradients.forget_squares(range(len(self._buckets)))
 
     def whole(self, index: int, part: Tensor) -> Tensor:
-        """Gather all of bucket `index` from this rank's `part`. Collective over the island."""
+        """All-gather the full bucket `index` from each rank's `part`.
+
+        Collective over the island.
+        """
         if self._group.size == 1:
             return part
         layout, (first, end) = self._buckets[index].layout, self.parts[index]
-        # An all-gather in place: each rank fills its interval first.
+        # The all-gather is in place: each rank fills its interval first.
         flat = part.new_zeros(layout.numel)
         flat[first:end] = part
         self._group.all_gather(flat, layout.cuts).wait()
         return flat
 
     def forget(self) -> None:
-        """Wait for messages in transit, and drop them. Collective over all ranks.
+        """Wait for messages in transit and drop them. Collective over all ranks.
 
-        Raises UsageError on all ranks if islands have sent sums different numbers of times. If an
-        island continues with a step meanwhile, a report of zeros tells it that no sums follow.
+        If an island is still in a step, an all-zero report tells it that no sums follow. Raises
+        UsageError on all ranks if some islands have sent sums more often than others.
         """
-        # Send the report before the all-gather. An island that is in a step waits for this island's
-        # report, and would never reach the all-gather.
+        # Send the report before the gather. An island that is still in a step waits for this
+        # island's report, and would never reach the gather.
         zeros = torch.zeros(self._report_length, dtype=torch.float64)
         messages = [self._send_report(zeros)]
         sent = self._run.gather_plain(self._sent)
-        # Islands that have sent more wait for the same number of messages from this one.
+        # Islands that have sent more messages wait for the same number from this island.
         while self._sent < max(sent):
             messages += [send(self._peers, self._zeros(index)) for index in range(len(self.parts))]
             messages.append(self._send_report(zeros))
@@ -311,13 +321,13 @@ class DelayedSums:
             )
 
     def restart(self) -> None:
-        """Drop all earlier steps and the wire's loss. All islands must call it."""
+        """Drop all pending sums and the residuals. All islands must call it."""
         self.forget()
         self.updates = 0
         self._clear_residuals()
 
     def expect(self, step: int, report: Rows) -> None:
-        """Add a flight of zeros for `step`. A load of a checkpoint fills in the sums."""
+        """Add an all-zero flight for step `step`. Loading a checkpoint fills in the sums."""
         sums: list[Message | Tensor] = [
             torch.zeros(end - first, dtype=dtype, device=device)
             for (first, end), (dtype, device) in zip(self.parts, self._kinds, strict=True)
@@ -326,27 +336,27 @@ class DelayedSums:
 
 
 _PRESENT: weakref.WeakSet[DelayedSums] = weakref.WeakSet()
-"""The sums of all existing engines."""
+"""The DelayedSums of all existing engines."""
 
 _ORPHANED: list[deque[Flight]] = []
-"""Steps in transit of engines that were dropped without close()."""
+"""Pending flights of engines that were dropped without close()."""
 
 
 def _await_later(sums: DelayedSums) -> None:
-    """Register a wait at exit until all islands have received the messages of `sums`.
+    """Make the process wait at exit until all islands have received the messages of `sums`.
 
-    An island that finishes first must not close its connections while others wait for its last
-    message.
+    An island that finishes first must not close its connections while other islands wait for its
+    last message.
     """
     if not _PRESENT:
-        # Unregister and register again: exit handlers run in reverse order, and this one must run
-        # before transports close.
+        # Unregister and register again, because exit handlers run in reverse order and this one
+        # must run before transports close.
         exit_handlers.unregister(_await_all)
         exit_handlers.register(_await_all)
-    # All islands create this engine, so they have already sent everything of the earlier ones.
+    # All islands create this engine, so they have already sent all messages of earlier engines.
     _await(_ORPHANED)
     _PRESENT.add(sums)
-    # Not at exit, because `_await_all` waits for the remaining ones.
+    # Do not run the finalizer at exit, because `_await_all` waits for the remaining flights.
     weakref.finalize(sums, _ORPHANED.append, sums.flights).atexit = False
 
 
@@ -355,9 +365,9 @@ def _await_all() -> None:
 
 
 def _await(queues: list[deque[Flight]]) -> None:
-    """Wait until all islands have the messages, unless this process ends by an error.
+    """Wait until all islands have received the messages, unless this process exits with an error.
 
-    After an error the other islands may have ended too, and would never receive them.
+    After an error, the other islands may have exited too, and would never receive them.
     """
     while queues and not hasattr(sys, "last_value"):
         flights = queues.pop()

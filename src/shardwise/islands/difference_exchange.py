@@ -1,10 +1,10 @@
-"""Sends the differences of buckets to the other islands, and moves the anchor by their mean.
+"""Sends each bucket's difference to the other islands, and applies the mean to the anchor.
 
     send            | weight of the steps | packed difference |    all-gather over the peers
-    receive_mean    unpack, weighted mean in the order of the islands: the same bits on all
-    arrive          move anchor and weights, in the same way on every island
+    receive_mean    unpack, weighted mean in the order of the islands (bit-identical on all)
+    arrive          update anchor and weights, in the same way on every island
 
-With `--late`, steps continue between `send` and `arrive`.
+With `--late`, training continues between `send` and `arrive`.
 """
 
 from __future__ import annotations
@@ -22,31 +22,34 @@ from shardwise.islands.elastic.collectives import ElasticPeers
 from shardwise.timeline import recorder
 
 _HEADER = 8
-"""Bytes of the weight (fp64) before each packed difference."""
+"""Size in bytes of the weight (fp64) that precedes each packed difference."""
 
 _AHEAD = 3
-"""Number of buckets in transit at once, without `--late`."""
+"""Maximum number of buckets in transit at the same time if `--late` is 0."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """The messages of all islands, in transit."""
+    """An all-gather of the islands' messages that is in flight."""
 
     handle: Handle
     rows: Tensor
-    """(islands, bytes) uint8."""
+    """The messages of all islands, shape (islands, bytes), uint8."""
 
     def wait(self) -> Tensor:
-        """Wait for the messages of all islands, and return them."""
+        """Wait for the messages of all islands and return them."""
         self.handle.wait()
         self.handle.reusable()
         return self.rows
 
 
 def send(peers: Collectives, mine: Tensor) -> Message:
-    """Send `mine` (flat uint8, of the same length on all) to the other islands. Collective."""
-    # Not an all-reduce, because it would round quantised values again at every hop. All islands
-    # unpack the same bytes and add them in the same order, so they have the same bits.
+    """Send `mine` to the other islands. Collective over `peers`.
+
+    `mine` is a flat uint8 tensor, of the same length on all islands.
+    """
+    # Not an all-reduce, because that would round quantised values again at every hop. All islands
+    # unpack the same bytes and add them in the same order, so their results are bit-identical.
     length = mine.numel()
     rows = mine.new_empty(peers.size * length)
     cuts = [length * place for place in range(peers.size + 1)]
@@ -57,79 +60,92 @@ def send(peers: Collectives, mine: Tensor) -> Message:
 
 
 class DifferenceExchange:
-    """Exchanges differences to `anchor` over `peers`, the ranks with this position in all
-    islands."""
+    """Exchanges differences from `anchor` between islands.
+
+    `peers` are the ranks with the same index in all islands.
+    """
 
     def __init__(self, anchor: Anchor, peers: Collectives, *, begun: bool) -> None:
         self.anchor = anchor
         self._peers = peers
         self.weights = [0.0] * len(anchor.parts)
-        """By bucket, the weight of this island's steps since it was last sent."""
+        """Per bucket, the weight of this island's steps since the bucket was last sent."""
         self._flying: dict[int, Message | Tensor] = {}
         self.due: dict[int, int] = {}
-        """By bucket in transit, the step after which it moves the anchor."""
+        """For each bucket in transit, the step after which its difference is applied."""
         self._sent: dict[int, tuple[float, Tensor]] = {}
-        """By bucket sent by this process, its weight and the packed difference."""
+        """For each bucket sent by this process, its weight and its packed difference."""
         self.report: Message | None = None
-        """The islands' reports in transit, see parameter_averaging.py."""
+        """The islands' reports in transit (see parameter_averaging.py), or None."""
         self.has_begun = begun
-        """Whether the anchor exists, from the first step on. Before it, user code may change
-        weights."""
+        """True once the anchor exists, which is from the first step.
+
+        Earlier, user code may still change weights.
+        """
 
     @property
     def buckets(self) -> int:
-        """Number of buckets."""
+        """The number of buckets."""
         return len(self.weights)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank sends to each other island every H steps."""
+        """Number of bytes that this rank sends to each other island every H steps."""
         return sum(_HEADER + self.anchor.nbytes(index) for index in range(self.buckets))
 
     @property
     def in_transit(self) -> frozenset[int]:
-        """Buckets in transit."""
+        """The indices of the buckets in transit."""
         return frozenset(self._flying)
 
     def count(self, weight: float) -> None:
-        """Add the weight of a step of this island."""
-        # Of all buckets: each one counts the steps since it was sent itself.
+        """Add the weight of a step of this island to every bucket."""
+        # Each bucket has its own total, because buckets are sent after different steps.
         self.weights = [before + weight for before in self.weights]
 
     def send(self, index: int, due: int) -> None:
-        """Send the difference of bucket `index`, to be used after step `due`. Collective over the
-        peers."""
+        """Send bucket `index`'s difference, to be applied after step `due`.
+
+        Collective over the peers.
+        """
         self._flying[index] = send(self._peers, self._pack(index, due))
 
     def _pack(self, index: int, due: int) -> Tensor:
-        """Return the weight and packed difference of bucket `index`, and record them as sent."""
+        """Pack bucket `index`'s weight and difference, and record them as sent."""
         packed = self.anchor.pack(index).to(self.anchor.device(index))
         weight = torch.tensor([self.weights[index]], dtype=torch.float64).view(torch.uint8)
-        # Keep it until the bucket moves, so that `forget` can take the difference back.
+        # Store it until the difference is applied, so that `forget` can take the difference back.
         self._sent[index] = self.weights[index], packed
         self.weights[index] = 0.0
         self.due[index] = due
         return torch.cat([weight.to(packed.device), packed])
 
     def receive_mean(self, index: int) -> Tensor:
-        """Wait for the differences of bucket `index`, and return their mean. It is kept until it is
-        used."""
+        """Wait for bucket `index`'s differences and return their mean.
+
+        It is cached until `arrive`.
+        """
         sent = self._flying[index]
         if isinstance(sent, Message):
             sent = self._flying[index] = self._mean_of(index, sent.wait())
         return sent
 
     def expect(self, index: int, due: int) -> None:
-        """Add a difference of zeros for bucket `index`, to be used after step `due`. A load of a
-        checkpoint fills it in."""
-        # With other settings than at the save, nothing may be due after that step. Drop it then.
+        """Add an all-zero difference for bucket `index`, to be applied after step `due`.
+
+        Loading a checkpoint fills it in.
+        """
+        # If the settings have changed since the save, no difference may be due after that step.
+        # Drop it.
         if self.anchor.rule.late and self.anchor.rule.is_due(due, index, self.buckets):
             self._flying[index] = torch.zeros_like(self.anchor.loaded_value(index))
             self.due[index] = due
 
     def arrive(self, indices: Sequence[int]) -> None:
-        """Move anchor and weights of these buckets by the differences in transit. Collective over
-        the peers and the island."""
+        """Apply the differences in transit to these buckets' anchor and weights.
+
+        Collective over the peers and the island.
+        """
         if not indices:
             return
         self.anchor.meet()
@@ -138,9 +154,12 @@ class DifferenceExchange:
         self.anchor.publish(indices)
 
     def exchange(self, indices: Sequence[int], due: int) -> None:
-        """Send these buckets, and move the anchor by them. Collective over the peers and the
-        island."""
-        # A few at a time, because messages of all islands for all buckets would fill the memory.
+        """Send these buckets' differences and apply their mean to anchor and weights.
+
+        Collective over the peers and the island.
+        """
+        # Send a few at a time, because the messages of all islands for all buckets may not fit into
+        # memory.
         self.anchor.meet()
         following = iter(indices)
         for index in islice(following, _AHEAD):
@@ -152,13 +171,13 @@ class DifferenceExchange:
         self.anchor.publish(indices)
 
     def gather_at_once(self, indices: Sequence[int], due: int, report: Tensor) -> list[Tensor]:
-        """Send these buckets and a report (flat uint8) in one message per elastic island.
+        """Send these buckets and a report (flat uint8) in a single message per elastic island.
 
-        Returns the reports of all islands that take part. Collective over all ranks. The anchor
-        moves later, in `arrive`.
+        Returns the reports of all participating islands. Collective over all ranks. The differences
+        are applied later, in `arrive`.
         """
-        # One message, because an island may end between two. So it is in the mean of all buckets or
-        # of none, on every rank.
+        # Use a single message, because an island may fail between two messages. On every rank, an
+        # island thus contributes either to the mean of all buckets or of none.
         assert isinstance(self._peers, ElasticPeers)
         parts = [report, *(self._pack(index, due).cpu() for index in indices)]
         lengths = [each.numel() for each in parts]
@@ -169,23 +188,25 @@ class DifferenceExchange:
         return [row[0] for row in rows]
 
     def _apply(self, index: int) -> None:
-        """Move anchor and weights of bucket `index`."""
+        """Update bucket `index`'s anchor and weights with its mean difference."""
         self.anchor.apply(index, self.receive_mean(index))
         self._sent.pop(index, None)
         del self._flying[index], self.due[index]
 
     def _mean_of(self, index: int, rows: Tensor) -> Tensor:
-        """Return the weighted mean of the islands' messages `rows`, (islands, bytes)."""
-        # To the CPU in one copy, because each weight would wait for the device.
+        """Return the weighted mean of the differences in `rows`, shape (islands, bytes), uint8."""
+        # Copy all weights to the CPU at once, because each separate copy would synchronise the
+        # device.
         heads = rows[:, :_HEADER].contiguous().cpu().view(torch.float64)
         return self.anchor.mean(index, list(rows[:, _HEADER:]), heads.flatten().tolist())
 
     def forget(self) -> None:
-        """Drop everything in transit. All islands must call it.
+        """Drop all differences in transit. All islands must call it.
 
-        Nothing is lost: neither anchor nor weights have moved, so the next difference contains it.
+        No update is lost: neither anchor nor weights have changed, so the next difference includes
+        the dropped one.
         """
-        # Wait first, because a message that was not received would be mistaken for the next one.
+        # Wait first, because a message that is never received would be mistaken for the next one.
         for sent in [*self._flying.values(), self.report]:
             if isinstance(sent, Message):
                 sent.wait()

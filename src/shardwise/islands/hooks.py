@@ -1,7 +1,7 @@
-"""Chooses the hooks of an engine whose ranks form several islands, and checks its settings.
+"""Selects the step hooks of an engine whose ranks form islands, and checks its settings.
 
-ParameterAveraging    each island updates separately; every H steps they average parameters
-BoundedStaleness      all islands make the same updates, from gradients that are S steps old
+ParameterAveraging    islands update separately, and average parameters every H steps
+BoundedStaleness      all islands apply the same updates, from gradients that are S steps old
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def hooks_for(
     peers: Collectives,
     shard_group: Collectives,
 ) -> StepHooks | None:
-    """Return the hooks of an engine, or None if all of its ranks form one island."""
-    # An elastic island has hooks even if it is the only one now, because others may return.
+    """Return an engine's step hooks, or None if all of its ranks form a single island."""
+    # An elastic island needs hooks even if it is currently the only one, because others may return.
     if peers.size == 1 and not peers.has_changing_ranks:
         return None
     kind = ParameterAveraging if settings.behind is None else BoundedStaleness
@@ -49,7 +49,7 @@ _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
 
 
 def check(settings: Settings, *, elastic: bool) -> None:
-    """Raise ConfigError for a setting that does not work with islands, or with elastic ones."""
+    """Raise ConfigError if a setting cannot be combined with islands, or with elastic islands."""
     check_contradictions(settings)
     settings.averaging_rule  # noqa: B018 (raises for values that do not fit together)
     for flag, (is_on, why) in _WITHOUT.items():

@@ -1,9 +1,9 @@
 """Averages the parameters of islands every H steps.
 
-    after step n    every bucket that is due: send, receive, move (difference_exchange.py)
-                    if n is a multiple of H: one more small message, an IslandReport
+    after step n    exchange each bucket that is due (difference_exchange.py)
+                    if n is a multiple of H: also exchange a small message, an IslandReport
 
-Between these steps nothing is sent between islands.
+Islands send nothing in the other steps.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.timeline import span
 
 WEIGHT = "weight"
-"""The key, next to the anchor's, of the weight of the steps since a parameter was sent."""
+"""Key, in addition to the anchor's keys, for the weight of the steps since a parameter was sent."""
 
 
 class IslandReport(NamedTuple):
-    """The message that an island sends with its differences, 8 bytes per field."""
+    """The report that an island sends with its differences. Each field has 8 bytes."""
 
     loss: float
     weight: float
     asked: float
-    """The signal that asked the island to end, or 0."""
+    """The signal that asked the island to stop, or 0."""
     unsaved: float
-    """Whether a save has failed."""
+    """1 if a save has failed, otherwise 0."""
     form: float
-    """A checksum of names and shapes of the buffers that forward changes."""
+    """A checksum of the names and shapes of the buffers that the forward pass changes."""
     step: float
     anchor: float
-    """A checksum of the anchor before this step."""
+    """A checksum of the anchor before this step's update."""
 
 
 @dataclass(frozen=True)
 class SentBuffers:
-    """The buffers that forward changes, when a report was sent."""
+    """The buffers that the forward pass changes, as they were when a report was sent."""
 
     form: int
     rows: float
-    """Number of rows that forwards of the last step saw."""
+    """The number of rows in the forward passes of the last step."""
     values: Tensor
 
 
 class ParameterAveraging(StepHooks):
-    """Hooks of an engine whose islands update separately and average parameters."""
+    """Step hooks of an engine whose islands update separately and average parameters."""
 
     bytes_name = "common values of islands"
     exchange: DifferenceExchange
-    """The differences in the current layout, and the anchor."""
+    """The anchor and the exchange of differences, in the current layout of the states."""
 
     def __init__(self, *groups: Any) -> None:
         super().__init__(*groups)
@@ -103,8 +103,8 @@ class ParameterAveraging(StepHooks):
         weights = {} if kept is None else kept[WEIGHT]
         for index, bucket in enumerate(parameters.buckets):
             parameters_here = [parameters.named[slot.parameter].parameter for slot in bucket.slots]
-            # Parameters that were added to an optimizer later have no weight yet. The bucket counts
-            # the steps since its last exchange, as its oldest parameter does.
+            # Parameters that were added to an optimizer later have no weight yet. The bucket uses
+            # the weight of its oldest parameter, which covers all steps since the last exchange.
             self.exchange.weights[index] = max(
                 (float(weights[each]) for each in parameters_here if each in weights), default=0.0
             )
@@ -112,7 +112,7 @@ class ParameterAveraging(StepHooks):
     def take_apart(self, parameters: Parameters, gathering: IntervalGather) -> Kept | None:
         exchange = self.exchange
         if not exchange.has_begun:
-            return None  # islands begin from their weights at the first step
+            return None  # islands start from their weights at the first step
         exchange.forget()
         weights = {
             parameters.named[slot.parameter].parameter: torch.tensor(weight, dtype=torch.float64)
@@ -166,22 +166,24 @@ class ParameterAveraging(StepHooks):
     # -- around a step ----------------------------------------------------------------------
 
     def before_step(self, engine: HookedEngine) -> None:
-        """At the first step, take the weights as the first anchor. Collective over all ranks.
+        """At the first step, initialise the anchor from the weights. Collective over all ranks.
 
-        Not earlier, because user code may load or change weights before the first step.
+        This cannot happen earlier, because user code may load or change weights before the first
+        step.
         """
         if self.exchange.has_begun:
             return
         anchor, group = self.exchange.anchor, self.world_group
         with torch.no_grad():
             anchor.restart()
-            # If islands have loaded different files, their bits differ. They would stay different
-            # for ever, because every island moves by the same mean difference.
+            # If islands have loaded different files, their weights differ. They would remain
+            # different, because every island applies the same mean difference.
             checksums = group.gather_plain(anchor.checksum())
         if isinstance(group, ElasticRun):
-            # Only now may an island fail alone: before, there is no anchor to continue from.
+            # From now on the run survives the failure of an island. Before, there was no anchor to
+            # continue from.
             group.begin()
-        # Rank r is compared with its peer in the first island, rank r % length.
+        # Compare rank r with its peer in the first island, which is rank r % length.
         length = self.step_group.size
         for rank, checksum in enumerate(checksums):
             if checksum != checksums[rank % length]:
@@ -198,17 +200,17 @@ class ParameterAveraging(StepHooks):
     ) -> tuple[StepTotals, StepStats]:
         """Average the buckets that are due.
 
-        A request to end, or a failed save, waits for the next report, because all islands must
-        learn of it at the same step.
+        A request to stop, or a failed save, is held back until the next report, because all islands
+        must learn about it at the same step.
         """
         self._asked = max(self._asked, totals.asked)
         self._unsaved |= totals.unsaved
-        # A skipped step has changed nothing, so it does not count in the mean.
+        # A skipped step has not changed the weights, so it does not count in the weighted mean.
         self.exchange.count(0.0 if stats.skipped else stats.weight)
         with span("islands"), torch.no_grad():
             reports = self._average(engine, stats)
         if reports is None:
-            # Hide it for now: an island that saved or ended alone would leave the others waiting.
+            # Hide it for now: an island that saved or stopped alone would leave the others waiting.
             return replace(totals, asked=0, unsaved=False), stats
         self._asked, self._unsaved = 0, False
         totals = replace(
@@ -217,8 +219,8 @@ class ParameterAveraging(StepHooks):
             unsaved=any(report.unsaved for report in reports),
         )
         if self._rule.late:
-            return totals, stats  # the reported losses are of an earlier step
-        # The mean over all islands, as one process would report it.
+            return totals, stats  # the reported losses are from an earlier step
+        # The mean over all islands, as a single process would report it.
         weight = sum(report.weight for report in reports)
         shares = [1.0 if totals.divisor else report.weight for report in reports]
         loss = math.nan
@@ -227,9 +229,9 @@ class ParameterAveraging(StepHooks):
         return totals, replace(stats, loss=loss, weight=weight)
 
     def _average(self, engine: HookedEngine, stats: StepStats) -> list[IslandReport] | None:
-        """Send and apply the buckets that are due.
+        """Send and apply the differences of the buckets that are due.
 
-        Returns the reports of all islands if they are due too.
+        Returns the reports of all islands, or None if no reports are due in this step.
         """
         rule, exchange, step = self._rule, self.exchange, engine.steps
         buffers, count = engine.buffers, exchange.buckets
@@ -238,8 +240,8 @@ class ParameterAveraging(StepHooks):
         is_boundary = rule.sends(step, 0, count)
         reports = None
         if rule.late:
-            # Differences that were sent `late` steps ago must move the anchor before the next
-            # differences to it are computed.
+            # Differences sent `late` steps ago must be applied to the anchor before the next
+            # differences are computed.
             if rule.is_due(step, 0, count):
                 reports = self._receive_reports(buffers)
             exchange.arrive([i for i in due if i in exchange.in_transit])
@@ -249,14 +251,15 @@ class ParameterAveraging(StepHooks):
                 exchange.send(index, step + rule.late)
         elif is_boundary and self.peers.has_changing_ranks:
             report = self._pack_report(buffers, step, stats)
-            # Elastic islands exchange a whole boundary in one message, because one may fail at any
-            # time.
+            # Elastic islands exchange all data of a boundary in a single message, because an island
+            # may fail at any time.
             rows = exchange.gather_at_once(sent, step, report)
             reports = self._read_reports(rows, buffers)
             exchange.arrive(sent)
         elif is_boundary:
             exchange.report = self._send_report(buffers, step, stats)
-            # Read the reports before anything moves: they may show that islands have diverged.
+            # Read the reports before the anchor changes, because they may show that islands have
+            # diverged.
             reports = self._receive_reports(buffers)
             exchange.exchange(sent, step)
         return reports
@@ -270,7 +273,7 @@ class ParameterAveraging(StepHooks):
             checkpoints,
             run,
             self._rule.every,
-            # A function, because each new layout has a new anchor.
+            # A function, because every new layout creates a new anchor.
             lambda: self.exchange.anchor.forget_losses(),
         )
 
@@ -281,9 +284,9 @@ class ParameterAveraging(StepHooks):
         return send(self.peers, report.to(self.peers.small_device))
 
     def _pack_report(self, buffers: Buffers, step: int, stats: StepStats) -> Tensor:
-        """Return this island's report as bytes, and remember the buffers at this moment."""
-        # Not when the reports arrive: with `--late` steps continue meanwhile, and the mean must be
-        # over the same step on all islands.
+        """Return this island's report as uint8, and record the current values of the buffers."""
+        # Record them now rather than when the reports arrive: with `--late`, training continues in
+        # the meantime, and the mean must be over the same step on all islands.
         self._sent = SentBuffers(_form(buffers), buffers.rows, buffers.values())
         report = IslandReport(
             stats.loss if stats.weight else 0.0,
@@ -299,13 +302,14 @@ class ParameterAveraging(StepHooks):
     def _receive_reports(self, buffers: Buffers) -> list[IslandReport] | None:
         """Return the reports of all islands, and average the buffers. Collective over the peers.
 
-        Returns None if the reports were sent before this run began. Raises if islands have
-        diverged.
+        Returns None if the reports were sent before this run was resumed. Raises UsageError or
+        ModelMismatch if islands have diverged.
         """
         message, self.exchange.report = self.exchange.report, None
         if message is not None and self._sent is not None:
             return self._read_reports(list(message.wait().cpu().contiguous()), buffers)
-        # A checkpoint contains no report in transit, so after a resume there is nothing to receive.
+        # A checkpoint does not contain reports in transit, so after a resume there is none to
+        # receive.
         sent = SentBuffers(_form(buffers), buffers.rows, buffers.values())
         self._sent = None
         if len(set(self.peers.gather_plain(sent.form))) == 1:
@@ -313,9 +317,9 @@ class ParameterAveraging(StepHooks):
         return None
 
     def _read_reports(self, rows: list[Tensor], buffers: Buffers) -> list[IslandReport]:
-        """Parse the reports in `rows` of bytes, and average the buffers. Collective over the peers.
+        """Parse the reports in `rows` (uint8), and average the buffers. Collective over the peers.
 
-        Raises if islands have diverged.
+        Raises UsageError or ModelMismatch if islands have diverged.
         """
         # Clone, because fp64 values must be aligned in memory.
         reports = [IslandReport(*row.clone().view(torch.float64).tolist()) for row in rows]
@@ -327,16 +331,16 @@ class ParameterAveraging(StepHooks):
         return reports
 
     def _average_buffers(self, buffers: Buffers, sent: SentBuffers) -> None:
-        """Set the buffers to their mean over the islands, weighted by rows of the last step.
+        """Set the buffers to their mean over islands, weighted by the rows of the last step.
 
-        With `--late`, changes since they were `sent` are kept.
+        With `--late`, changes since the buffers were sent are preserved.
         """
         if not sent.values.numel():
             return
         row = torch.cat([sent.values.new_full((1,), sent.rows), sent.values])
         rows = self.peers.gather_rows(row.to(self.peers.small_device)).cpu()
-        # If forward now changes more buffers than before, the lengths differ. The next
-        # boundary averages all of them.
+        # If the forward pass now changes more buffers than at the time of sending, the lengths
+        # differ. The next boundary then averages all of them.
         if float(rows[:, 0].sum()) and _form(buffers) == sent.form:
             values = rows[:, 1:]
             if self._rule.late:
@@ -346,14 +350,14 @@ class ParameterAveraging(StepHooks):
 
 
 def _form(buffers: Buffers) -> int:
-    """Return a checksum of the set of buffers that forward changes."""
+    """Return a checksum of the set of buffers that the forward pass changes."""
     return crc32(str(buffers.form()).encode())
 
 
 def check_reports(reports: list[IslandReport], islands: Sequence[int]) -> None:
-    """Raise if islands have made different numbers of steps or have different anchors.
+    """Raise an error if islands have made different numbers of steps or have different anchors.
 
-    All peers raise.
+    All peers raise the same error: UsageError for steps, ModelMismatch for anchors.
     """
     first = islands[0]
     for island, report in zip(islands, reports, strict=True):

@@ -1,12 +1,12 @@
-"""Identifies the rank of a process, and connects it to the other ranks.
+"""Finds out the rank of a process and connects it to the other ranks.
 
-identity.py, environment.py  rank and size, and the variables that hold them
-launchers/                   reads them from the variables of each launcher
+identity.py, environment.py  rank and size, and the environment variables that hold them
+launchers/                   read rank and size from the variables of each launcher
 rpc.py, authentication.py    authenticated messages between processes
-rendezvous.py                all ranks meet: by rendezvous_file.py, or on torchrun_store.py
-store.py, listeners.py       rank 0's key-value store; closes Gloo's sockets to new connections
-network.py, hosts.py         interfaces and addresses; lists of hosts
-progress.py, error_file.py   reports from a rank to its launcher, in private_files.py
-restarts.py                  decides whether a failed run starts again
-python_command.py            the command line of a Python module
+rendezvous.py                connects all ranks: through rendezvous_file.py or torchrun_store.py
+store.py, listeners.py       rank 0's key-value store; blocks new connections to Gloo's sockets
+network.py, hosts.py         network interfaces and addresses; host lists
+progress.py, error_file.py   reports from a rank to its launcher (files: private_files.py)
+restarts.py                  decides whether to restart a failed run
+python_command.py            builds the command line that runs a Python module
 """

@@ -1,12 +1,13 @@
-"""Proofs that a process knows the secret of its run, and seals for messages. Pure.
+"""Proves that a process knows the secret of its run, and authenticates messages. Does no I/O.
 
-The end that accepts a connection has a *role*, such as b"status 3", which names its service and its
-process. The end that connects names the role that it means to reach, and each proof covers the
-role. So a proof that somebody relays to another process of the run is invalid there.
+The accepting end of a connection has a *role*, such as b"status 3", which identifies its service
+and its process. The connecting end names the role that it wants to reach, and each proof covers the
+role. A proof that an attacker relays to a different process of the run is therefore invalid there.
 
-Each message has a MAC over its number and content, with a key for this connection and direction.
-Somebody in between cannot change, repeat, omit or add a message. They can read it: nothing is
-encrypted. MACs are HMAC-SHA-256, compared in constant time. rpc.py is the protocol over sockets.
+Each message carries a MAC (message authentication code) over its sequence number and content. Every
+connection and direction has its own key. An attacker in between cannot change, repeat, drop or
+insert a message, but can read it: nothing is encrypted. MACs are HMAC-SHA-256, compared in constant
+time. rpc.py is the protocol over sockets.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from hashlib import sha256
 NONCE = 16
 MAC = sha256().digest_size
 CLAIM = NONCE + MAC
-"""Bytes of the proof of the end that connects."""
+"""Size in bytes of the connecting end's proof."""
 
 LONGEST = 1 << 26
-"""Bytes of the longest message."""
+"""Maximum size of a message, in bytes."""
 
 _LENGTH = 4
 _HEAD = _LENGTH + MAC
 
 
 class Forged(ValueError):
-    """Received bytes that were not sealed by a process that knows the secret."""
+    """Raised for received bytes that were not sealed by a process that knows the secret."""
 
 
 def mac(secret: bytes, *parts: bytes) -> bytes:
-    """Return the MAC of `parts`."""
+    """Return the MAC of the sequence `parts`."""
     # Each part is prefixed with its length. Otherwise ("ab", "c") and ("a", "bc") would have the
     # same MAC.
     whole = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
@@ -40,12 +41,12 @@ def mac(secret: bytes, *parts: bytes) -> bytes:
 
 
 def sealed(secret: bytes, purpose: str, data: bytes) -> bytes:
-    """Return `data` prefixed with its MAC for `purpose`."""
+    """Return `data` prefixed with its MAC, which is valid only for the purpose `purpose`."""
     return mac(secret, b"seal", purpose.encode(), data) + data
 
 
 def unsealed(secret: bytes, purpose: str, data: bytes) -> bytes:
-    """Return the data that `sealed` was called with. Raises Forged for anything else."""
+    """Return the data that was passed to `sealed`. Raises Forged if the MAC is wrong."""
     given, content = data[:MAC], data[MAC:]
     if not hmac.compare_digest(given, mac(secret, b"seal", purpose.encode(), content)):
         raise Forged(f"{len(data)} bytes for {purpose!r} have no MAC of this run.")
@@ -53,9 +54,10 @@ def unsealed(secret: bytes, purpose: str, data: bytes) -> bytes:
 
 
 class Proof:
-    """The proofs of both ends of a connection, for their two nonces and the role that accepts.
+    """The proofs of both ends of a connection, for their two nonces and the accepting end's role.
 
-    `of_accepting` is the nonce of the end that accepts; the other end draws its own one.
+    `of_accepting` is the nonce of the accepting end, `of_connecting` the nonce of the connecting
+    end. If `of_connecting` is None, a new one is drawn.
     """
 
     def __init__(
@@ -70,23 +72,24 @@ class Proof:
         """The proof that the accepting end sends back."""
 
     def is_proven_by(self, words: bytes) -> bool:
-        """Return whether the end that connects knows the secret and means this role."""
+        """Return whether the connecting end knows the secret and wants to reach this role."""
         return hmac.compare_digest(words, self.words)
 
     def is_answered_by(self, answer: bytes) -> bool:
-        """Return whether the end that accepts has this role and knows the secret too."""
+        """Return whether the accepting end has this role and knows the secret."""
         return hmac.compare_digest(answer, self.answer)
 
     def seals(self, *, accepts: bool = False) -> Seals:
-        """Return the seals for the end that connects, or for the one that `accepts`."""
+        """Return the `Seals` of the connecting end (of the accepting end if `accepts` is true)."""
         keys = [mac(self._secret, b"key " + end, *self._about) for end in (b"connects", b"accepts")]
         return Seals(*reversed(keys)) if accepts else Seals(*keys)
 
 
 class Seals:
-    """Seals the messages that one end of a connection sends, and opens those that it receives.
+    """Authenticates the messages of one end of a connection.
 
-    A message is its length (4 bytes), its MAC, and its content.
+    It adds a MAC to each message sent, and checks the MAC of each message received. On the wire a
+    message consists of its length (4 bytes), its MAC and its content.
     """
 
     def __init__(self, sends: bytes, receives: bytes) -> None:
@@ -95,20 +98,20 @@ class Seals:
         self._rest = bytearray()
 
     def frame(self, message: bytes) -> bytes:
-        """Return the bytes to send for `message`."""
+        """Return the bytes to send for `message`: its length, MAC and content."""
         seal = mac(self._keys[0], self._sent.to_bytes(8, "big"), message)
         self._sent += 1
         return len(message).to_bytes(_LENGTH, "big") + seal + message
 
     def take(self, data: bytes) -> None:
-        """Append bytes that were received."""
+        """Append received bytes to the buffer."""
         self._rest += data
 
     @property
     def missing(self) -> int:
-        """The least number of bytes that are missing for the next message.
+        """The minimum number of bytes still to be received before the next message is complete.
 
-        Raises Forged for a length that no message has.
+        Raises Forged if the announced length exceeds `LONGEST`.
         """
         if len(self._rest) < _HEAD:
             return _HEAD - len(self._rest)
@@ -118,14 +121,17 @@ class Seals:
         return max(0, _HEAD + length - len(self._rest))
 
     def next(self) -> bytes | None:
-        """Remove and return the next message; None while it is incomplete. Raises Forged."""
+        """Remove and return the next message, or return None if it is incomplete.
+
+        Raises Forged if its MAC is wrong.
+        """
         if self.missing:
             return None
         end = _HEAD + int.from_bytes(self._rest[:_LENGTH], "big")
         seal, message = bytes(self._rest[_LENGTH:_HEAD]), bytes(self._rest[_HEAD:end])
         del self._rest[:end]
-        # The number of the message is not sent. Both ends count, so the MAC is wrong as soon as
-        # somebody repeats or drops a message.
+        # The sequence number is not sent. Both ends count messages, so the MAC is wrong as soon as
+        # somebody repeats or drops one.
         number = self._received.to_bytes(8, "big")
         if not hmac.compare_digest(seal, mac(self._keys[1], number, message)):
             raise Forged(f"A message of {len(message)} bytes was not sealed by the other end.")
@@ -133,11 +139,14 @@ class Seals:
         return message
 
     def sends_bulk(self) -> hmac.HMAC:
-        """Return a MAC to update with bytes that are sent without one; its digest follows them."""
+        """Return a MAC for bulk data that is sent unsealed.
+
+        Update it with the data, and send its digest after the data.
+        """
         return self._bulk(self._keys[0], self._sent)
 
     def receives_bulk(self) -> hmac.HMAC:
-        """Return the MAC that `sends_bulk` of the other end returns."""
+        """Return the receiver's counterpart of the other end's `sends_bulk`."""
         return self._bulk(self._keys[1], self._received)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Names of the environment variables that the launcher gives each rank, and the secret of a run.
+"""Defines the environment variables that the launcher sets for each rank, and the run's secret.
 
 `launch/run_spec.py` builds the environment of a rank, and `launchers/detection.py` reads it back.
 """
@@ -14,33 +14,32 @@ from shardwise.errors import LaunchError
 from shardwise.net.identity import Identity
 
 PREFIX = "SHARDWISE_LAUNCH_"
-"""Prefix of the variables of `shardwise run`."""
+"""Prefix of the variables that `shardwise run` sets."""
 
 OWN_NAMES = {
     name: PREFIX + name.upper() for name in ("rank", "size", "local_rank", "local_size", "port")
 }
-"""The variables of `shardwise run` for the fields of an Identity."""
+"""The variables that `shardwise run` sets for the fields of an Identity."""
 
 RANK_VARIABLE = OWN_NAMES["rank"]
 
 JOIN_VARIABLE = PREFIX + "JOIN"
-"""Holds MODULE:FUNCTION if ranks do not join each other by `comm.connect`."""
+"""Holds MODULE:FUNCTION, the function that joins the ranks, if it is not `comm.connect`."""
 
 RUN_VARIABLE = PREFIX + "RUN"
-"""Holds a name that all starts of a run share, and no other run has."""
+"""Holds the unique name of a run, which stays the same when the run is restarted."""
 
 REPORTS_VARIABLE = PREFIX + "REPORTS"
-"""Holds the folder for the error file of a rank (see error_file.py)."""
+"""Holds the folder for a rank's error file (see error_file.py)."""
 
 RUN_SECRET_VARIABLE = PREFIX + "SECRET"
-"""Holds the secret that `shardwise run` drew for the processes of a run."""
+"""Holds the secret that `shardwise run` generated for the processes of a run."""
 
 SECRET_VARIABLE = "SHARDWISE_SECRET"
-"""Holds the secret that the user gives, for runs that another launcher starts."""
+"""Holds the user's secret, for runs started by another launcher."""
 
 SHORTEST_SECRET = 16
-"""Minimum length in characters of a secret that the user gives, because short ones are guessable.
-"""
+"""Minimum length of the user's secret in characters. Shorter secrets can be guessed."""
 
 BY_HAND = {SETTINGS_PREFIX + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "ALONE")}
 """Variables for users who start each rank themselves (see launchers/detection.py)."""
@@ -58,22 +57,22 @@ FOREIGN = BY_HAND | {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
-"""Variables of an outer run, which would give a rank of ours a wrong identity."""
+"""Variables of an outer run. A rank of ours that inherited them would take on a wrong identity."""
 
 FOREIGN_PREFIXES = ("TORCHELASTIC_", PREFIX)
 
 OF_THE_TERMINAL = ("TERM", "COLORTERM", "NO_COLOR")
-"""Variables of the terminal that rank 0 draws on, also from another host."""
+"""Variables that describe the terminal. Rank 0 needs them even on a remote host."""
 
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
-"""The default meeting place of ranks."""
+"""Variables with the address and port of rank 0, the default meeting place."""
 
 
 # -- one rank ---------------------------------------------------------------------------------
 
 
 def identity_variables(identity: Identity) -> dict[str, str]:
-    """Return the variables that pass `identity` to a rank."""
+    """Return the environment variables that pass `identity` to a rank."""
     values = {
         "RANK": identity.rank,
         "SIZE": identity.size,
@@ -87,7 +86,7 @@ def identity_variables(identity: Identity) -> dict[str, str]:
 
 
 def is_foreign(name: str) -> bool:
-    """Return whether a variable tells a process its rank."""
+    """Return whether the variable `name` may tell a process its rank, size or meeting place."""
     return name in FOREIGN or name.startswith(FOREIGN_PREFIXES)
 
 
@@ -100,18 +99,19 @@ def passed_variables(
     interface: str | None,
     overridable: Collection[str] = (),
 ) -> dict[str, str]:
-    """Return the variables that ranks on other hosts get from this process. Pure.
+    """Return the environment variables to pass on to ranks on other hosts. No side effects.
 
-    These are settings of ours, variables of the terminal, and the `requested` ones.
+    These are Shardwise's settings, the terminal's variables, and the ones that the user requested.
 
     Args:
-        environ: The variables of this process.
-        requested: The user's `-x NAME` and `-x NAME=VALUE`.
-        interface: The network interface for Gloo and NCCL, if the user named one.
-        overridable: Variables of the launcher that the user may set here all the same.
+        environ: The environment of this process.
+        requested: The user's `-x` arguments, each "NAME" or "NAME=VALUE".
+        interface: The network interface for Gloo and NCCL, or None if the user named none.
+        overridable: Variables that the launcher sets itself, but that `requested` may override.
 
     Raises:
-        LaunchError: A requested NAME is not set, given twice, or set by the launcher itself.
+        LaunchError: A requested NAME is not set in `environ`, given twice, or set by the launcher
+            itself.
     """
     found = {
         name: value
@@ -139,8 +139,8 @@ def passed_variables(
 
 
 def working_folder(environ: Mapping[str, str]) -> str:
-    """Return the working directory under the name that the user knows, with its symbolic links."""
-    # On other hosts the links may point elsewhere, so the resolved name may not exist there.
+    """Return the working directory as the user named it, without resolving symbolic links."""
+    # On other hosts the links may have other targets, so the resolved path may not exist there.
     named, here = environ.get("PWD", ""), os.getcwd()
     return named if os.path.isabs(named) and os.path.realpath(named) == here else here
 
@@ -149,19 +149,19 @@ def working_folder(environ: Mapping[str, str]) -> str:
 
 
 def draw_secret() -> str:
-    """Draw the secret that the processes of a run authenticate each other with.
+    """Generate the secret that the processes of a run use to authenticate each other.
 
     `shardwise run` passes it to ranks in their environment, and to agents over ssh. Under other
-    launchers rank 0 draws it and writes it to a file that only the same user can read. If the hosts
-    share no folder, the user gives a secret.
+    launchers, rank 0 generates it and writes it to a file that only the same user can read. If the
+    hosts share no folder, the user has to supply a secret.
     """
     return secrets.token_hex(32)
 
 
 def given_secret(environ: Mapping[str, str]) -> str | None:
-    """Return the secret from our launcher, or else from the user; None without one. Pure.
+    """Return the secret from our launcher or from the user, or None if neither supplied one.
 
-    Raises LaunchError if the user's secret is too short.
+    No side effects. Raises LaunchError if the user's secret is too short.
     """
     if RUN_SECRET_VARIABLE in environ:
         return environ[RUN_SECRET_VARIABLE]

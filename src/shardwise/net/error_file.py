@@ -1,11 +1,12 @@
-"""Writes the error that ends a rank to a file for its launcher.
+"""Writes the exception that terminates a rank to a file for its launcher.
 
-When several ranks fail, most of them only report that another rank is gone. Each rank that dies of
-an exception writes an error file with the time, so that the launcher can show the first cause.
+When several ranks fail, most of them only report that another rank is gone. Each rank that is
+terminated by an exception writes an error file with the time, so that the launcher can show the
+original cause.
 
-A *refusal* is an error for a wrong call by the user. Its sentence is enough, and our traceback adds
-nothing. If all ranks have the same one, the launcher shows it once. Without a launcher each rank
-shows its own.
+A *refusal* is an error about incorrect use of the library. Its message is sufficient, and the
+traceback through our code adds nothing. If all ranks report the same refusal, the launcher shows it
+once. Without a launcher, each rank shows its own.
 
 the user's line ─▶ only frames of ours ─▶ an error of ours              a refusal
                 ─▶ the same, caused by an error in the user's code      no refusal: both are shown
@@ -36,16 +37,16 @@ from shardwise.net.launchers import detection as launcher_detection
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
-    """The error that ended a rank.
+    """The exception that terminated a rank.
 
     Args:
-        rank: The rank.
+        rank: The rank that failed.
         time: The time of the error, in seconds since the epoch.
-        secondary: The cause is likely on another rank.
+        secondary: True if the cause is probably on another rank.
         message: The last line of the traceback.
-        text: The whole traceback.
-        where: The innermost line of the user's code in it, or "".
-        refusal: The sentence to show instead of the traceback, or "".
+        text: The complete traceback.
+        where: The innermost line of user code in the traceback, or "".
+        refusal: The message to show instead of the traceback, or "" to show the traceback.
         at_fault: The ranks to blame, if known.
     """
 
@@ -63,16 +64,16 @@ class ErrorReport:
 
 
 def watch_exceptions() -> None:
-    """Install a hook that reports uncaught exceptions, and shows a refusal as a sentence."""
+    """Install an exception hook that reports to the launcher, and shows refusals as one line."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 
 
 def watch_before_joining() -> None:
-    """Watch exceptions from the import of shardwise on, in a process that may be a rank.
+    """Install the exception hook when shardwise is imported, if this process may be a rank.
 
-    Only the first process of a rank does so, because the error of a helper that the script starts
-    is not an error of the rank.
+    Only a rank's first process installs it, because a failed helper process that the script starts
+    does not mean that the rank failed.
     """
     if os.environ.setdefault(_REPORTER, str(os.getpid())) == str(os.getpid()):
         watch_exceptions()
@@ -82,7 +83,10 @@ _REPORTER = "SHARDWISE_LAUNCH_REPORTER"
 
 
 class _Hook:
-    """An exception hook that reports to our launcher. Without one it calls the hook `before`."""
+    """Exception hook that reports to our launcher.
+
+    Without a launcher, it calls the hook `before`.
+    """
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self._before = before
@@ -94,12 +98,12 @@ class _Hook:
         refused = refusal_sentence(error)
         speaker = ""  # names this rank if there are several, because their errors may differ
         if refused:
-            with suppress(LaunchError):  # `identify` fails: show only the error at hand
+            with suppress(LaunchError):  # `identify` failed: show only the original error
                 identity = launcher_detection.identify()
                 if identity.size > 1:
                     speaker = f"rank {identity.rank} of {identity.size}: "
         shown = f"shardwise: {speaker}{refused}\n" if refused else ""
-        # A forked child is not the rank, so it writes no error file, and shows its error itself.
+        # A forked child is not the rank, so it shows its error itself instead of writing a file.
         if REPORTS_VARIABLE not in os.environ or os.getpid() != self._process:
             # The sentence replaces Python's own traceback, but not the hook of another library.
             if not shown or self._before is not sys.__excepthook__:
@@ -130,7 +134,7 @@ def _show(text: str) -> None:
 
 
 def write(folder: Path, error: BaseException, text: str, refusal: str = "") -> None:
-    """Write the error file of this rank to `folder`, atomically."""
+    """Write this rank's error file to `folder` atomically."""
     rank = int(os.environ[RANK_VARIABLE])
     report = ErrorReport(
         rank=rank,
@@ -148,7 +152,7 @@ def write(folder: Path, error: BaseException, text: str, refusal: str = "") -> N
 
 
 def _blames(error: BaseException) -> bool:
-    """Return whether the cause is likely on another rank."""
+    """Return whether the cause is probably on another rank."""
     named = isinstance(error, ShardwiseError) and bool(error.at_fault)
     return named or isinstance(error, CollectiveError)
 
@@ -158,20 +162,20 @@ def _message(error: BaseException) -> str:
 
 
 def read(folder: Path) -> dict[int, ErrorReport]:
-    """Read the error files in `folder`, by rank."""
+    """Read the error files in `folder`. Return the reports by rank."""
     found = (ErrorReport(**json.loads(path.read_text())) for path in folder.glob("[0-9]*.json"))
     return {report.rank: report for report in found}
 
 
 OURS = Path(__file__).parents[1]
 _BEFORE_USERS = {OURS / "adopt.py", OURS / "launch" / "function_rank.py"}
-"""Files whose errors are refusals even though no line of the user leads to them."""
+"""Files whose errors are refusals even if no user code is on the call stack."""
 
 
 def refusal_sentence(error: BaseException) -> str:
-    """Return a refusal as its message and the user's lines that led to it.
+    """Return a refusal's one-line text: its message, and the lines of user code that led to it.
 
-    Returns "" for an error that needs its traceback.
+    Returns "" if `error` is not a refusal and needs its traceback.
     """
     if not isinstance(error, ShardwiseError) or isinstance(error, CollectiveError):
         return ""
@@ -180,10 +184,10 @@ def refusal_sentence(error: BaseException) -> str:
     message = " ".join([str(error), *getattr(error, "__notes__", ())])
     if not users and not _BEFORE_USERS.isdisjoint(files):
         return message
-    # The user's code must have called ours: an error class of ours raised by user code is theirs.
+    # The error is a refusal only if our code raised it. User code may raise our error classes too.
     if not users or not any(OURS in file.parents for file in files[users[-1] :]):
         return ""
-    # An error in user code that led to ours, such as one in a callback, needs its own traceback.
+    # If an error in user code, such as a callback, caused ours, the user needs its traceback.
     if any(any(map(is_users, _files(cause.__traceback__))) for cause in _causes(error)):
         return ""
     *before, last = _users_frames(error.__traceback__)
@@ -192,7 +196,7 @@ def refusal_sentence(error: BaseException) -> str:
 
 
 def users_line(trace: TracebackType | None) -> str:
-    """Return the innermost line of user code in a traceback, or ""."""
+    """Return the innermost line of user code in a traceback, or "" if there is none."""
     frames = _users_frames(trace)
     return _line(frames[-1]) if frames else ""
 
@@ -215,15 +219,15 @@ def _files(trace: TracebackType | None) -> list[Path]:
     found = []
     for frame, _ in traceback.walk_tb(trace):
         name = frame.f_code.co_filename
-        # Generated code, such as a dataclass's __init__, has no file: take the file of its module.
-        # Other code keeps its own file, because with --adopt the user's script runs in a module
+        # Generated code, such as a dataclass's __init__, has no file, so use its module's file.
+        # Other code uses its own file, because with --adopt the user's script runs in a module
         # whose __file__ is ours.
         found.append(frame.f_globals.get("__file__", name) if name.startswith("<") else name)
     return [Path(each) for each in found]
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the errors that a traceback shows as the causes of this one."""
+    """Yield the exceptions that a traceback of `error` would show as its causes."""
     seen = [error]
     while True:
         found = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -235,7 +239,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_users(file: Path) -> bool:
-    """Return whether a file is user code: neither ours, nor torch's, nor the standard library's."""
+    """Return whether a file is user code, not part of Shardwise, torch or the standard library."""
     # An installed package counts as user code, because the user's own project may be installed.
     if str(file).startswith("<frozen ") or not {OURS, _torch()}.isdisjoint(file.parents):
         return False

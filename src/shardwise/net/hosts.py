@@ -1,13 +1,13 @@
-"""Reads the hosts of a run (`-H`, hostfiles), and spreads the ranks over them. Pure.
+"""Parses the hosts of a run (`-H`, hostfiles) and assigns ranks to them.
 
-All of these forms give the same result:
+All of these forms are equivalent:
 
     -H alice@node1:4,[fd00::2]:2        as in mpirun
 
     node1 slots=4                       a hostfile in Open MPI's form (DeepSpeed's too)
     [fd00::2] slots=2 max_slots=2
 
-    node1:4                             in MPICH's form
+    node1:4                             a hostfile in MPICH's form
     [fd00::2]:2                         # a comment
 """
 
@@ -21,12 +21,12 @@ from shardwise.config.values import MOST_ON_A_HOST, MOST_RANKS
 from shardwise.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
-"""The address for ranks that are all on one host."""
+"""The address of rank 0 if all ranks are on a single host."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host: a name or address for ssh, and its number of `slots`; None if not given."""
+    """A host: its name or address for ssh, and its number of slots, or None if not specified."""
 
     name: str
     slots: int | None = None
@@ -37,13 +37,13 @@ class Host:
 
     @property
     def login(self) -> str:
-        """The destination for ssh: user@name, or only the name."""
+        """The ssh destination: user@name, or only the name."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
 @dataclass(frozen=True)
 class Share:
-    """The ranks of one host: `count` of them, starting at `first`."""
+    """The ranks assigned to one host: `count` consecutive ranks, starting at `first`."""
 
     host: Host
     first: int
@@ -51,18 +51,18 @@ class Share:
 
     @property
     def numbers(self) -> range:
-        """The ranks, as numbers."""
+        """The range of rank numbers."""
         return range(self.first, self.first + self.count)
 
     @property
     def ranks(self) -> str:
-        """The ranks in words: "rank 3", or "ranks 0-3"."""
+        """The ranks as text for messages: "rank 3" or "ranks 0-3"."""
         last = self.first + self.count - 1
         return f"rank {last}" if self.count == 1 else f"ranks {self.first}-{last}"
 
 
 _NAME = r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
-# No part may begin with a hyphen: ssh would take the host for an option, such as -oProxyCommand=x.
+# No part may start with a hyphen: ssh would parse the host as an option, such as -oProxyCommand=x.
 _HOST = re.compile(
     r"((?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
     rf"(\[(?P<six>[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?)\]|(?P<name>{_NAME}))"
@@ -71,7 +71,7 @@ _HOST = re.compile(
 
 
 def from_list(text: str) -> list[Host]:
-    """Parse the hosts of `-H`, separated by commas. Raises LaunchError."""
+    """Parse the comma-separated hosts of `-H`. Raises LaunchError if one is malformed."""
     hosts = []
     for word in text.split(","):
         try:
@@ -96,7 +96,10 @@ def read(path: Path) -> list[Host]:
 
 
 def from_file(text: str, name: str) -> list[Host]:
-    """Parse the `text` of a hostfile. Messages give the place of an error as `name`:line."""
+    """Parse the contents `text` of a hostfile.
+
+    Raises LaunchError if a line is malformed. The message locates the error as `name`:line.
+    """
     hosts = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -112,7 +115,7 @@ def from_file(text: str, name: str) -> list[Host]:
 
 
 def merge(hosts: Sequence[Host]) -> list[Host]:
-    """Return each host once, at its first position, with all its slots: `h1,h1` is `h1:2`."""
+    """Merge repeated hosts at their first position and add up their slots: `h1,h1` is `h1:2`."""
     found: dict[str, Host] = {}
     for host in hosts:
         before = found.get(host.login)
@@ -124,15 +127,15 @@ def merge(hosts: Sequence[Host]) -> list[Host]:
 def spread(
     hosts: Sequence[Host], *, total: int | None = None, per_host: int | None = None
 ) -> list[Share]:
-    """Assign ranks to hosts, in the order of the hosts.
+    """Assign consecutive ranks to hosts, in the order of `hosts`.
 
     Args:
-        hosts: The hosts with their slots.
-        total: The number of ranks, which fill the slots from the first host on; None for all slots.
-        per_host: The slots of a host that does not give them (default 1).
+        hosts: The hosts and their slots.
+        total: The number of ranks, or None for one rank per slot. Earlier hosts are filled first.
+        per_host: The number of slots of hosts that do not specify one (default 1).
 
     Raises:
-        LaunchError: The ranks do not fit on the hosts.
+        LaunchError: The ranks do not fit on the hosts, or `per_host` contradicts a host's slots.
     """
     for host in hosts:
         if per_host is not None and host.slots not in (None, per_host):
@@ -163,7 +166,7 @@ def spread(
 
 
 def host_of(word: str) -> Host:
-    """Parse `user@name:slots`. Raises ValueError with a message for the user."""
+    """Parse a host of the form `user@name:slots`. Raises ValueError with a message for the user."""
     if max(map(len, re.split(r"[.@:]", word))) > 64 or len(word) > 320:
         raise ValueError(f"{word[:40] + '...'!r} is too long for a host name.")
     found = _HOST.fullmatch(word)
@@ -176,7 +179,10 @@ def host_of(word: str) -> Host:
 
 
 def _with_options(host: Host, words: Sequence[str]) -> Host:
-    """Return `host` with the slots=N of Open MPI's form, if `words` have it. Raises ValueError."""
+    """Apply Open MPI's host options (`slots=N`, `max_slots=N`) to `host`.
+
+    Raises ValueError if an option is unknown or contradicts the host's slots.
+    """
     most = None
     for word in words:
         key, equals, value = word.partition("=")
@@ -205,7 +211,10 @@ def _slots(text: str, word: str) -> int:
 
 
 def ranks(text: str, size: int, flag: str) -> tuple[int, ...]:
-    """Parse ranks such as "0,2-3". Raises LaunchError, naming `flag`, for a rank above `size`."""
+    """Parse a list of ranks such as "0,2-3".
+
+    Raises LaunchError, naming `flag`, if it is malformed or a rank is not below `size`.
+    """
     found: set[int] = set()
     for word in text.split(","):
         first, dash, last = word.strip().partition("-")

@@ -1,4 +1,4 @@
-"""The identity of a process: its rank, the number of ranks, and how to find rank 0."""
+"""Defines the identity of a process: its rank, the number of ranks, and how to reach rank 0."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,24 +10,25 @@ from shardwise.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """The rank of a process and the size of its run, as the launcher gave them.
+    """The rank of a process and the size of its run, as set by the launcher.
 
     Args:
         launcher: The name of the launcher.
         rank: The rank of this process.
         size: The number of ranks.
-        local_rank: The number of this rank on its host.
+        local_rank: The index of this rank among the ranks of its host.
         local_size: The number of ranks on this host.
-        is_placed: False if the launcher does not tell which ranks share a host. `local_rank` and
-            `local_size` are then placeholders until the ranks meet.
-        node: The index of this host; None if the launcher does not give it.
-        address: The host of rank 0. Without a `port` it is only a guess.
-        port: The port of rank 0; None if the ranks must find each other by a rendezvous file.
-        listen_fd: A socket, already listening on `port`, that rank 0 inherited. So nobody can take
-            the port between its choice and its use.
-        job: A name that all ranks of this run have, and no other run; None without one.
-        own_gpus: Each rank sees only its own GPUs.
-        variables: By field, the environment variable that it was read from.
+        is_placed: False if the launcher does not reveal which ranks share a host. `local_rank` and
+            `local_size` are then placeholders until the rendezvous.
+        node: The index of this host, or None if the launcher does not provide it.
+        address: The host of rank 0, or None if unknown. If `port` is None, it is only a guess.
+        port: The port of rank 0, or None if the ranks must find each other through a rendezvous
+            file.
+        listen_fd: Descriptor of a socket that rank 0 inherited and that already listens on `port`.
+            No other process can therefore take the port before rank 0 uses it.
+        job: A name that all ranks of this run share and no other run has, or None.
+        own_gpus: True if each rank sees only its own GPUs.
+        variables: Maps each field to the environment variable that provided it.
     """
 
     launcher: str
@@ -62,19 +63,25 @@ class Identity:
 
     @property
     def on_one_host(self) -> bool:
-        """Whether the launcher is known to have put all ranks on this host."""
+        """True if the launcher is known to have started all ranks on this host."""
         return self.local_size == self.size
 
 
 def read_integers(
     environ: Mapping[str, str], names: Mapping[str, str], launcher: str
 ) -> dict[str, Any]:
-    """Read the integers in the variables `names`. Raises LaunchError if one is missing."""
+    """Read integers from the environment variables in `names`, which maps fields to variables.
+
+    Raises LaunchError if a variable is missing or not a number.
+    """
     return {name: read_integer(environ, variable, launcher) for name, variable in names.items()}
 
 
 def read_integer(environ: Mapping[str, str], variable: str, launcher: str) -> int:
-    """Read the integer in `variable`. Raises LaunchError, naming the variable and its launcher."""
+    """Read the integer in the environment variable `variable`.
+
+    Raises LaunchError, naming the variable and its launcher, if it is missing or not a number.
+    """
     text = environ.get(variable)
     if text is None:
         raise LaunchError(f"{launcher} seems to have started this, but {variable} is not set.")
@@ -95,7 +102,7 @@ def read_text(environ: Mapping[str, str], variable: str, launcher: str) -> str:
 
 
 def described(identity: Identity, environ: Mapping[str, str]) -> str:
-    """Return a line for each number of `identity`, with the variable that it was read from."""
+    """Return a text with one line per field of `identity`, naming the variable it was read from."""
     lines = [f"started by {identity.launcher}"]
     for name in ("rank", "size", "local_rank", "local_size", "node"):
         value, variable = getattr(identity, name), identity.variables.get(name)

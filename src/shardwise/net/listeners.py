@@ -1,9 +1,10 @@
-"""Closes Gloo's listening sockets to new connections, once its ranks are connected.
+"""Blocks new connections to Gloo's listening sockets once all ranks are connected.
 
-As long as a process group lives, Gloo accepts any connection without authentication, and aborts the
-process when it runs out of file descriptors. But a complete group needs no new connections. Gloo
-does not hand out its sockets, so we find them among the descriptors of the process, and attach a
-socket filter that drops every packet. Established connections have their own sockets and continue.
+As long as a process group exists, Gloo accepts any connection without authentication, and aborts
+the process when it runs out of file descriptors. But a complete group needs no new connections.
+Gloo does not expose its sockets, so we find them among the process's descriptors and attach a
+socket filter that drops every packet. Established connections have their own sockets and are not
+affected.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 _ATTACH_FILTER = 26
-"""The socket option SO_ATTACH_FILTER, which Python's socket module lacks."""
+"""The socket option SO_ATTACH_FILTER, which Python's socket module does not define."""
 
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
-"""A BPF program of one instruction: accept 0 bytes of every packet."""
+"""A BPF program with a single instruction: accept 0 bytes of every packet."""
 
 _OPEN = "/proc/self/fd"
-"""Lists the open descriptors of this process (Linux)."""
+"""Folder that lists this process's open descriptors (Linux)."""
 
 _noted: deque[bytes] = deque(maxlen=64)
 
 
 def note(value: bytes) -> None:
-    """Remember a value set on the store: Gloo publishes its listening addresses there."""
+    """Remember a value that was set on the store, where Gloo publishes its listening addresses."""
     _noted.append(value)
 
 
 def shut() -> None:
-    """Close Gloo's listening sockets to new connections.
+    """Block new connections to Gloo's listening sockets.
 
-    Call it once all ranks of its groups are connected. Without support by the kernel, the sockets
-    stay open.
+    Call it once all ranks of Gloo's groups are connected. Does nothing if the kernel does not
+    support socket filters.
     """
     noted = list(_noted)
     _noted.clear()
@@ -46,8 +47,8 @@ def shut() -> None:
         with listener, suppress(OSError):
             host, port = listener.getsockname()[:2]
             packed = socket.inet_pton(listener.family, host.partition("%")[0])
-            # Gloo publishes its addresses as the kernel's sockaddr. That of IPv6 has four bytes of
-            # flow information between port and address.
+            # Gloo publishes its addresses as the kernel's sockaddr structures. In an IPv6 address,
+            # four bytes of flow information separate the port from the address.
             gap = b"" if listener.family == socket.AF_INET else bytes(4)
             address = struct.pack("!H", port) + gap + packed
             if any(address in value for value in noted):
@@ -55,10 +56,10 @@ def shut() -> None:
 
 
 def _listening() -> Iterator[socket.socket]:
-    """Yield the listening TCP sockets of this process, each as a duplicate to be closed."""
+    """Yield a duplicate of each listening TCP socket of this process. The caller closes it."""
     # Without /proc, as in some sandboxes and on other systems, the sockets stay open.
     for fd in os.listdir(_OPEN) if os.path.isdir(_OPEN) else ():
-        with suppress(OSError):  # it was closed meanwhile, or is not a socket
+        with suppress(OSError):  # closed in the meantime, or not a socket
             if not os.readlink(f"{_OPEN}/{fd}").startswith("socket:"):
                 continue
             found = socket.socket(fileno=os.dup(int(fd)))

@@ -1,4 +1,4 @@
-"""Finds addresses and interfaces of this host, and opens the sockets that rank 0 listens on."""
+"""Finds this host's addresses and interfaces, and opens rank 0's listening sockets."""
 
 import errno
 import fcntl
@@ -13,16 +13,16 @@ from shardwise.errors import LaunchError
 from shardwise.net.hosts import LOOPBACK, Host
 
 _GET_ADDRESS = 0xC0206921 if sys.platform == "darwin" else 0x8915
-"""The ioctl request SIOCGIFADDR."""
+"""The ioctl request SIOCGIFADDR, which returns an interface's IPv4 address."""
 
 _ANY_PORT = 9
-"""Connecting a datagram socket sends nothing, so any port will do."""
+"""An arbitrary port, because connecting a datagram socket sends nothing."""
 
 
 def address_of_interface(name: str) -> str:
     """Return the address of interface `name`, preferring IPv4.
 
-    Raises LaunchError, listing the interfaces, if no interface has this name, or it has no address.
+    Raises LaunchError, listing the interfaces, if `name` is unknown or has no address.
     """
     found = [address for interface, address in _addresses() if interface == name]
     if found:
@@ -40,7 +40,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_towards(peer: str) -> str:
-    """Return this host's source address for packets to `peer`, a name or an address.
+    """Return this host's source address for packets to `peer`, a host name or address.
 
     Raises LaunchError if `peer` is unknown or there is no route to it.
     """
@@ -59,7 +59,7 @@ def address_towards(peer: str) -> str:
 
 
 def is_here(host: Host) -> bool:
-    """Return whether `host` is this host, with no other user given."""
+    """Return whether `host` is this host and does not specify a user."""
     if host.user is not None:
         return False
     if host.name in ("localhost", socket.gethostname()):
@@ -67,7 +67,7 @@ def is_here(host: Host) -> bool:
     name = host.name
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]
-        # Only an address of this host can be bound, under any name.
+        # Binding succeeds only if the name resolves to an address of this host.
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(place)
     except OSError:
@@ -76,7 +76,7 @@ def is_here(host: Host) -> bool:
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """Yield the interfaces with their addresses, IPv4 first."""
+    """Yield (interface, address) pairs of this host, IPv4 first."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name, _ in _indices():
             if (held := _address_four(probe, name)) is not None:
@@ -103,7 +103,10 @@ def _indices() -> list[tuple[str, int]]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on `port` of `address`; port 0 lets the kernel choose. Raises LaunchError."""
+    """Listen on `port` of `address`. Port 0 lets the kernel choose a free port.
+
+    Raises LaunchError if the port is in use or cannot be bound.
+    """
     # Rank 0 inherits this socket, so no other process can take the port before rank 0 listens.
     if address == LOOPBACK:
         _check_loopback()
@@ -124,7 +127,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 def _check_loopback() -> None:
     """Raise LaunchError if the loopback interface is down, as in a new network namespace."""
-    # Listening works even then, and the ranks would try to connect until --timeout.
+    # Listening succeeds even then, and the ranks would keep trying to connect until --timeout.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((LOOPBACK, _ANY_PORT))
@@ -136,9 +139,9 @@ def _check_loopback() -> None:
 
 
 def reserve_port(address: str) -> socket.socket:
-    """Reserve a port that the kernel chooses, for MASTER_PORT. Raises LaunchError."""
-    # Bind without listening, so that a script on this host can listen on the same port when it
-    # calls torch's own init_process_group.
+    """Reserve a free port for MASTER_PORT. Raises LaunchError if no port can be bound."""
+    # Bind without listening, so that a script on this host can still listen on the port when it
+    # calls torch's init_process_group.
     reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -150,7 +153,7 @@ def reserve_port(address: str) -> socket.socket:
 
 
 def listen_everywhere() -> socket.socket:
-    """Listen on every address of this host, on a port that the kernel chooses."""
+    """Listen on all addresses of this host, on a free port chosen by the kernel."""
     # Use IPv6 only on hosts without an IPv4 address. torch warns about clients whose address it
     # cannot resolve to a name, and few networks resolve IPv4 addresses mapped into IPv6.
     try:

@@ -1,8 +1,8 @@
-"""Reads and writes files that only this user can read, and only this user can have written.
+"""Reads and writes files that only this user can read or could have written.
 
-Other users of the host can guess names in the temporary folder, and put a link or a file there
-first. So ranks use a subfolder that belongs to the user. It is trusted only if nobody else may
-write to it, and links are never followed.
+Other users of the host can guess names in the temporary folder, and create a link or a file there
+first. Ranks therefore use a subfolder that belongs to the user. It is trusted only if no other user
+may write to it, and links are never followed.
 """
 
 import os
@@ -17,7 +17,7 @@ from shardwise.errors import LaunchError
 
 
 def folder_path() -> Path:
-    """Return the path of this user's folder in the temporary folder. It may not exist."""
+    """Return the path of this user's subfolder in the temporary folder. It may not exist."""
     return Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}"
 
 
@@ -28,7 +28,7 @@ def folder() -> Path:
     """
     found = folder_path()
     try:
-        # Another run may remove the folder, while it is empty, between mkdir and lstat: try again.
+        # Another run may remove the empty folder between mkdir and lstat, so try again.
         state: os.stat_result | None = None
         while state is None:
             with suppress(FileExistsError):
@@ -57,13 +57,13 @@ def tidy() -> None:
 
 
 def create(place: Path) -> BinaryIO:
-    """Create a file that only this user can read. Raises OSError, also if `place` exists."""
+    """Create a file that only this user can read. Raises OSError if it fails or `place` exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(place, flags, 0o600), "wb")
 
 
 def write(place: Path, text: str, aside: str = ".writing-") -> None:
-    """Write a text to `place` atomically, readable only by this user. Raises OSError.
+    """Write `text` to `place` atomically, readable only by this user. Raises OSError on failure.
 
     The text is first written to a file whose name starts with `aside`, which is then renamed.
     """
@@ -77,7 +77,10 @@ def write(place: Path, text: str, aside: str = ".writing-") -> None:
 
 
 def _create_in_folder(place: Path) -> BinaryIO:
-    """Create a file as `create` does, and its folder again if another run has just removed it."""
+    """Create a file with `create`.
+
+    If another run has just removed the folder, this recreates it.
+    """
     while True:
         try:
             return create(place)
@@ -88,7 +91,10 @@ def _create_in_folder(place: Path) -> BinaryIO:
 
 
 def opened(place: Path) -> BinaryIO | None:
-    """Open the file at `place` for reading; None if it is missing, or another user may own it."""
+    """Open the file at `place` for reading.
+
+    Returns None if it is missing, or if another user could have created it.
+    """
     try:
         # O_NONBLOCK: opening a pipe that someone put there must not block.
         fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -96,8 +102,8 @@ def opened(place: Path) -> BinaryIO | None:
         return None
     file = os.fdopen(fd, "rb")
     found, around = os.fstat(fd), place.parent.stat()
-    # Some network file systems change owners. But nobody else can have put the file into a folder
-    # that only its owner may write to.
+    # Some network file systems report a different owner. Such a file is safe if only the folder's
+    # owner may write to the folder.
     for_others = around.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if stat.S_ISREG(found.st_mode) and (found.st_uid == os.getuid() or not for_others):
         return file
@@ -106,7 +112,7 @@ def opened(place: Path) -> BinaryIO | None:
 
 
 def read(place: Path) -> str | None:
-    """Return the text of the file at `place`, or None as `opened` does."""
+    """Return the text of the file at `place`, or None if `opened` returns None."""
     file = opened(place)
     if file is None:
         return None
@@ -115,5 +121,5 @@ def read(place: Path) -> str | None:
 
 
 def commit_file(run: str) -> str:
-    """Return the name of the file with an elastic run's last commit, in this user's folder."""
+    """Return the file name, in this user's folder, of the last commit of the elastic run `run`."""
     return f"shardwise-commit-{run}"

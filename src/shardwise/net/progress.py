@@ -2,8 +2,8 @@
 
     saves_when_asked | ended | resumes | steps, kept of engine 0 | steps, kept of engine 1 | ...
 
-Each entry is a 64-bit integer. An update is one store into memory, so a rank records every step,
-and the launcher finds the record even if the rank was killed.
+Each entry is a 64-bit integer. An update is a single store to memory, so recording every step costs
+almost nothing, and the launcher can read the record even after the rank was killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.errors import LaunchError
 from shardwise.net.environment import RANK_VARIABLE, REPORTS_VARIABLE
 
 ENGINES = 60
-"""Number of engines in a process whose steps are recorded; later engines are ignored."""
+"""Maximum number of engines per process whose steps are recorded. Later engines are ignored."""
 
 _living: WeakSet[ProgressWriter] = WeakSet()
 
@@ -30,14 +30,14 @@ _NUMBERS = _FIRST + 2 * ENGINES
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress that a rank has recorded, for the engine with the most unsaved steps.
+    """A rank's recorded progress, for its engine with the most unsaved steps.
 
     Args:
-        step: The number of steps that the engine has made.
-        kept: The number of them in a complete checkpoint, which a restart need not repeat.
-        saves_when_asked: The rank saves when it is asked to end.
-        ended: The rank has saved for this reason, and ends.
-        resumes: The script resumes from the newest checkpoint when it starts.
+        step: The number of steps that the engine has completed.
+        kept: The number of steps covered by a complete checkpoint, which a restart does not repeat.
+        saves_when_asked: True if the rank saves a checkpoint when it is asked to stop.
+        ended: True if the rank was asked to stop, has saved, and is exiting.
+        resumes: True if the script resumes from the newest checkpoint when it starts.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Progress:
 
 
 class ProgressWriter:
-    """The rank's side of the record. Without a launcher it writes to private memory."""
+    """The rank's side of the record. Without a launcher, it writes to private memory."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._launcher = os.getppid() if REPORTS_VARIABLE in environ else None
@@ -59,8 +59,8 @@ class ProgressWriter:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                # Write the zeros, rather than truncate the file to this length: if the disk is
-                # full, a store into a hole of a mapped file raises SIGBUS.
+                # Write zeros rather than extending the file with truncate: if the disk is full, a
+                # store to a hole in a mapped file raises SIGBUS.
                 os.pwrite(fd, bytes(8 * _NUMBERS), 0)
                 self._numbers = memoryview(mmap.mmap(fd, 8 * _NUMBERS)).cast("q")
             finally:
@@ -75,35 +75,35 @@ class ProgressWriter:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the launcher has ended."""
-        # An orphan gets another parent.
+        """True if the launcher has exited."""
+        # An orphaned process is assigned a new parent.
         return self._launcher is not None and os.getppid() != self._launcher
 
     def saves_when_asked(self, *, saves: bool) -> None:
-        """Record whether this rank saves when it is asked to end."""
+        """Record whether this rank saves a checkpoint when it is asked to stop."""
         self._numbers[_SAVES] = saves
 
     def ended(self) -> None:
-        """Record that this rank has saved, and ends because it was asked to."""
+        """Record that this rank was asked to stop, has saved a checkpoint, and is exiting."""
         self._numbers[_ENDED] = 1
 
     def resumes(self) -> None:
-        """Record that this rank resumes from the newest checkpoint when it is restarted."""
+        """Record that this rank will resume from the newest checkpoint after a restart."""
         self._numbers[_RESUMES] = 1
 
     def stepped(self, engine: int, steps: int) -> None:
-        """Record that engine number `engine` has made `steps` steps."""
+        """Record that the engine with index `engine` has completed `steps` steps."""
         if engine < ENGINES:
             self._numbers[_FIRST + 2 * engine] = steps
 
     def kept(self, engine: int, steps: int) -> None:
-        """Record that a complete checkpoint holds the first `steps` steps of the engine."""
+        """Record that a complete checkpoint covers the first `steps` steps of the engine."""
         if engine < ENGINES:
             self._numbers[_FIRST + 2 * engine + 1] = steps
 
 
 def read(folder: Path, rank: int) -> Progress | None:
-    """Read the progress of `rank` in `folder`; None if it has recorded nothing."""
+    """Read the progress of `rank` from `folder`, or return None if it has recorded none."""
     try:
         data = _path(folder, rank).read_bytes()
     except FileNotFoundError:
@@ -130,16 +130,16 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def mark_ended_early(folder: Path, rank: int) -> None:
-    """Tell the ranks of this host, whose reports are in `folder`, that `rank` ended with code 0.
+    """Tell the ranks on this host, through the report folder, that `rank` exited with code 0.
 
-    Call it only once no process of that rank is left: one in the background may still join.
+    Call it only once the rank has left no processes: a background process may still join.
     """
-    with suppress(OSError):  # a full disk: then the other ranks wait until --timeout
+    with suppress(OSError):  # a full disk: the other ranks then wait until --timeout
         _ended_mark(folder, rank).touch()
 
 
 def ended_early(ranks: Iterable[int]) -> list[int]:
-    """Return which of `ranks` have ended with code 0, as far as this rank's launcher knows."""
+    """Return which of `ranks` exited with code 0, according to this host's launcher."""
     folder = os.environ.get(REPORTS_VARIABLE)
     return [] if folder is None else [r for r in ranks if _ended_mark(Path(folder), r).exists()]
 
@@ -149,7 +149,7 @@ def _ended_mark(folder: Path, rank: int) -> Path:
 
 
 def _in_forked_child() -> None:
-    """Detach a forked child from the file: its steps are not progress of the rank."""
+    """Detach a forked child from the file, because its steps are not the rank's progress."""
     for writer in list(_living):
         writer._numbers = memoryview(bytearray(8 * _NUMBERS)).cast("q")
 

@@ -1,13 +1,13 @@
-"""Builds the command line of a Python module."""
+"""Builds the command line that runs a Python module."""
 
 import sys
 
 
 def python_words(module: str, python: str = sys.executable) -> tuple[str, ...]:
-    """Return the command that runs `module` as `python -m` does."""
-    # For our modules and torch's, -P keeps the working directory off sys.path: in a shared
-    # directory somebody else may have put a shardwise.py or torch.py, which would run as this user.
-    # Modules of the user are expected in the working directory, so they get no -P.
+    """Return the command line that runs `module` with `python -m`."""
+    # For our modules and torch's, -P keeps the working directory off sys.path. In a shared
+    # directory, somebody else may have created a shardwise.py or torch.py, which would run as this
+    # user. User modules are run without -P, because they may be in the working directory.
     return (python, "-P", "-m", module) if is_own(module) else (python, "-m", module)
 
 

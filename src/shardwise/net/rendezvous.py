@@ -1,11 +1,11 @@
-"""The rendezvous: all ranks of a run connect to rank 0 and authenticate each other.
+"""Implements the rendezvous: all ranks of a run connect to rank 0 and authenticate each other.
 
-    rank 0       listens ─▶ writes a file ─▶ waits for all ranks ─▶ removes it, tells its address
+    rank 0       listens ─▶ writes a file ─▶ waits for all ranks ─▶ removes it, sends its address
     other ranks  read the file ─▶ connect ─▶ proof ─▶ register ─▶ wait ─▶ choose the interface
 
-The rendezvous file (net/rendezvous_file.py) holds the secret that both ends prove to know. No file
-is needed if the launcher gives all ranks the secret and rank 0's address. Under torchrun, ranks
-meet on its own store (torchrun_store.py).
+The rendezvous file (net/rendezvous_file.py) holds the secret, which both ends prove that they know.
+No file is needed if the launcher gives all ranks the secret and rank 0's address. Under torchrun,
+ranks meet on torchrun's own store (torchrun_store.py).
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ WARN = 60.0
 """Seconds after which rank 0 prints the missing ranks."""
 
 STARTING = 3.0
-"""Seconds that a launcher may take to start the other ranks of rank 0's host."""
+"""Seconds that a launcher may take to start the other ranks on rank 0's host."""
 
 REACH = 5.0
-"""Seconds to connect to one of rank 0's addresses, and to retry after a wrong secret."""
+"""Seconds to wait for a connection to rank 0, and to retry after a wrong secret."""
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 SILENT = "it does not answer: it may not have called sw.init, or it is stopped"
 
 TWICE = "twice"
-"""The key of a rank that two processes have claimed."""
+"""The store key that holds a rank claimed by two processes."""
 
 
 class Rendezvous(NamedTuple):
-    """The result of the rendezvous: a store, and the secret of the run.
+    """The result of the rendezvous: a store and the run's secret.
 
-    `is_open` says that anybody who reached the store got the secret. `close` closes the store.
+    `is_open` is True if the secret was handed to anybody who could reach the store. `close` closes
+    the store.
     """
 
     store: Store
@@ -71,15 +72,15 @@ class Rendezvous(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Terms:
-    """Terms of the meeting.
+    """Parameters of a rendezvous.
 
     Args:
         identity: The rank of this process.
-        timeout: Seconds for the whole rendezvous.
-        deadline: Its end, as a time of the monotonic clock.
-        address: Host and port of rank 0, if the launcher or the user gave them.
-        path: The rendezvous file, if the ranks need one.
-        secret: The secret of the run, if the launcher or the user gave it to all ranks.
+        timeout: Limit for the whole rendezvous, in seconds.
+        deadline: The monotonic time when the limit expires.
+        address: Host and port of rank 0 if the launcher or the user specified them, otherwise None.
+        path: The rendezvous file, or None if the ranks need no file.
+        secret: The run's secret if the launcher or the user gave it to all ranks, otherwise None.
     """
 
     identity: Identity
@@ -91,16 +92,16 @@ class _Terms:
 
     @property
     def is_open(self) -> bool:
-        """Whether the ranks know only the address, so anybody can join them."""
+        """True if the ranks know only rank 0's address, so anybody who reaches it can join."""
         return self.secret is None and self.path is None and self.identity.size > 1
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline."""
+        """The number of seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
     def read_file(self) -> RendezvousFile | None:
-        """Return rank 0's rendezvous file, or one made from the given address."""
+        """Return the content of rank 0's rendezvous file, or its equivalent for a given address."""
         if self.path is not None:
             return rendezvous_file.read(self.path)
         assert self.address is not None
@@ -111,17 +112,17 @@ class _Terms:
 
 
 def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
-    """Meet the other ranks of the run.
+    """Connect to the other ranks of the run.
 
-    Sets GLOO_SOCKET_IFNAME, unless the user has, to the interface that leads to rank 0.
+    Sets GLOO_SOCKET_IFNAME to the interface that leads to rank 0, unless the user has set it.
 
     Args:
         identity: The rank of this process.
         timeout: Seconds to wait for all ranks.
-        place: The setting `rendezvous`: HOST:PORT of rank 0, or a folder that all hosts share.
+        place: The `rendezvous` setting: HOST:PORT of rank 0, a folder shared by all hosts, or None.
 
     Raises:
-        LaunchError: Some ranks are missing, and it names them.
+        LaunchError: Some ranks are missing. The message names them.
     """
     address, secret = _given_address(identity, place), environment.given_secret(os.environ)
     path = None
@@ -135,8 +136,8 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
             )
         path = rendezvous_file.path(identity, place)
     elif secret is None and identity.size > 1 and (identity.on_one_host or _is_local(address[0])):
-        # On one host a file passes the secret on, readable only by this user. The address in its
-        # name keeps apart the runs of one user.
+        # On a single host, a file that only this user can read passes on the secret. The address in
+        # its name keeps different runs of one user apart.
         folder = str(private_files.folder())
         path = rendezvous_file.path(identity, folder, run=f"{address[0]}:{address[1]}")
     terms = _Terms(
@@ -151,7 +152,7 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
 
 
 def _is_local(host: str) -> bool:
-    """Return whether `host` is a loopback address, or the name of one."""
+    """Return whether `host` is "localhost" or a loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -172,11 +173,11 @@ def _given_address(identity: Identity, place: str | None) -> tuple[str, int] | N
 
 
 def _host(terms: _Terms) -> Rendezvous:
-    """Host the store, and return it once all other ranks have registered."""
+    """Host the store. Returns once all other ranks have registered."""
     identity, listening = terms.identity, _listen(terms)
     port, secret = listening.getsockname()[1], terms.secret or environment.draw_secret()
-    # In an open run the ranks know no secret before they connect, so they prove the empty one, and
-    # get the drawn secret over the store.
+    # In an open run, ranks know no secret before they connect. They prove that they know the empty
+    # secret, and receive the generated secret through the store.
     proven = b"" if terms.is_open else secret.encode()
     store = HostStore(listening, proven, terms.timeout)
     try:
@@ -188,8 +189,8 @@ def _host(terms: _Terms) -> Rendezvous:
         store.close()
         raise
     store.accept_no_more()
-    # Each rank has registered the address that it used to reach rank 0. Prefer one that other hosts
-    # can reach: ranks on this host may have used the loopback address.
+    # Each rank has registered the address through which it reached rank 0. Prefer an address that
+    # other hosts can reach: ranks on this host may have used the loopback address.
     seen = {store.get(here(rank)).decode() for rank in range(1, identity.size)}
     address = min(seen, key=lambda one: ipaddress.ip_address(one).is_loopback, default="127.0.0.1")
     store.set("address", address)
@@ -198,7 +199,7 @@ def _host(terms: _Terms) -> Rendezvous:
 
 
 def _listen(terms: _Terms) -> socket.socket:
-    """Listen at the given address or interface, or on all interfaces if neither is given."""
+    """Listen on the given address or interface, or on all interfaces if neither is given."""
     identity = terms.identity
     if identity.listen_fd is not None:
         return socket.socket(fileno=identity.listen_fd)
@@ -216,10 +217,10 @@ def _listen(terms: _Terms) -> socket.socket:
 
 
 def _own_address(host: str, identity: Identity) -> str:
-    """Return the address that `host` stands for; "" (all addresses) if we cannot listen there.
+    """Resolve `host` to a listening address, or to "" (all addresses) if it is not ours.
 
-    It may be an address of another device, such as a load balancer, or a
-    loopback address that other hosts cannot reach.
+    `host` may be the address of a different device, such as a load balancer, or a loopback address
+    that other hosts cannot reach.
     """
     try:
         found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -227,7 +228,8 @@ def _own_address(host: str, identity: Identity) -> str:
         return ""
     is_loopback = ipaddress.ip_address(found.partition("%")[0]).is_loopback
     if is_loopback:
-        # If the launcher does not say which ranks share a host, a loopback address means one host.
+        # If the launcher does not reveal which ranks share a host, a loopback address implies that
+        # all ranks are on a single host.
         return found if identity.on_one_host or not identity.is_placed else ""
     return found if network.interface_of(found) is not None else ""
 
@@ -253,7 +255,7 @@ def _announce(terms: _Terms, port: int, secret: str) -> AbstractContextManager[N
 
 
 def _await_all(terms: _Terms, store: HostStore) -> None:
-    """Wait until all ranks have registered. Raises LaunchError if some are missing."""
+    """Wait until all ranks have registered. Raises LaunchError if some never do."""
     identity, warning = terms.identity, time.monotonic() + WARN
     neighbours = LocalRanks(identity)
     keys = {here(rank): rank for rank in range(1, identity.size)}
@@ -269,7 +271,7 @@ def _await_all(terms: _Terms, store: HostStore) -> None:
             print(f"shardwise: {message} Still waiting.", file=sys.stderr, flush=True)
             warning = terms.deadline
 
-    # The duplicate of a rank may have connected just before the last missing rank registered.
+    # A duplicate of a rank may have connected just before the last missing rank registered.
     _check_duplicates(identity, store)
 
 
@@ -279,8 +281,8 @@ def _check_duplicates(identity: Identity, store: HostStore) -> None:
 
 
 def _check_ended(terms: _Terms, missing: Sequence[int]) -> None:
-    """Raise LaunchError if a missing rank has ended with code 0, because it will never join."""
-    # Not under a launcher inside of shardwise run, which numbers its own ranks.
+    """Raise LaunchError if a missing rank has exited with code 0, because it will never join."""
+    # A launcher nested in `shardwise run` numbers its own ranks, so the marks do not apply to them.
     if terms.identity.launcher != "shardwise run":
         return
     if gone := progress.ended_early(missing):
@@ -291,19 +293,19 @@ def _check_ended(terms: _Terms, missing: Sequence[int]) -> None:
 
 
 class LocalRanks:
-    """Watches the other ranks of this host, because mpiexec and srun may ignore that one ended."""
+    """Watches the other ranks on this host, because mpiexec and srun may ignore an early exit."""
 
     def __init__(self, identity: Identity) -> None:
         self._size = identity.local_size
-        # Search all ancestors for this launcher: an inner launcher, whose ranks are not counted
-        # here, may have started the script.
+        # Search all ancestors for this launcher: the direct parent may be a nested launcher, whose
+        # ranks do not count here.
         names = launcher_detection.processes_of(identity.launcher)
         above = processes.ancestors()
         self._launcher = next((pid for pid, name in above if name in names), None)
         self._fewer_since: float | None = None
 
     def have_ended(self) -> bool:
-        """Return whether fewer ranks run than the launcher starts here, and have for a while."""
+        """Return whether too few ranks have been running here for `STARTING` seconds."""
         living = None if self._launcher is None else processes.living_children(self._launcher)
         if living is None or living >= self._size:
             self._fewer_since = None
@@ -326,7 +328,7 @@ def _describe_missing(terms: _Terms, missing: Sequence[int], *, ended: bool) -> 
 
 
 def _hint(terms: _Terms) -> str:
-    """Return a hint for ranks that look for a rendezvous file on several hosts; else ""."""
+    """Return a hint if ranks on several hosts use a rendezvous file, otherwise ""."""
     if terms.path is None or terms.identity.on_one_host:
         return ""
     return (
@@ -343,18 +345,18 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _join(terms: _Terms) -> Rendezvous:
-    """Connect to the store of rank 0, and return it once all ranks have registered."""
+    """Connect to rank 0's store. Returns once all ranks have registered."""
     trouble = ""
-    refused_since: float | None = None  # since when every answer was "another secret"
+    refused_since: float | None = None  # time since which every answer has been "another secret"
     while terms.left:
         _check_ended(terms, [0])
         file = terms.read_file()
         for name in file.addresses if file else ():
             assert file is not None
             secret = "" if terms.is_open else (terms.secret or file.secret)
-            # If rank 0 was given its port, the socket listens before rank 0 runs. The kernel then
-            # accepts the connection, and the proof takes as long as rank 0 takes to start.
-            # Otherwise allow REACH seconds to connect, and REACH seconds for the proof.
+            # If rank 0 inherited a listening socket, the kernel accepts connections before rank 0
+            # runs, and the proof takes as long as rank 0 takes to start. Otherwise allow REACH
+            # seconds to connect and REACH seconds for the proof.
             patience = terms.left if terms.path is None else min(2 * REACH, terms.left)
             place, role = (name, file.port), role_of(file.port)
             try:
@@ -372,8 +374,8 @@ def _join(terms: _Terms) -> Rendezvous:
                     trouble = error.strerror or str(error)
                 continue
             return _register(terms, connection, secret)
-        # With a given address the answer will not change. With a file it may: the file of a killed
-        # run can stand there until rank 0 of this run replaces it.
+        # With a given address the answer will not change. With a file it may: a killed run can
+        # leave a file behind, which rank 0 of this run will replace.
         if terms.path is None and refused_since and time.monotonic() > refused_since + REACH:
             break
         time.sleep(POLL)
@@ -381,14 +383,14 @@ def _join(terms: _Terms) -> Rendezvous:
 
 
 def _register(terms: _Terms, connection: rpc.Connection, secret: str) -> Rendezvous:
-    """Register this rank on the store, and wait for the others."""
+    """Register this rank on the store and wait for the other ranks."""
     identity = terms.identity
-    # Rank 0 listens on an IPv6 socket on some hosts, which maps IPv4 addresses to ::ffff:a.b.c.d.
+    # On some hosts rank 0 listens on an IPv6 socket, which maps IPv4 addresses to ::ffff:a.b.c.d.
     address = connection.socket.getpeername()[0].removeprefix("::ffff:")
     store = ClientStore(connection, terms.timeout)
     try:
-        # Two runs may use the same meeting place, and a script may give all processes one rank. The
-        # second process of a rank reports it to rank 0, so that nobody trains in a mixed group.
+        # Two runs may use the same meeting place, or a script may give all processes the same rank.
+        # The second process that claims a rank reports it to rank 0, so that no mixed group trains.
         if store.add(f"came/{identity.rank}", 1) > 1:
             store.set(TWICE, str(identity.rank))
             raise _duplicate_rank(identity, identity.rank)
@@ -437,7 +439,7 @@ def _rank_0_not_found(terms: _Terms, trouble: str) -> LaunchError:
 
 
 def here(rank: int) -> str:
-    """Return the key that a rank sets to register."""
+    """Return the store key that `rank` sets to register."""
     return f"here/{rank}"
 
 
@@ -446,7 +448,7 @@ def _named_interface() -> str:
 
 
 def _choose_interface(address: str) -> None:
-    """Make Gloo use the network of rank 0's `address`, unless the user has chosen an interface."""
+    """Make Gloo use the interface that leads to `address`, unless the user has chosen one."""
     if INTERFACE not in os.environ:
         name = network.interface_of(network.address_towards(address))
         if name is not None:

@@ -1,10 +1,10 @@
 """Writes and reads the rendezvous file, which holds rank 0's address and the secret of the run.
 
-mpirun and srun start processes without giving them an address. Rank 0 then listens on a port that
-the kernel chooses, and writes a file whose name is unique to the run. If all ranks are on one host,
-the file is in the user's own temporary folder; otherwise in the working directory, which the hosts
-of a cluster usually share. Only the same user can read it. Rank 0 removes the file once all ranks
-have registered.
+mpirun and srun do not give processes an address for their rendezvous. Rank 0 then listens on a port
+chosen by the kernel, and writes a file whose name is unique to the run. If all ranks are on a
+single host, the file is in the user's own temporary folder. Otherwise it is in the working
+directory, which the hosts of a cluster usually share. Only the same user can read it. Rank 0
+removes the file once all ranks have registered.
 """
 
 import hashlib
@@ -30,10 +30,10 @@ from shardwise.net.launchers import processes
 VARIABLE = "SHARDWISE_RENDEZVOUS"
 PATTERN = ".shardwise-{user}-{run}"
 DRAFT = ".writing"
-"""Prefix of the name while the file is being written, so that nobody reads half of it."""
+"""Prefix of the file name during writing, so that no rank reads an incomplete file."""
 
 OLD = 60.0
-"""Age in seconds of a file that may be a leftover of a killed run."""
+"""Older files (age in seconds) may be left over from a killed run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class RendezvousFile:
     """The content of a rendezvous file.
 
     Args:
-        addresses: Names or addresses of rank 0's host, the most likely first.
+        addresses: Names or addresses of rank 0's host, the most likely to work first.
         port: The port of rank 0.
         host: The host name of rank 0.
         pid: The process id of rank 0.
-        secret: The secret of the run; "" if the ranks have it from their environment.
+        secret: The run's secret, or "" if the ranks read it from their environment.
         began: The start time of rank 0 (see `start_time`).
     """
 
@@ -58,16 +58,16 @@ class RendezvousFile:
 
 
 def path(identity: Identity, folder: str | None = None, run: str | None = None) -> Path:
-    """Return the path of this run's file, the same on all ranks.
+    """Return the path of this run's file. It is the same on all ranks.
 
     Args:
         identity: The rank of this process.
-        folder: The folder of the file; None for the default.
-        run: A name of the run; None to derive one from the launcher.
+        folder: The folder of the file, or None for the default.
+        run: A name for the run, or None to derive one from the launcher.
 
     Raises:
-        LaunchError: The launcher gives the run no name that its hosts share, or the temporary
-            folder of this user cannot be created.
+        LaunchError: The launcher provides no run name that all hosts know, or this user's temporary
+            folder cannot be created.
     """
     run = run or identity.job or _name_by_hydra(identity)
     if run is None:
@@ -91,7 +91,7 @@ def _nameless(identity: Identity) -> str:
 
 
 def addresses(identity: Identity) -> tuple[str, ...]:
-    """Return addresses of this host for other hosts, the most likely first."""
+    """Return this host's addresses as seen from other hosts, the most likely to work first."""
     if identity.on_one_host:
         return ("127.0.0.1",)
     name = socket.gethostname()
@@ -100,25 +100,25 @@ def addresses(identity: Identity) -> tuple[str, ...]:
 
 
 def _own_number(name: str) -> str | None:
-    """Return the address of this host on the default route, for hosts that do not know its name."""
+    """Return this host's address on the default route, for hosts that cannot resolve its name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing, only looks up the route
-        except OSError:  # no default route: the host name has to do
+        except OSError:  # no default route: the host name has to suffice
             return None
         return str(probe.getsockname()[0])
 
 
 @contextmanager
 def publish(place: Path, file: RendezvousFile) -> Iterator[None]:
-    """Keep the file at `place` during the block. Removes it afterwards, and on SIGTERM.
+    """Context manager that writes the file to `place`, and removes it on exit or SIGTERM.
 
-    Raises LaunchError if the file of another living process of this host is there.
+    Raises LaunchError if the file of another running process on this host is already there.
     """
     _remove_stale(place.parent)
     before = read(place)
     is_here = before is not None and before.host == file.host and before.pid != file.pid
-    # Process ids are reused, in containers soon. The start time tells the processes apart.
+    # Process ids are reused, especially in containers, so compare start times too.
     if before is not None and is_here and before.began and start_time(before.pid) == before.began:
         raise LaunchError(
             f"Process {before.pid} is rank 0 of another run with the same name and meeting place, "
@@ -142,7 +142,7 @@ def publish(place: Path, file: RendezvousFile) -> Iterator[None]:
 
 
 def start_time(pid: int) -> str:
-    """Return when a process of this host started, in ticks since boot; "" if it is not visible."""
+    """Return a process's start time in ticks since boot, or "" if the process is not visible."""
     try:
         return processes.stat(pid)[3]
     except OSError:
@@ -150,11 +150,11 @@ def start_time(pid: int) -> str:
 
 
 def read(place: Path) -> RendezvousFile | None:
-    """Read the file at `place`; None if it is missing, malformed or not trusted."""
+    """Read the file at `place`, or return None if it is missing, malformed or not trusted."""
     with suppress(FileNotFoundError):
         os.listdir(place.parent)  # makes a network file system refresh its cache
         text = private_files.read(place)
-        # Another version of Shardwise may have left a file of another form.
+        # A different version of Shardwise may have left a file in a different format.
         with suppress(ValueError, TypeError, KeyError):
             found = json.loads(text or "")
             return RendezvousFile(**found | {"addresses": tuple(found["addresses"])})
@@ -162,17 +162,17 @@ def read(place: Path) -> RendezvousFile | None:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove files of this user's killed processes."""
+    """Remove files left behind by this user's killed processes."""
     ours = PATTERN.format(user=os.getuid(), run="*")
     for old in [*folder.glob(ours), *folder.glob(DRAFT + ours)]:
         with suppress(FileNotFoundError):
-            # Age is tested too: a process that lives in another container is not visible here.
+            # Check the age too, because a process in another container is not visible here.
             if time.time() - old.stat().st_mtime > OLD and not _is_needed(old):
                 old.unlink()
 
 
 def _is_needed(old: Path) -> bool:
-    """Return whether the process of a file may still run: here, or on a host we cannot see."""
+    """Return whether the process that wrote a file may still be running on any host."""
     if old.name.startswith(DRAFT):
         return False
     file = read(old)
@@ -184,14 +184,14 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # a process of another user has this id now: keep the file
+    except PermissionError:  # another user's process has this id now: keep the file
         return True
     return True
 
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Make SIGTERM, which launchers send to end a run, raise SystemExit, so that cleanups run."""
+    """Raise SystemExit on SIGTERM, which stops a run, so that cleanup code runs."""
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -208,18 +208,18 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def name_by_process() -> str:
-    """Return a name of the run: the id and start time of the process that started this rank."""
-    # A wrapper script may stand between launcher and rank, so search all ancestors. If none is a
-    # known launcher, take the parent.
+    """Return a name for the run: the id and start time of the process that started this rank."""
+    # There may be a wrapper script between launcher and rank, so search all ancestors. If none is a
+    # known launcher, use the parent.
     pid = launcher_process() or os.getppid()
     # /proc may be missing, or hide the processes of other users.
     return f"process {pid} started at {start_time(pid) or 'an unknown time'}"
 
 
 def _name_by_hydra(identity: Identity) -> str | None:
-    """Return a name of the run if MPICH's mpiexec started it; None for other launchers."""
-    # mpiexec gives ranks no name of their run. But the proxies that start the ranks on each host
-    # get mpiexec's address, `--control-port HOST:PORT`, which is unique at any time.
+    """Return a name for the run if MPICH's mpiexec started it, or None for other launchers."""
+    # mpiexec does not give ranks a run name. But the proxies that start the ranks on each host are
+    # passed mpiexec's address, `--control-port HOST:PORT`, which is unique at any time.
     pid = launcher_process() if "PMI_RANK" in identity.variables.values() else None
     try:
         words = [] if pid is None else Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

@@ -1,4 +1,4 @@
-"""Decides whether a failed run starts again, and words the message about it."""
+"""Decides whether to restart a failed run, and writes the message about it."""
 
 import signal
 from collections.abc import Callable
@@ -8,21 +8,21 @@ from shardwise.errors import LaunchError
 from shardwise.net.progress import Progress
 
 STUCK = 3
-"""Number of failures in a row at one step, without a newer checkpoint, after which to give up."""
+"""Give up after this many consecutive failures at the same step without a newer checkpoint."""
 
 SAVED = 75
-"""Exit code of a run that saved because it was asked to end: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a run that was asked to stop and saved a checkpoint: EX_TEMPFAIL in sysexits.h."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A failure of a run, other than a requested end.
+    """A failure of a run. A run that stops on request has not failed.
 
     Args:
-        what: The event with its rank or host, in words.
-        why: The cause, in words.
-        progress: The progress of the ranks at that time, if they recorded it.
-        rank: The rank to blame; None if a host failed.
+        what: Text that names the event and its rank or host.
+        why: Text that names the cause.
+        progress: The ranks' progress at the time of the failure, or None if not recorded.
+        rank: The rank at fault, or None if a host failed.
     """
 
     what: str
@@ -33,13 +33,13 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """The end of a run.
+    """How a run ended.
 
     Args:
         code: The exit code.
-        words: The last text to print.
-        failure: The failure, if the run failed.
-        asked: The signal that requested the end, if there was one.
+        words: The final text to print.
+        failure: The failure, or None if the run did not fail.
+        asked: The signal that requested the run to stop, or None.
     """
 
     code: int
@@ -49,7 +49,10 @@ class Ending:
 
 
 class Restarts:
-    """Counts failures. At most `allowed` times a run, or an island of it, starts again. Pure."""
+    """Counts failures and decides whether to restart. No side effects.
+
+    `allowed` limits the total number of restarts, of the run and of single islands.
+    """
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
@@ -58,20 +61,20 @@ class Restarts:
 
     @property
     def number(self) -> int:
-        """The number of the next restart, counted from 1."""
+        """The number of the next restart, starting at 1."""
         return len(self._failures) + self._islands + 1
 
     @property
     def is_spent(self) -> bool:
-        """Whether all allowed restarts are used up."""
+        """True if all allowed restarts are used up."""
         return self.number > self.allowed
 
     def island_started(self) -> None:
-        """Count the restart of an island while the others continued."""
+        """Count the restart of a single island while the other islands kept running."""
         self._islands += 1
 
     def after(self, failure: Failure) -> tuple[bool, str]:
-        """Count `failure`. Return whether to start again, and a message about it, or ""."""
+        """Count `failure`. Return whether to restart the run, and a message about it, or ""."""
         progress = failure.progress or Progress(step=0, kept=0)
         number, is_spent = self.number, self.is_spent
         self._failures.append((progress.step, progress.kept))
@@ -94,7 +97,7 @@ class Restarts:
 
 
 def repeated(restarts: Restarts, once: Callable[[], Ending], say: Callable[[str], None]) -> int:
-    """Call `once` until it succeeds or `restarts` is used up. Return the exit code."""
+    """Run `once` until it succeeds or the restarts are used up. Return the exit code."""
     ending = last_ending(restarts, once, say)
     say(ending.words)
     return ending.code
@@ -103,7 +106,7 @@ def repeated(restarts: Restarts, once: Callable[[], Ending], say: Callable[[str]
 def last_ending(
     restarts: Restarts, once: Callable[[], Ending], say: Callable[[str], None]
 ) -> Ending:
-    """Call `once` until it succeeds or `restarts` is used up. Return the last ending."""
+    """Run `once` until it succeeds or the restarts are used up. Return the last result."""
     ending = once()
     while ending.failure is not None:
         again, line = restarts.after(ending.failure)
@@ -122,7 +125,7 @@ def _where(progress: Progress) -> str:
 
 
 def resume_point(progress: Progress) -> str:
-    """Return in words the point that the next start continues from, and the lost steps."""
+    """Return a text that says where the next start resumes, and how many steps are lost."""
     lost = progress.step - (progress.kept if progress.resumes else 0)
     steps = f"{lost} step{'s' * (lost != 1)} {'is' if lost == 1 else 'are'} lost"
     if progress.kept and progress.resumes:

@@ -1,22 +1,23 @@
-"""Authenticated messages over TCP between the processes of a run.
+"""Exchanges authenticated messages over TCP between the processes of a run.
 
     accepts   ─▶ a nonce
     connects  ─▶ a nonce and its proof          (authentication.py)
     accepts   ─▶ its own proof
     both      ─▶ messages: length, MAC, content
 
-    Server      accepts connections in a thread, and handles each
-    connect     one connection with blocking calls; `call` sends a request and returns the reply
-    call_all    one request to many servers at once
-    Link        one end of a connection in an event loop, with calls that do not block
+    Server      accepts and handles connections in a thread
+    connect     opens a Connection, whose `call` sends a request and waits for the reply
+    call_all    sends one request to many servers at once
+    Link        one end of a connection in an event loop; its calls do not block
 
-A peer without the secret is disconnected before any other byte from it is read. A silent peer
-delays nobody.
+A peer without the secret is disconnected before anything but its proof is read. A silent peer does
+not delay other peers.
 
-Four protocols do not use this one. The messages of an ssh agent use the standard streams of ssh,
-which has authenticated both ends, and mix with lines that a login prints (launch/ssh/protocol.py).
-The other three use Unix sockets, because they pass file descriptors or are on the hot path:
-comm/socket_mesh.py, the links between rank and launcher, and the fork server of tools/verify.
+Four protocols do not use this module. An ssh agent sends its messages over the standard streams of
+ssh, which has already authenticated both ends. There they are mixed with lines that the login
+prints (launch/ssh/protocol.py). The other three use Unix sockets, because they pass file
+descriptors or are on the hot path: comm/socket_mesh.py, the links between rank and launcher, and
+the fork server of tools/verify.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from shardwise.net.authentication import CLAIM, MAC, NONCE, Forged, Proof, Seals
 K = TypeVar("K", bound=Hashable)
 
 PATIENCE = 5.0
-"""Seconds that a new peer has to authenticate."""
+"""Seconds within which a new peer must authenticate."""
 
 MOST = 128
-"""Number of peers that may be authenticating at the same time."""
+"""Maximum number of peers that may be authenticating at the same time."""
 
 RETRY = 0.05
-"""Seconds before accepting again when the process is out of file descriptors."""
+"""Seconds to wait before accepting again if the process is out of file descriptors."""
 
 CHUNK = 1 << 16
 
@@ -55,20 +56,20 @@ _opened: WeakSet[socket.socket] = WeakSet()
 
 
 class Unproven(OSError):
-    """The other end of a connection has not proved that it knows the secret of the run."""
+    """Raised if the other end of a connection has not proved that it knows the run's secret."""
 
 
 # -- one connection ---------------------------------------------------------------------------
 
 
 class Connection:
-    """An authenticated connection with blocking calls. A context manager that closes it."""
+    """An authenticated connection with blocking calls. As a context manager, it closes itself."""
 
     def __init__(self, peer: socket.socket, seals: Seals) -> None:
         self.socket = peer
         self.seals = seals
         _opened.add(peer)
-        with suppress(OSError):  # the peer is gone: the first read or write will report it
+        with suppress(OSError):  # the peer is gone: the next read or write will report it
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def __enter__(self) -> Connection:
@@ -78,12 +79,14 @@ class Connection:
         self.close()
 
     def send(self, message: bytes) -> None:
-        """Send a message."""
         self.socket.sendall(self.seals.frame(message))
 
     def receive(self) -> bytes | None:
-        """Return the next message; None at the end of the stream. Raises Forged."""
-        # Never read beyond the message: bulk data of a transfer may follow, which others read.
+        """Return the next message, or None at the end of the stream.
+
+        Raises Forged if the message is not authentic.
+        """
+        # Never read past the message: other code reads any bulk data that follows it.
         while (message := self.seals.next()) is None:
             data = self.socket.recv(min(self.seals.missing, CHUNK))
             if not data:
@@ -94,16 +97,16 @@ class Connection:
     def call(self, request: Any, seconds: float) -> Any:
         """Send a request and return the reply.
 
-        Replies are not numbered. Close the connection after an error: otherwise a late reply would
-        be taken for the reply to the next request.
+        Replies are not numbered. Close the connection after an error, because a late reply would be
+        mistaken for the reply to the next request.
 
         Args:
-            request: The request, as JSON values and bytes.
-            seconds: The longest silence to wait for.
+            request: The request: JSON values, which may contain bytes.
+            seconds: Maximum time in seconds to wait without receiving data.
 
         Raises:
-            OSError: There was no reply.
-            Forged: The reply is not from the other end.
+            OSError: No reply arrived.
+            Forged: The reply is not authentic.
         """
         self.socket.settimeout(seconds)
         self.send(encode(request))
@@ -113,17 +116,16 @@ class Connection:
         return decode(reply)
 
     def close(self) -> None:
-        """Close the socket."""
         self.socket.close()
 
 
 def encode(message: Any) -> bytes:
-    """Encode a message as JSON. It may contain bytes."""
+    """Encode a message, which may contain bytes, as JSON."""
     return json.dumps(message, separators=(",", ":"), default=_replace_bytes).encode()
 
 
 def decode(data: bytes) -> Any:
-    """Decode a message that `encode` has encoded. Raises ValueError."""
+    """Decode a message from `encode`. Raises ValueError if it is not valid JSON."""
     return json.loads(data, object_hook=_restore_bytes)
 
 
@@ -147,11 +149,12 @@ def connect(
         place: The host and port of the server.
         secret: The secret of the run.
         role: The role that the server must have (see authentication.py).
-        until: The deadline, as a time of the monotonic clock.
-        reach: Seconds for the TCP connection, without the authentication.
+        until: The deadline (monotonic clock, in seconds).
+        reach: Limit in seconds for the TCP connection, excluding authentication. None for no limit
+            other than `until`.
 
     Raises:
-        Unproven: The server has another secret or role, or hangs up.
+        Unproven: The server has a different secret or role, or closes the connection.
         OSError: The server cannot be reached.
     """
     left = max(0.001, until - time.monotonic())
@@ -164,9 +167,9 @@ def connect(
 
 
 def prove(peer: socket.socket, secret: bytes, role: bytes, until: float) -> Connection:
-    """Authenticate to the server at the other end of `peer`, and check its proof.
+    """Authenticate to the server at the other end of `peer`, and check the server's proof.
 
-    Raises the errors of `connect`.
+    Raises the same errors as `connect`.
     """
     try:
         proof = Proof(secret, role, _exactly(peer, NONCE, until))
@@ -191,19 +194,19 @@ def _exactly(peer: socket.socket, count: int, until: float) -> bytes:
 
 
 class Link:
-    """One end of a connection in an event loop. Queues bytes while the socket's buffer is full."""
+    """One end of a connection in an event loop. Queues data while the socket's buffer is full."""
 
     def __init__(self, connection: Connection) -> None:
         self.socket, self._seals = connection.socket, connection.seals
         self.socket.setblocking(False)
         self.is_open = True
         self.queued_bytes = self.sent_bytes = 0
-        """Bytes of all messages so far, and how many of them the socket has accepted."""
+        """Size in bytes of all messages so far, and of the part that the socket has accepted."""
         self._unsent = bytearray()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether bytes are queued that the socket has not accepted yet."""
+        """True if some queued bytes have not been accepted by the socket yet."""
         return bool(self._unsent)
 
     @property
@@ -212,7 +215,10 @@ class Link:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, or queue it while the socket is full. Drops it if the peer is gone."""
+        """Send a message, or queue it if the socket's buffer is full.
+
+        Drops the message if the peer is gone.
+        """
         frame = self._seals.frame(encode(message))
         self._unsent += frame
         self.queued_bytes += len(frame)
@@ -228,15 +234,15 @@ class Link:
         except BlockingIOError:
             return
         except OSError:
-            # The peer is gone. Do not close yet: `read` still returns the messages that it sent
-            # before, and then finds the end.
+            # The peer is gone. Do not close the socket yet: `read` first returns the messages that
+            # the peer sent earlier, and then reaches the end of the stream.
             self._unsent.clear()
             self.sent_bytes = self.queued_bytes
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the messages received so far.
 
-        Clears `is_open` at the end of the stream, and at a message with a wrong MAC.
+        Sets `is_open` to False at the end of the stream, or if a message has a wrong MAC.
         """
         try:
             while data := self.socket.recv(CHUNK):
@@ -253,7 +259,6 @@ class Link:
             self.is_open = False
 
     def close(self) -> None:
-        """Close the connection."""
         self.is_open = False
         self.socket.close()
 
@@ -262,7 +267,7 @@ class Link:
 
 
 def listen(address: str) -> socket.socket:
-    """Listen on a port of `address` that the kernel chooses. Raises OSError."""
+    """Listen on `address`, on a free port chosen by the kernel. Raises OSError on failure."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=1024)
     _opened.add(listener)
@@ -271,7 +276,7 @@ def listen(address: str) -> socket.socket:
 
 @dataclass(eq=False)
 class _Stranger:
-    """A peer that has connected and not authenticated yet."""
+    """A peer that has connected but not authenticated yet."""
 
     peer: socket.socket
     until: float
@@ -280,14 +285,14 @@ class _Stranger:
 
 
 class Acceptor:
-    """Accepts connections, and authenticates several peers at the same time.
+    """Accepts connections and authenticates several peers concurrently.
 
-    A context manager, which closes neither the listener nor the bell.
+    As a context manager, it closes unauthenticated peers, but neither the listener nor the bell.
 
     Args:
         listener: The listening socket.
         secret: The secret that peers must know.
-        role: The role of this process. Peers that mean another one are disconnected.
+        role: The role of this process. Peers that want to reach a different role are disconnected.
         bell: A socket that makes `accept` return None once it becomes readable.
     """
 
@@ -317,10 +322,10 @@ class Acceptor:
     def accept(self, until: float | None = None) -> Connection | None:
         """Return the next authenticated connection.
 
-        Returns None when the bell rings, or at `until`, a time of the monotonic clock.
+        Returns None once the bell is readable, or at the monotonic time `until`.
         """
         while until is None or time.monotonic() < until:
-            # All strangers have the same time to authenticate, so the first one is due first.
+            # All strangers get the same time to authenticate, so the first one times out first.
             times = [each.until for each in self._strangers[:1]]
             times += [] if until is None else [until]
             wait = max(0.0, min(times) - time.monotonic()) if times else None
@@ -361,9 +366,12 @@ class Acceptor:
             self._turn_away(stranger)
 
     def _read_proof(self, stranger: _Stranger) -> Connection | None:
-        """Read more of a proof. Return the connection once the proof is complete and valid."""
+        """Read more of a peer's proof.
+
+        Return the connection once the proof is complete and valid.
+        """
         try:
-            # Not a byte beyond the proof: the messages that follow belong to the connection.
+            # Do not read past the proof: the messages that follow belong to the connection.
             more = stranger.peer.recv(CLAIM - len(stranger.received))
         except BlockingIOError:
             return None
@@ -378,7 +386,7 @@ class Acceptor:
             return None
         self._forget(stranger)
         stranger.peer.setblocking(True)
-        with suppress(OSError):  # the peer is gone: the handler finds that out when it reads
+        with suppress(OSError):  # the peer is gone: the handler will notice when it reads
             stranger.peer.sendall(proof.answer)
         return Connection(stranger.peer, proof.seals(accepts=True))
 
@@ -392,11 +400,11 @@ class Acceptor:
 
 
 class Server:
-    """Accepts connections in a thread, and calls `handle` with each.
+    """Accepts connections in a thread and calls `handle` for each.
 
-    Owns `listener`. Each connection gets its own thread; with `one_by_one` the accepting thread
-    handles one after the other. If a handler raises OSError, or an error that a malformed message
-    causes, only its connection ends.
+    It owns `listener`. Each connection is handled in its own thread or, if `one_by_one` is true, in
+    the accepting thread, one after the other. If a handler raises OSError, or an error caused by a
+    malformed message, only its own connection is closed.
     """
 
     def __init__(
@@ -417,18 +425,18 @@ class Server:
         self._thread = self._start(self._accept, listener, secret, role, rung)
 
     def accept_no_more(self, seconds: float | None = None) -> None:
-        """Stop accepting. Waits at most `seconds` for the thread."""
+        """Stop accepting connections. Waits at most `seconds` seconds for the accepting thread."""
         self._bell.close()
         self._thread.join(seconds)
 
     def close(self, seconds: float | None = None) -> None:
-        """Close all connections. Waits at most `seconds` for each handler."""
+        """Close all connections. Waits at most `seconds` seconds for each handler."""
         self.accept_no_more(seconds)
         with self._lock:
             handlers = dict(self._handlers)
         for connection, thread in handlers.items():
             # shutdown, unlike close, wakes a handler that is blocked in a read.
-            with suppress(OSError):  # the connection has ended meanwhile
+            with suppress(OSError):  # the connection was closed in the meantime
                 connection.socket.shutdown(socket.SHUT_RDWR)
             thread.join(seconds)
 
@@ -444,7 +452,7 @@ class Server:
                         self._handlers[connection] = self._start(self._serve, connection)
 
     def _serve(self, connection: Connection) -> None:
-        # A malformed message must not end the thread that accepts other connections.
+        # A malformed message must not stop the thread that accepts other connections.
         malformed = ValueError, KeyError, TypeError, struct.error
         with connection, suppress(OSError, *malformed):
             self._handle(connection)
@@ -452,7 +460,7 @@ class Server:
             self._handlers.pop(connection, None)
 
     def _start(self, target: Callable[..., None], *given: Any) -> threading.Thread:
-        # A daemon, because the exit of the process must not wait for a peer that does not answer.
+        # A daemon, so that the process can exit without waiting for a peer that does not answer.
         thread = threading.Thread(target=target, args=given, name=self._name, daemon=True)
         thread.start()
         return thread
@@ -472,18 +480,18 @@ class Endpoint(NamedTuple):
 def call_all(
     places: Mapping[K, Endpoint], secret: bytes, request: Any, patience: float
 ) -> dict[K, Any]:
-    """Send a request to all servers at once.
+    """Send the same request to all servers at once.
 
     Args:
         places: The servers by key.
         secret: The secret of the run.
-        request: The request, as JSON values and bytes.
+        request: The request: JSON values, which may contain bytes.
         patience: Seconds to wait for replies.
 
     Returns:
-        The replies that arrived in time, by the key of their server.
+        The replies that arrived in time, by server key.
     """
-    # Each request has its own connection, so a late reply cannot disturb anything after the call.
+    # Each request uses its own connection, so a late reply cannot be mistaken for another one.
     message = encode(request)
     until = time.monotonic() + patience
     replies: dict[K, Any] = {}
@@ -491,12 +499,12 @@ def call_all(
         for key, place in places.items():
             try:
                 peer = socket.socket(socket.AF_INET6 if ":" in place.address else socket.AF_INET)
-            except OSError:  # out of file descriptors: return the replies of the others
+            except OSError:  # out of file descriptors: return the other servers' replies
                 continue
             peer.setblocking(False)
             peer.connect_ex((place.address, place.port))
-            # One generator per connection runs its protocol: it takes received bytes from `send`,
-            # and returns the reply.
+            # One generator per connection runs the protocol. It receives bytes through `send` and
+            # returns the reply.
             steps = _one_call(peer, secret, place.role, message)
             next(steps)
             selector.register(peer, selectors.EVENT_READ, (key, peer, steps))
@@ -522,14 +530,15 @@ def _one_call(
 ) -> Generator[None, bytes, Any]:
     """Authenticate, send `message` and return the reply.
 
-    Its caller sends it the bytes that arrive, and b"" at the end of the stream. Raises OSError and
-    ValueError.
+    The caller sends the generator the bytes that arrive, and b"" at the end of the stream. Raises
+    OSError or ValueError if there is no authentic reply.
     """
     received = bytearray()
     proof = Proof(secret, role, (yield from _take(received, NONCE)))
     seals = proof.seals()
-    # Send the request before the server has proved itself, which saves a round trip. A request
-    # holds no secrets. Both fit into the buffer of a new connection, so this does not block.
+    # Send the request before the server has proved itself, to save a round trip. This is safe
+    # because requests contain no secrets. Proof and request fit into the buffer of a new
+    # connection, so this does not block.
     peer.sendall(proof.words + seals.frame(message))
     if not proof.is_answered_by((yield from _take(received, MAC))):
         raise Unproven("the server does not know the secret of this run")
@@ -556,8 +565,8 @@ def _take(received: bytearray, count: int) -> Generator[None, bytes, bytes]:
 
 def _close_in_forked_child() -> None:
     """Close all connections in a forked child, such as a DataLoader worker."""
-    # A copy of a socket that stays open in the child would hide the end of this process from its
-    # peers, and might answer in its place.
+    # If a copy of a socket stayed open in the child, peers would not notice that the parent has
+    # exited, and the child might answer in its place.
     for each in list(_opened):
         each.close()
 

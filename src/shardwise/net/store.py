@@ -1,10 +1,10 @@
-"""The key-value store of the rendezvous, in rank 0's memory, for ranks that know the secret.
+"""Implements the rendezvous's key-value store, in rank 0's memory, for ranks with the secret.
 
     rank 0       KeyValueTable ◀─ HostStore
-    other ranks  ClientStore ─▶ a connection each (rpc.py) ─▶ a thread of rank 0 ─▶ KeyValueTable
+    other ranks  ClientStore ─▶ own connection (rpc.py) ─▶ own thread on rank 0 ─▶ KeyValueTable
 
-torch's own TCPStore serves anybody who connects. Here a connection lasts as long as its rank, and
-rank 0 accepts no more connections once all ranks have registered.
+torch's TCPStore serves anybody who connects. This store requires the secret, and once all ranks
+have registered, it accepts no new connections. A rank uses the same connection all the time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from shardwise.net import authentication, listeners, rpc
 
 SLICE = 1.0
-"""Longest time in seconds that rank 0 waits for a key before it answers that the key is missing."""
+"""Maximum time in seconds that rank 0 waits for a key before it replies that the key is missing."""
 
 DRAWN_OUT = 2.0
-"""Seconds that a rank waits beyond the limit of its request, since rank 0 may be busy."""
+"""Seconds that a rank waits beyond its request's time limit, because rank 0 may be busy."""
 
 
 def role_of(port: int) -> bytes:
@@ -36,7 +36,7 @@ def role_of(port: int) -> bytes:
 
 
 class KeyValueTable:
-    """A thread-safe table of values by key."""
+    """A thread-safe dictionary whose readers can wait for keys."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,16 +48,16 @@ class KeyValueTable:
             self._put(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under `key`, which starts at 0, and return the sum."""
+        """Add `amount` to the number under `key`, which starts at 0. Return the sum."""
         with self._lock:
             total = int(self._values.get(key, b"0")) + amount
             self._put(key, str(total).encode())
             return total
 
     def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        """Set `value` if the present value is `expected`; a missing value counts as empty.
+        """Set `value` if the current value equals `expected`. A missing value counts as empty.
 
-        Returns the value after the call, or `expected` for a missing key.
+        Returns the value after the call, or `expected` if the key is still missing.
         """
         with self._lock:
             if self._values.get(key, b"") == expected:
@@ -76,12 +76,16 @@ class KeyValueTable:
         return self._values.get(key)
 
     def absent(self, keys: Sequence[str], until: float = 0.0) -> list[str]:
-        """Return the keys still missing at `until`, a time of the monotonic clock."""
+        """Wait for `keys` until the monotonic time `until`.
+
+        Returns the keys that are still missing.
+        """
         with self._lock:
             for key in keys:
                 while key not in self._values:
                     left = until - time.monotonic()
-                    # One condition per key: a `set` wakes only the threads that wait for its key.
+                    # One condition per key, so that `set` wakes only the threads waiting for that
+                    # key.
                     arrival = self._arrivals.setdefault(key, threading.Condition(self._lock))
                     if left <= 0 or not arrival.wait(left):
                         return [each for each in keys if each not in self._values]
@@ -94,9 +98,10 @@ class KeyValueTable:
 
 
 class _TableStore(Store):
-    """A store with torch's interface over a table. torch calls these methods, also from C++.
+    """Base class of stores that give a table torch's Store interface.
 
-    `timeout` is the default for waits, in seconds.
+    torch calls these methods from Python and C++. `timeout` is the default limit for waits, in
+    seconds.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -106,15 +111,15 @@ class _TableStore(Store):
 
     @abstractmethod
     def absent(self, keys: Sequence[str], seconds: float = 0.0) -> list[str]:
-        """Return the keys that are still missing after `seconds`."""
+        """Wait at most `seconds` seconds for `keys`. Return the keys that are still missing."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections and end the threads."""
+        """Close the connections and stop the threads."""
 
     @abstractmethod
     def _do(self, verb: str, *given: Any) -> Any:
-        """Call a method of the table."""
+        """Call the table's method `verb` and return its result."""
 
     def set(self, key: str, value: str | bytes) -> None:
         listeners.note(_bytes(value))
@@ -158,7 +163,7 @@ class _TableStore(Store):
 class HostStore(_TableStore):
     """Rank 0's side of the store.
 
-    Accepts ranks that know `secret` at `listener`, which it owns, until `accept_no_more`.
+    Until `accept_no_more`, it accepts ranks that know `secret` on `listener`, which it owns.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, timeout: float) -> None:
@@ -174,24 +179,24 @@ class HostStore(_TableStore):
         return self._table.absent(keys, time.monotonic() + seconds)
 
     def accept_no_more(self) -> None:
-        """Accept no more connections."""
+        """Stop accepting connections."""
         self._server.accept_no_more()
 
     def close(self) -> None:
         self._server.accept_no_more()
-        # A handler may be waiting for a key on behalf of its rank, so do not wait for its thread.
+        # A handler thread may be waiting for a key on behalf of its rank, so do not join it.
         self._server.close(0.0)
 
     def _serve(self, connection: rpc.Connection) -> None:
-        """Answer the requests of a rank until it disconnects."""
+        """Answer a rank's requests until it disconnects."""
         while (request := connection.receive()) is not None:
             verb, *given = rpc.decode(request)
             connection.send(rpc.encode(self._answer(verb, given)))
 
     def _answer(self, verb: str, given: list[Any]) -> Any:
         if verb == "absent":
-            # A short wait at a time: the thread of a rank that has gone must find that out. The
-            # client asks again until its own limit.
+            # Wait only briefly, so that the thread notices if its rank has disconnected. The client
+            # repeats the request until its own limit.
             keys, seconds = given
             return self._table.absent(keys, time.monotonic() + min(seconds, SLICE))
         if verb not in _VERBS:
@@ -211,7 +216,7 @@ class ClientStore(_TableStore):
         self._connection = connection
         self._lock = threading.Lock()
         self._broken = ""
-        """Why no more requests can be sent; "" while the connection works."""
+        """The reason why no more requests can be sent, or "" if the connection works."""
 
     def _do(self, verb: str, *given: Any) -> Any:
         return self._ask(self.seconds, verb, *given)
@@ -228,8 +233,8 @@ class ClientStore(_TableStore):
         with self._lock:  # NCCL uses the store from its own thread
             if self._broken:
                 raise dist.DistStoreError(self._broken)
-            # Set before the request: KeyboardInterrupt may leave half a reply on the connection,
-            # which the next request would take for its own.
+            # Mark the connection as broken before the request: a KeyboardInterrupt may leave half a
+            # reply on it, which the next request would mistake for its own reply.
             self._broken = "an earlier request to rank 0 was interrupted"
             try:
                 reply = self._connection.call([verb, *given], seconds + DRAWN_OUT)

@@ -1,8 +1,8 @@
-"""The rendezvous of ranks that torchrun started, on the store of its agent.
+"""Implements the rendezvous of ranks started by torchrun, on the store of torchrun's agent.
 
-Anybody who reaches that store can read and write it, so it must not hold the secret of the run. On
-one host, rank 0 writes the secret to a file that only the same user can read. On several hosts the
-user gives the secret. Otherwise the run is open, and prints a warning.
+Anybody who reaches that store can read and write it, so it must not hold the run's secret. On a
+single host, rank 0 writes the secret to a file that only the same user can read. On several hosts,
+the user supplies the secret. Otherwise the run is open, and prints a warning.
 """
 
 from __future__ import annotations
@@ -25,21 +25,24 @@ from shardwise.net.rendezvous import Rendezvous, here
 
 STARTS = "TORCHELASTIC_RESTART_COUNT"
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set to True if the agent has a store for its ranks."""
+"""Environment variable that torchrun sets to "True" if its agent provides a store."""
 
 _FILE = re.compile("secret-[0-9a-f]{16}")
 
 
 def has_store() -> bool:
-    """Return whether torchrun's agent has a store for its ranks.
+    """Return whether torchrun's agent provides a store for its ranks.
 
-    Other launchers set torchrun's variables but have no such store.
+    Other launchers set torchrun's variables but provide no such store.
     """
     return os.environ.get(AGENT) == "True"
 
 
 def exposed() -> str:
-    """Return the warning about torchrun's agent; "" without one, or if shardwise run warned."""
+    """Return the warning about torchrun's open agent.
+
+    Returns "" if there is no such agent, or if `shardwise run` has already printed the warning.
+    """
     if not has_store() or FLAGS_VARIABLE in os.environ:
         return ""
     return (
@@ -50,19 +53,20 @@ def exposed() -> str:
 
 
 def meet(identity: Identity, timeout: float) -> Rendezvous:
-    """Meet the other ranks on the agent's store, within `timeout` seconds.
+    """Connect to the other ranks through the agent's store, within `timeout` seconds.
 
-    Raises LaunchError, naming the missing ranks, or RuntimeError if the store cannot be reached.
+    Raises LaunchError, naming the missing ranks, if some do not register in time. Raises
+    RuntimeError if the store cannot be reached.
     """
     limit = timedelta(seconds=timeout)
     found, _, _ = next(rendezvous("env://", timeout=limit))
-    # The store outlives a restart of the ranks: the prefix hides keys of the previous start.
+    # The store survives a restart of the ranks. The prefix hides the previous start's keys.
     store = PrefixStore(f"start {os.environ.get(STARTS, 0)}", found)
     return _meet_on(store, identity, timeout)
 
 
 def _meet_on(store: Store, identity: Identity, timeout: float) -> Rendezvous:
-    """Wait until all ranks have registered on `store`, and agree on the secret."""
+    """Wait until all ranks have registered on `store`, then agree on the secret."""
     limit = timedelta(seconds=timeout)
     store.set(here(identity.rank), "")
     _await_all(identity, store, timeout)
@@ -77,9 +81,10 @@ def _meet_on(store: Store, identity: Identity, timeout: float) -> Rendezvous:
 
 
 def adopt(identity: Identity, timeout: float) -> Rendezvous:
-    """Meet on torch's default process group, which the script has initialised before sw.init.
+    """Connect to the other ranks through torch's default process group.
 
-    Raises LaunchError if its rank and size are not those from the launcher.
+    The script has initialised this group before sw.init. Raises LaunchError if the group's rank and
+    size differ from the launcher's.
     """
     if (dist.get_rank(), dist.get_world_size()) != (identity.rank, identity.size):
         raise LaunchError(
@@ -93,7 +98,7 @@ def adopt(identity: Identity, timeout: float) -> Rendezvous:
 
 
 def _nothing() -> None:
-    """Do nothing: the store belongs to the agent."""
+    """Do nothing, because the store belongs to the agent."""
 
 
 def _await_all(identity: Identity, store: Store, timeout: float) -> None:
@@ -112,7 +117,7 @@ def _await_all(identity: Identity, store: Store, timeout: float) -> None:
 
 
 def _by_file(identity: Identity, store: Store, limit: timedelta) -> str:
-    """Pass the secret that rank 0 draws to all ranks, in a file. The store has only its name."""
+    """Pass rank 0's new secret to all ranks in a file. The store holds only the file's name."""
     if identity.rank == 0:
         name, secret = f"secret-{tokens.token_hex(8)}", environment.draw_secret()
         place = private_files.folder() / name
@@ -130,7 +135,7 @@ def _by_file(identity: Identity, store: Store, limit: timedelta) -> str:
             private_files.tidy()
         return secret
     name = store.get("secret at").decode()
-    # Anybody may write to the store, so `name` must not become a path to another folder.
+    # Anybody can write to the store, so reject a `name` that points to another folder.
     if _FILE.fullmatch(name) is None:
         raise LaunchError(f"{name!r} is not from rank 0: somebody else writes to torchrun's store.")
     found = private_files.read(private_files.folder() / name)

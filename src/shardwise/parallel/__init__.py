@@ -1,1 +1,1 @@
-"""Parallelism inside a replica of the model: tensor parallel and pipeline parallel."""
+"""Implements parallelism inside a replica of the model: tensor parallel and pipeline parallel."""

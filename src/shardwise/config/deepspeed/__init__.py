@@ -1,10 +1,10 @@
-"""Reads a DeepSpeed JSON as a source of settings. Pure, except for reading the file.
+"""Reads a DeepSpeed JSON config as a source of settings. Its only I/O is reading the file.
 
-- keys.py: the table of keys: mapped to a setting, ignored, or refused
-- document.py: reads the JSON from a file or a dict, and checks its keys
-- batches.py: solves for the three batch sizes
-- job.py: turns the JSON into settings and options of a training loop
-- describe.py: describes the result in lines for the user
+- keys.py: the table of keys, each mapped to a setting, ignored or rejected
+- document.py: reads the config from a file or a dict, and checks its keys
+- batches.py: computes missing batch sizes
+- job.py: turns the config into settings and options of a training loop
+- describe.py: describes the result for the user
 """
 
 from shardwise.config.deepspeed.batches import Batches, solve

@@ -1,4 +1,4 @@
-"""The three batch sizes of a DeepSpeed JSON: total = micro-batch x accumulation x workers."""
+"""Computes missing batch sizes in a DeepSpeed config: total = micro-batch x steps x workers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ STEPS = "gradient_accumulation_steps"
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Batch sizes in samples: `total` per step over all workers, `micro` per backward of a worker.
+    """The three batch sizes of a DeepSpeed config.
 
-    `steps` is the number of backwards per optimizer step.
+    Args:
+        total: The number of samples per step, over all workers.
+        micro: The number of samples per backward pass of a worker.
+        steps: The number of backward passes per optimizer step.
     """
 
     total: int
@@ -26,10 +29,17 @@ class Batches:
 def solve(
     total: int | None, micro: int | None, steps: int | None, workers: int, name: str
 ) -> Batches:
-    """Complete the three sizes for `workers` data-parallel workers, by the rules of DeepSpeed.
+    """Compute the missing batch sizes by DeepSpeed's rules.
 
-    A size that the JSON does not give is None. `name` is the JSON's name for messages.
-    Raises ConfigError if total = micro x steps x workers cannot hold.
+    Args:
+        total: The total batch size, or None if it is missing from the config.
+        micro: The micro-batch size, or None if it is missing.
+        steps: The number of accumulation steps, or None if it is missing.
+        workers: The number of data-parallel workers.
+        name: The config's name for messages.
+
+    Raises:
+        ConfigError: The sizes do not satisfy total = micro x steps x workers.
     """
     if total is None and micro is None:
         raise ConfigError(f"{name}: the batch size is missing. Give {TOTAL} or {MICRO}.")
@@ -37,7 +47,7 @@ def solve(
     for key, value in sizes:
         if value is not None and value < 1:
             raise ConfigError(f"{name}: {key} takes a whole number of 1 or more, not {value}.")
-    # Divisions may leave a remainder, as in DeepSpeed. The check at the end finds it.
+    # As in DeepSpeed, divisions may leave a remainder. The check at the end detects it.
     given = " and ".join(f"{key} {value}" for key, value in sizes if value is not None)
     if total is None:
         assert micro is not None

@@ -1,4 +1,4 @@
-"""Describes the settings that a DeepSpeed JSON becomes, and renders the table of its keys."""
+"""Describes the settings that result from a DeepSpeed config, and renders the table of its keys."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ OF_THE_LOOP = (
     ("fp16.loss_scale", "sw.Engine(scaler=...)"),
     ("gradient_allreduce_op", "engine.backward(reduction=...)"),
 )
-"""Keys that a script with sw.Engine sets itself, with the call that sets them."""
+"""Keys whose effect a script with sw.Engine controls itself, and the call that controls it."""
 
 
 def lines(job: DeepSpeedJob, workers: int | None) -> list[str]:
     """Return the lines that `shardwise run --dry-run --deepspeed` prints.
 
-    They show each setting with its key in the JSON, the batch sizes, and `short_lines`.
+    They show each setting and its key in the config, the batch sizes, and `short_lines`.
     """
     shown = {
         name: ("on" if value else "off") if isinstance(value, bool) else f"{value}"
@@ -41,8 +41,8 @@ def lines(job: DeepSpeedJob, workers: int | None) -> list[str]:
 def short_lines(job: DeepSpeedJob, *, of_loop: bool = True) -> list[str]:
     """Return the lines that every run with `--deepspeed` prints.
 
-    They show the values of "auto", the keys that a script with sw.Engine sets itself (if
-    `of_loop`), and the ignored keys.
+    They show the values that replaced "auto" and the ignored keys. If `of_loop` is true, they also
+    show the keys whose effect a script with sw.Engine controls itself.
     """
     document = job.document
     found = []
@@ -82,7 +82,7 @@ _TITLES = {
 
 
 def table() -> str:
-    """Return the tables of all keys as Markdown, for docs/reference/deepspeed_keys.md."""
+    """Render the tables of all keys as Markdown, for docs/reference/deepspeed_keys.md."""
     parts = []
     for kind, (column, title) in _TITLES.items():
         rows = [f"| `{k.name}` | {k.text} |" for k in KEYS.values() if k.kind == kind]

@@ -1,4 +1,4 @@
-"""Reads the JSON of a file or a dict, and checks its keys against those that DeepSpeed has."""
+"""Reads a DeepSpeed config from a file or a dict, and checks its keys."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from shardwise.errors import ConfigError
 AUTO = "auto"
 
 MOST_DIGITS = 300
-"""Limit of the digits of an integer: the largest float has 309."""
+"""Maximum number of digits in an integer. The largest float has 309."""
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the JSON object of `source`, a file or a dict, and its name for messages.
+    """Read the config `source`, a file name or a dict.
+
+    Return its content and its name for messages.
 
     Raises ConfigError if the file cannot be read or does not hold a JSON object.
     """
@@ -49,10 +51,13 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, 
 
 
 def _parse(text: str) -> Any:
-    """Parse `text` as JSON, or else as Hjson if that package is installed. Raises ValueError."""
+    """Parse `text` as JSON, or as Hjson if it is not JSON and the hjson package is installed.
+
+    Raises ValueError if it cannot be parsed.
+    """
 
     def parse_int(digits: str) -> int:
-        # Python takes quadratic time to convert the digits of a long integer.
+        # Converting a long integer takes Python quadratic time.
         if len(digits) > MOST_DIGITS:
             raise ValueError(f"it has an integer of {len(digits)} digits")
         return int(digits)
@@ -60,7 +65,7 @@ def _parse(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_int=parse_int)
     except json.JSONDecodeError:
-        # DeepSpeed itself reads Hjson: JSON with comments and optional commas.
+        # DeepSpeed itself accepts Hjson, which is JSON with comments and optional commas.
         if find_spec("hjson") is None:
             raise
     return import_module("hjson").loads(text, object_pairs_hook=_refuse_duplicates)
@@ -77,14 +82,14 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class Document:
-    """The values of a JSON that have a meaning here, by dotted name, and the ignored keys."""
+    """The values of a config that Shardwise uses, by dotted name, and the ignored keys."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
-    """Keys that only tune DeepSpeed."""
+    """The ignored keys, which only tune DeepSpeed."""
     resolved: dict[str, Any] = field(default_factory=dict)
-    """The values that replaced "auto"; None if the key was left out."""
+    """By dotted name, the value that replaced "auto", or None if the key was dropped."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of `name`, or `default` if it is missing or null."""
@@ -92,15 +97,15 @@ class Document:
         return default if value is None else value
 
     def error(self, key: str, words: str) -> ConfigError:
-        """Return the error for a `key` whose value is not supported."""
+        """Return an error about the key `key`, whose value is not supported."""
         return ConfigError(f"{self.name}: {key} {words}")
 
 
 def check(tree: Mapping[str, Any], name: str, auto: Mapping[str, Any]) -> Document:
     """Check every key and the type of every value in `tree`, and resolve "auto".
 
-    A value "auto" is replaced by the value for that key in `auto`, or dropped without one.
-    Raises ConfigError.
+    A value of "auto" is replaced with the key's value in `auto`, or dropped if there is none.
+    Raises ConfigError if a key is unknown or not supported, or a value has the wrong type.
     """
     found = Document(name)
     for key, value in _walk(tree, name):
@@ -109,7 +114,8 @@ def check(tree: Mapping[str, Any], name: str, auto: Mapping[str, Any]) -> Docume
             value = found.resolved[key] = auto.get(key)
         if about.takes == "open" and isinstance(value, Mapping):
             value = _resolved(value, key, auto, found.resolved)
-        # A section for an unsupported feature that is off, as in many generated JSONs, is fine.
+        # Many generated configs contain sections for unsupported features that are off. Accept
+        # them.
         if about.kind == REFUSED:
             if _is_on(value, key):
                 raise found.error(key, f"is not supported: {about.text}.")
@@ -121,11 +127,11 @@ def check(tree: Mapping[str, Any], name: str, auto: Mapping[str, Any]) -> Docume
 
 
 def _walk(tree: Mapping[str, Any], name: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each known key in `tree` with its value. Raises ConfigError for an unknown key."""
+    """Yield (dotted key, value) for each key in `tree`. Raises ConfigError if a key is unknown."""
     for word, value in tree.items():
         key = prefix + str(word)
         key = ALIASES.get(key, key)
-        # Old JSONs write "zero_optimization": true for stage 1.
+        # Old configs contain "zero_optimization": true for stage 1.
         if key == "zero_optimization" and isinstance(value, bool):
             key, value = "zero_optimization.stage", int(value)
         if key in KEYS:
@@ -140,13 +146,13 @@ def _walk(tree: Mapping[str, Any], name: str, prefix: str = "") -> Iterator[tupl
 
 
 def _unknown(key: str, name: str) -> ConfigError:
-    """Return the error for an unknown `key`, suggesting the nearest known one."""
+    """Return the error for the unknown key `key`, suggesting the most similar known key."""
     section = key.rpartition(".")[0]
     known = [*KEYS, *SECTIONS]
     same_section = [each for each in known if each.rpartition(".")[0] == section]
     last = key.rpartition(".")[2]
-    # Likely mistakes, in this order: the right name in the wrong section, a typing error in the
-    # right section, anything else.
+    # Likely mistakes, in this order: the right name in the wrong section, a typo in the right
+    # section, anything else.
     near = [each for each in known if each.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(key, same_section, n=1, cutoff=0.5)
     near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -157,7 +163,7 @@ def _unknown(key: str, name: str) -> ConfigError:
 def _resolved(
     params: Mapping[str, Any], key: str, auto: Mapping[str, Any], resolved: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return `params` with each "auto" replaced by its value in `auto`, or dropped."""
+    """Replace each "auto" in `params` with its value in `auto`, or drop it if there is none."""
     found = {}
     for name, value in params.items():
         if value == AUTO:
@@ -169,7 +175,7 @@ def _resolved(
 
 
 def _is_on(value: Any, key: str) -> bool:
-    """Return whether `value` turns on an unsupported feature."""
+    """Return whether `value` turns on the unsupported feature `key`."""
     if isinstance(value, Mapping) and "enabled" in value:
         value = value["enabled"]
     if key.endswith(".ratio"):
@@ -190,7 +196,10 @@ _EXAMPLES = {
 
 
 def _of_kind(value: Any, key: str, takes: str, document: Document) -> Any:
-    """Return `value` in the type that its key takes. Raises ConfigError."""
+    """Return `value` as the type `takes` (such as "whole").
+
+    Raises ConfigError if it does not fit.
+    """
     if takes == "any":
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

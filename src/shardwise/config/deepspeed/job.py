@@ -1,4 +1,4 @@
-"""Turns a DeepSpeed JSON into settings of a run and options of a training loop."""
+"""Turns a DeepSpeed config into settings of a run and options of a training loop."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from shardwise.errors import ConfigError
 
 SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Muon")
-"""Optimizers whose names DeepSpeed takes in upper or lower case. Others are torch's, by name."""
+"""Optimizers whose names are not case-sensitive in DeepSpeed.
+
+Any other name is a torch optimizer.
+"""
 _ELSEWHERE = ("onebitadam", "zerooneadam", "onebitlamb", "lamb", "lion", "muadam", "muadamw")
 _MISSING = (*_ELSEWHERE, "musgd")
 
 
 @dataclass(frozen=True)
 class LossScaling:
-    """Loss scaling of fp16: the `static` factor, or if that is 0, dynamic scaling.
+    """Loss scaling for fp16.
 
-    Dynamic scaling starts at 2**`power` and doubles after `window` steps without overflow.
+    Args:
+        static: The static factor, or 0 for dynamic scaling.
+        power: Dynamic scaling starts at 2**power.
+        window: The dynamic scale doubles after this many steps without overflow.
     """
 
     static: float = 0.0
@@ -32,7 +38,7 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class Monitor:
-    """A log of training values, written to the folder `folder`/`job`."""
+    """Options of a monitor, which writes training metrics to the folder `folder`/`job`."""
 
     folder: str = ""
     job: str = "DeepSpeedJobName"
@@ -40,7 +46,7 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Named:
-    """An optimizer or a schedule: its name, and its keywords."""
+    """The name of an optimizer or a schedule, and its keyword arguments."""
 
     name: str
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -48,19 +54,19 @@ class Named:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedJob:
-    """The content of a DeepSpeed JSON. `document` holds its raw keys."""
+    """The content of a DeepSpeed config. `document` holds its raw keys."""
 
     document: Document
     settings: Mapping[str, Any]
-    """Settings of Shardwise, only those that the JSON sets."""
+    """The Shardwise settings that the config sets."""
     source_keys: Mapping[str, str]
-    """By setting, the key of the JSON that sets it."""
+    """By setting, the config key that sets it."""
     stage: int
     precision: str
     clipping: float
-    """Largest gradient norm; 0 turns clipping off."""
+    """The maximum gradient norm. 0 turns clipping off."""
     averages: bool
-    """Whether gradients are averaged over the workers, rather than summed."""
+    """True if gradients are averaged over the workers, False if they are summed."""
     manages_accumulation: bool
     optimizer: Named | None
     schedule: Named | None
@@ -70,10 +76,13 @@ class DeepSpeedJob:
     tensorboard: Monitor | None
     csv: Monitor | None
     tag_validation: str
-    """What save_checkpoint does if tags differ between ranks: warn, ignore or fail."""
+    """What save_checkpoint does if tags differ between ranks: "warn", "ignore" or "fail"."""
 
     def batches(self, workers: int) -> Batches:
-        """Return the batch sizes for `workers` data-parallel workers. Raises ConfigError."""
+        """Return the batch sizes for `workers` data-parallel workers.
+
+        Raises ConfigError if they do not fit together.
+        """
         total, micro, steps = (self.document.get(key) for key in (TOTAL, MICRO, STEPS))
         return solve(total, micro, steps, workers, self.document.name)
 
@@ -81,10 +90,15 @@ class DeepSpeedJob:
 def parse(
     source: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None = None
 ) -> DeepSpeedJob:
-    """Parse the JSON `source`. `auto` has the values for keys that are "auto", by dotted name.
+    """Parse the DeepSpeed config `source`, a file name or a dict.
 
-    Raises ConfigError for invalid JSON, for keys that DeepSpeed does not have or that Shardwise
-    does not support, and for keys that contradict each other.
+    Args:
+        source: The config.
+        auto: By dotted name, the values for keys that are "auto".
+
+    Raises:
+        ConfigError: The JSON is invalid, a key is unknown to DeepSpeed or not supported by
+            Shardwise, or keys contradict each other.
     """
     tree, name = read(source)
     document = check(tree, name, auto or {})
@@ -158,7 +172,7 @@ def _refuse_precisions(document: Document) -> None:
 
 
 def _refuse_old_and_new(document: Document, state: str) -> None:
-    """Raise ConfigError if the old key for an offload contradicts the new one."""
+    """Raise ConfigError if the old key for offloading `state` contradicts the new one."""
     old = "zero_optimization.cpu_offload" + ("_param" if state == "param" else "")
     section = f"zero_optimization.offload_{state}"
     new = f"{section}.device"
@@ -194,7 +208,7 @@ _AUTOCAST = {
 
 
 Row = tuple[str, Any, str]
-"""A setting, its value, and the key of the JSON that sets it."""
+"""A setting, its value, and the config key that sets it."""
 
 
 def _placement_rows(document: Document) -> Iterator[Row]:
@@ -206,7 +220,7 @@ def _placement_rows(document: Document) -> Iterator[Row]:
         if tier is not None:
             yield name, tier, key
     # ZeRO++ (hpZ) partitions a second copy of the weights within each host, so that gathers stay
-    # there.
+    # inside the host.
     if document.get(key := "zero_optimization.zero_hpz_partition_size", 1) > 1:
         yield "shard_within", "host", key
     if document.get(key := "activation_checkpointing.cpu_checkpointing"):
@@ -220,7 +234,7 @@ def _placement_rows(document: Document) -> Iterator[Row]:
 def _precision_rows(document: Document) -> Iterator[Row]:
     if document.get(key := "bf16.enabled"):
         yield "precision", "bf16", key
-        # DeepSpeed skips a step with non-finite gradients by default; we stop the run.
+        # By default, DeepSpeed skips a step with non-finite gradients, whereas we stop the run.
         if document.get(checks := "bf16.check_grad_overflow", True):
             yield "nonfinite", "skip", checks if checks in document.values else key
     elif document.get(key := "fp16.enabled"):
@@ -238,7 +252,7 @@ def _transport_rows(document: Document) -> Iterator[Row]:
 
 
 def _tier(document: Document, state: str) -> tuple[str, str | None]:
-    """Return the key of the JSON that sets the tier of `state`, and the tier for `--offload-*`."""
+    """Return the config key that sets the tier of `state`, and the tier or None."""
     section = f"zero_optimization.offload_{state}"
     device = document.get(f"{section}.device", "none")
     old = "zero_optimization.cpu_offload" + ("_param" if state == "param" else "")

@@ -1,7 +1,7 @@
-"""The keys of DeepSpeed's JSON: mapped to a setting, ignored, or refused. Pure.
+"""Defines the table of DeepSpeed's config keys: mapped to a setting, ignored or rejected.
 
-The table covers DeepSpeed 0.19.8. docs/reference/deepspeed_keys.md shows this table: after a
-change run `python scripts/deepspeed_keys.py`.
+The table covers DeepSpeed 0.19.8. It is also shown in docs/reference/deepspeed_keys.md. After a
+change, run `python scripts/deepspeed_keys.py` to update that page.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ MAPPED, TUNING, REFUSED = "mapped", "ignored", "refused"
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the JSON, with its dotted `name`.
+    """A config key.
 
-    `text` names its counterpart here, the reason why it is ignored, or the line to write instead.
-    `takes` is the type of its value; a section that is "open" may hold any keys.
+    Args:
+        name: The dotted name.
+        kind: MAPPED, TUNING or REFUSED.
+        text: What the key corresponds to here, why it is ignored, or what to write instead.
+        takes: The type of its value. An "open" section may contain any keys.
     """
 
     name: str
@@ -374,7 +377,7 @@ KEYS = {
     )
     for key in part
 }
-"""All keys, by dotted name."""
+"""All known keys, by dotted name."""
 
 ALIASES = {
     "bfloat16": "bf16",
@@ -385,7 +388,7 @@ ALIASES = {
     "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
     "zero_optimization.max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
 }
-"""Other spellings that DeepSpeed accepts, with the usual ones."""
+"""Alternative spellings that DeepSpeed accepts, mapped to the usual ones."""
 
 SECTIONS = {name.rpartition(".")[0] for name in KEYS if "." in name}
-"""Keys whose value is an object with further keys."""
+"""Keys whose value is an object that contains further keys."""

@@ -1,14 +1,14 @@
-"""The agent of a host with elastic islands.
+"""Runs on each host of a run with elastic islands, as the launcher's agent.
 
 launcher                    agent
-    serve ->                starts the broker of this host, and a server for the other hosts
-    listen ->               opens the socket for an island's meeting
+    serve ->                starts this host's broker, and a server for the other hosts
+    listen ->               opens the socket for an island's rendezvous
     <- listening
-    start_island ->         starts the ranks of the island on this host
-    <- contribution, back, who  messages of its ranks        (broker.py)
-    keep, fetch ->          files of ranks of other hosts
+    start_island ->         starts the island's ranks on this host
+    <- contribution, back, who  messages from its ranks      (broker.py)
+    keep, fetch ->          files from ranks on other hosts
     <- fetched, unfetched
-    settle, shut ->         messages and files for ranks, and files to drop
+    settle, shut ->         messages and files for ranks; files to drop; links to close
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.launch.ssh.agent import Agent, main
 from shardwise.net import network
 
 LITTLE = 1 << 15
-"""Files up to this size (bytes) pass through the launcher, which saves a round trip."""
+"""Files up to this size in bytes are sent through the launcher, which saves a round trip."""
 
 TO_ISLANDS: protocol.Kinds = {
     "serve": {"secret": str, "ranks": int, "islands": int},
@@ -69,26 +69,29 @@ FROM_ISLANDS: protocol.Kinds = {
     "unfetched": {"rank": int, "number": int, "why": str},
 }
 OF_A_RANK = ("contribution", "back", "who")
-"""Messages about a single rank of the host."""
+"""Kinds of messages that are about a single rank of the host."""
 
 
 class IslandAgent(Agent):
-    """An agent that also runs the broker of this host, its server, and the islands' meetings."""
+    """An agent that also runs this host's broker and file server, and opens rendezvous sockets."""
 
     kinds: protocol.Kinds = {**protocol.TO_AGENT, **TO_ISLANDS}  # noqa: RUF012
 
     def __init__(self, signals: Signals, stack: ExitStack) -> None:
         super().__init__(signals, stack)
         self._meetings: dict[int, list[socket.socket]] = {}
-        """By island whose first rank is here: its listening socket, and a reserved port."""
+        """For each island whose first rank is here: its listening socket and a reserved port."""
 
     # -- the start ------------------------------------------------------------------------
 
     def on_serve(self, secret: str, ranks: int, islands: int) -> None:
-        """Serve other hosts. This host has `ranks` ranks, of a run of `islands` islands."""
+        """Start this host's broker, and serve other hosts.
+
+        `ranks` is the number of ranks on this host, `islands` the number of islands in the run.
+        """
         if self._listener is None:
             raise protocol.ProtocolError("serve before check")
-        # The agent also keeps the files of ranks of other hosts.
+        # The agent also holds files from ranks on other hosts.
         allow_files(ranks, islands, kept=islands)
         known = secret.encode()
         self._broker = HostBroker(self._selector, self)
@@ -101,7 +104,7 @@ class IslandAgent(Agent):
         self._send("serving")
 
     def on_listen(self, island: int, address: str) -> None:
-        """Open the socket for the meeting of the ranks of `island`."""
+        """Open the listening socket for the rendezvous of island `island`."""
         self._close_meeting(island)
         meeting, spare = network.listen(address, 0), network.reserve_port(address)
         self._meetings[island] = [meeting, spare]
@@ -111,7 +114,7 @@ class IslandAgent(Agent):
     def on_start_island(
         self, meeting: dict[str, Any], streams: dict[str, Any], **about: Any
     ) -> None:
-        """Start the ranks of `island` on this host."""
+        """Start an island's ranks on this host. `about` holds the arguments of `IslandWorkers`."""
         island = about["island"]
         started: list[IslandWorkers] = []
 
@@ -119,7 +122,8 @@ class IslandAgent(Agent):
             *first, on_exit, saves = arguments
 
             def ended(rank_exit: RankExit) -> None:
-                # Messages must not arrive after its end, because the island may have restarted.
+                # No messages may arrive after the rank has exited, because the island may have
+                # restarted.
                 self._broker.shut([rank_exit.end.rank])
                 on_exit(rank_exit)
 
@@ -145,36 +149,37 @@ class IslandAgent(Agent):
     # -- messages of ranks of this host ---------------------------------------------------
 
     def contribute(self, what: Contribution) -> None:
-        """Pass on that a rank has contributed to an exchange."""
-        # An admission always passes through the launcher: all ranks of the admitted islands get it,
-        # and their hosts may have just started.
+        """Forward a rank's contribution to the launcher."""
+        # An admission is always sent through the launcher, because all ranks of the admitted
+        # islands receive it and their hosts may have just started.
         data = None
         if what.size <= LITTLE or what.label.startswith(ADMITS):
             data = base64.b64encode(self._broker.read(what.key)).decode()
         self._send("contribution", **asdict(what), data=data)
 
     def request_return(self, rank: int) -> None:
-        """Pass on that `rank` asks to be admitted."""
+        """Forward the request of `rank` to be admitted."""
         self._send("back", rank=rank)
 
     def report_missing(self, rank: int) -> None:
-        """Pass on that `rank` asks which ranks are missing."""
+        """Forward the request of `rank` for the list of missing ranks."""
         self._send("who", rank=rank)
 
     # -- files of ranks of other hosts ----------------------------------------------------
 
     def on_keep(self, rank: int, number: int, data: str) -> None:
-        """Keep the file of a rank of another host."""
+        """Store the base64-encoded file `data` from a rank on another host."""
         self._broker.write((rank, number), base64.b64decode(data))
 
     def on_fetch(self, rank: int, number: int, address: str, port: int) -> None:
-        """Fetch the file of a rank of another host from its server."""
+        """Start fetching a file from the server of another host."""
         self._fetches.begin((rank, number), (address, port))
 
     def on_settle(self, deliveries: list[dict[str, Any]], dropped: list[list[int]]) -> None:
-        """Deliver messages and files to ranks, and drop files."""
+        """Deliver messages and files to ranks, then drop the files `dropped`."""
         messages = [protocol.build(Delivery, each) for each in deliveries]
-        # Cancel their fetches first, or they would arrive after they were dropped.
+        # Cancel the fetches of dropped files first. Otherwise the files would arrive after the
+        # drop.
         keys = [(rank, number) for rank, number in dropped]
         for key in keys:
             self._fetches.cancel(key)
@@ -184,7 +189,7 @@ class IslandAgent(Agent):
         self._broker.settle(deliveries_here, keys)
 
     def on_shut(self, ranks: list[int]) -> None:
-        """Close the links of these ranks."""
+        """Close the links to these ranks."""
         self._broker.shut(ranks)
 
     def _fetched(self, key: Key, fd: int) -> None:

@@ -1,13 +1,13 @@
-"""Brokers exchanges for the ranks of one host: receives contributions, and delivers answers.
+"""Connects the ranks of a host to the exchanges: receives contributions, and delivers answers.
 
-    rank  ─▶ {"label": label, ...} + a file in memory              its contribution
-    rank  ─▶ {"back": true}                                       it asks to be admitted
-    rank  ─▶ {"who": true}                                        it asks which ranks are missing
+    rank  ─▶ {"label": label, ...} + a file in memory              the rank's contribution
+    rank  ─▶ {"back": true}                                       the rank asks to be admitted
+    rank  ─▶ {"who": true}                                        the rank asks who is missing
     rank ◀─  {"islands": [...], "members": [...], ...} + files    the others' contributions
 
-The bytes are in anonymous files in memory, and only descriptors are passed on. So the others get a
-rank's contribution even if the rank has ended. The sockets have no name, and only the ranks have
-their other ends.
+The data is in anonymous in-memory files, and only descriptors are passed on. The other ranks
+therefore receive a rank's contribution even if the rank has exited. The sockets have no name, and
+only the ranks hold the other ends.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Any, Protocol
 from shardwise.errors import LaunchError
 
 LONGEST = 1 << 16
-"""Maximum number of bytes of a message."""
+"""Maximum size of a message in bytes."""
 
 TOO_MANY = (
     "too many open files for this number of islands, or the limit `ulimit -n` is reached. Raise "
     "the limit, or use fewer islands."
 )
-"""The reason for an error when the descriptor of a file does not arrive."""
+"""The reason shown in errors if a file descriptor was not received."""
 
 Key = tuple[int, int]
-"""The rank that contributed a file, and the number of the file at the broker of its host."""
+"""Identifies a file: the rank that contributed it, and its number at the broker of its host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,12 @@ class Contribution:
     """A file that a rank contributes to an exchange.
 
     Attributes:
-        size: Bytes of the file.
-        label: The exchange.
-        alone: Whether only the rank's peers exchange, not all ranks.
-        resumes: Whether the rank resumes from a checkpoint if it is started again.
+        rank: The rank that contributes.
+        number: The number of the file at the broker of the rank's host.
+        size: The size of the file in bytes.
+        label: The name of the exchange.
+        alone: True if only the rank's peers take part in the exchange, False if all ranks do.
+        resumes: True if the rank would resume from a checkpoint after a restart.
     """
 
     rank: int
@@ -59,13 +61,13 @@ class Contribution:
 
     @property
     def key(self) -> Key:
-        """The key of the file, unique over all hosts."""
+        """The key of the file, which is unique across all hosts."""
         return self.rank, self.number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """A message `words` for a rank, with the files `keys`."""
+    """A message for a rank: its content `words`, and the keys of the files sent with it."""
 
     rank: int
     words: dict[str, Any]
@@ -73,20 +75,23 @@ class Delivery:
 
 
 class BrokerEvents(Protocol):
-    """Receives the messages of ranks: the exchanges, or an agent that passes them on."""
+    """Receives messages from ranks.
+
+    Implemented by `Exchanges`, and by agents, which forward them.
+    """
 
     def contribute(self, what: Contribution) -> None:
-        """Record that a rank has contributed to an exchange, and waits."""
+        """Record that a rank has contributed to an exchange and is waiting for the answer."""
 
     def request_return(self, rank: int) -> None:
-        """Record that `rank`, of an island that was removed, asks to be admitted."""
+        """Record that `rank`, whose island was removed, asks to be admitted."""
 
     def report_missing(self, rank: int) -> None:
-        """Tell `rank` which ranks are missing in its exchange."""
+        """Tell `rank` which ranks its exchange is still waiting for."""
 
 
 class HostBroker:
-    """The links to the ranks of this host, and the files that they need, of ranks of all hosts.
+    """Holds the links to this host's ranks, and the files from all hosts that these ranks need.
 
     It runs in the event loop of `selector`, and reports to `events`.
     """
@@ -97,14 +102,17 @@ class HostBroker:
         self._links: dict[int, socket.socket] = {}
         self._files: dict[Key, int] = {}
         self._lock = Lock()
-        """Guards the files, because another thread sends them to other hosts."""
+        """Guards `_files`, because another thread sends files to other hosts."""
         self._numbers = count(1 + secrets.randbits(40))
-        """Starts at random, so that numbers differ from an earlier broker's on this host, whose
-        messages may still be in transit."""
+        """File numbers.
+
+        They start at a random value, because messages of an earlier broker on this host may still
+        be in transit.
+        """
 
     def open(self, rank: int) -> socket.socket:
-        """Open a link to `rank`. Return the end that the rank inherits."""
-        # SEQPACKET keeps message boundaries, and can pass descriptors.
+        """Open a link to `rank`. Return the end of the socket that the rank inherits."""
+        # SEQPACKET preserves message boundaries and can pass descriptors.
         broker_end, rank_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         broker_end.setblocking(False)
         self.shut([rank])
@@ -127,19 +135,19 @@ class HostBroker:
         self.settle((), list(self._files))
 
     def keep(self, key: Key, fd: int) -> None:
-        """Keep the file `fd` as `key`. The broker closes it."""
+        """Store the file descriptor `fd` under `key`. The broker closes it later."""
         with self._lock:
             self._files[key] = fd
 
     def read(self, key: Key) -> bytes:
-        """Return the bytes of the file `key`."""
+        """Return the content of the file `key`."""
         fd = self._files[key]
         return os.pread(fd, os.fstat(fd).st_size, 0)
 
     def write(self, key: Key, data: bytes) -> None:
-        """Keep `data` in a file as `key`."""
+        """Store `data` in a new file under `key`."""
         fd = os.memfd_create("shardwise-island", os.MFD_CLOEXEC)
-        # A duplicate, because closing the file object closes its descriptor.
+        # Duplicate `fd`, because closing the file object closes its descriptor.
         with os.fdopen(os.dup(fd), "wb") as file:
             file.write(data)
         self.keep(key, fd)
@@ -154,8 +162,8 @@ class HostBroker:
             return None if fd is None else os.dup(fd)
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
-        """Deliver messages and files to ranks, then drop the files `dropped`."""
-        # Deliver first, because a delivery may contain a file that is dropped now.
+        """Deliver messages and files to ranks, then close the files `dropped`."""
+        # Deliver first, because a delivery may contain a file that is to be dropped.
         for delivery in deliveries:
             self._send(delivery)
         with self._lock:
@@ -164,8 +172,8 @@ class HostBroker:
                     os.close(fd)
 
     def _hear(self, rank: int, link: socket.socket) -> None:
-        """Handle one message of `rank`."""
-        # An earlier event in this turn of the loop may have closed the link.
+        """Handle a message from `rank`."""
+        # An earlier event in the same iteration of the event loop may have closed the link.
         if self._links.get(rank) is not link:
             return
         try:
@@ -176,7 +184,7 @@ class HostBroker:
             data, fds, flags = b"", [], 0
         if flags & socket.MSG_CTRUNC:
             raise LaunchError(f"The file of rank {rank} cannot be received: {TOO_MANY}")
-        if not data:  # the rank has ended or is ending; its files stay valid
+        if not data:  # the rank has exited or is exiting; its files stay valid
             self.shut([rank])
             return
         message = json.loads(data)
@@ -188,7 +196,7 @@ class HostBroker:
             self._take(rank, message, fds[0])
 
     def _take(self, rank: int, message: dict[str, Any], fd: int) -> None:
-        """Keep the file of a rank, and report it."""
+        """Store a rank's file and report the contribution."""
         contribution = Contribution(
             rank=rank,
             number=next(self._numbers),
@@ -207,7 +215,7 @@ class HostBroker:
         fds = [self._files[key] for key in delivery.keys]
         try:
             socket.send_fds(link, [json.dumps(delivery.words).encode()], fds)
-        except ConnectionError:  # the rank has just ended
+        except ConnectionError:  # the rank has just exited
             return
         except OSError as error:
             raise LaunchError(

@@ -1,10 +1,10 @@
-"""Collectives over the elastic islands that take part. Their number may change.
+"""Implements collectives over the participating elastic islands, whose number may change.
 
-    ElasticRun     all ranks: over its own transport in the island, over IslandLink between islands
-    ElasticPeers   the ranks with the same position in the islands, over IslandLink only
+    ElasticRun     all ranks: the island's own transport inside it, IslandLink between islands
+    ElasticPeers   the ranks with the same index in all islands: IslandLink only
 
-Each call is one exchange (membership.py). If an island fails, either all others have its
-contribution, or none. `rank` and `size` count only the islands that take part now.
+Each call is one exchange (membership.py). If an island fails, either all other islands receive its
+contribution, or none of them. `rank` and `size` count only the islands that currently take part.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ from shardwise.net.identity import Identity
 T = TypeVar("T")
 
 _PICKLES = "an object of elastic islands"
-"""The purpose for sealing pickles. They can run code, and are sent between hosts."""
+"""The purpose of sealed pickles. Pickles can run code, and are sent between hosts."""
 
 
 class _LinkCollectives(Collectives):
-    """The common base: `island` is the group of this island, `link` connects to the others."""
+    """Base class.
+
+    `island` is the group of this island's ranks, `link` leads to the other islands.
+    """
 
     has_changing_ranks = True
 
@@ -48,7 +51,7 @@ class _LinkCollectives(Collectives):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the others train without this island now."""
+        """True while the other islands train without this one."""
         return self.link.outside
 
     @property
@@ -56,11 +59,11 @@ class _LinkCollectives(Collectives):
         return self.island.small_device
 
     def _swap(self, label: str, tensor: Tensor, *, alone: bool = False) -> list[Tensor]:
-        """Return the `tensor` of each island that takes part, all of the same shape and dtype."""
+        """All-gather `tensor`, of the same shape and dtype on all ranks, from all islands."""
         flat = tensor.detach().cpu().contiguous().view(-1)
         mine = _bytes(flat)
         _, rows = self.link.exchange(label, mine, alone=alone)
-        # Transports raise for different shapes, but the launcher passes on any bytes.
+        # Unlike transports, the launcher forwards any bytes, so check the sizes here.
         if any(len(row) != len(mine) for row in rows):
             raise UsageError(
                 f"Islands contributed {', '.join(str(len(row)) for row in rows)} bytes to {label}. "
@@ -69,8 +72,8 @@ class _LinkCollectives(Collectives):
         return [_tensor(row, tensor) for row in rows]
 
     def _gather_sealed(self, label: str, value: Any) -> list[Any]:
-        """Return the picklable `value` of each island that takes part."""
-        # Loading a pickle can run code, and these pass through other processes and hosts.
+        """All-gather a picklable `value` from all participating islands."""
+        # Loading a pickle can run code, and these are forwarded by other processes and hosts.
         secret = self.status_server.secret
         mine = authentication.sealed(secret, _PICKLES, pickle.dumps(value))
         _, rows = self.link.exchange(label, mine)
@@ -84,7 +87,7 @@ class _LinkCollectives(Collectives):
             ) from None
 
     def _from_first(self, buffer: Tensor, what: str, *, alone: bool) -> Handle:
-        """Copy `buffer` of the first island to all its peers."""
+        """Broadcast `buffer` from the first island."""
         flat = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
         mine = _bytes(flat) if self.link.index == 0 else b""
         _, rows = self.link.exchange(what, mine, alone=alone)
@@ -101,7 +104,7 @@ class _LinkCollectives(Collectives):
             try:
                 with self.link.steady():
                     return work()
-            except IslandsChanged:  # on all ranks that take part, so all repeat the work
+            except IslandsChanged:  # raised on all participating ranks, so all repeat the work
                 continue
 
     def reduce_scatter(
@@ -120,7 +123,7 @@ class _LinkCollectives(Collectives):
 
 
 class ElasticPeers(_LinkCollectives):
-    """The ranks with this position in all islands that take part."""
+    """The ranks with the same index in all participating islands."""
 
     name = "elastic islands"
 
@@ -137,9 +140,9 @@ class ElasticPeers(_LinkCollectives):
         return self.link.members
 
     def gather_at_once(self, step: int, mine: Tensor) -> list[Tensor]:
-        """Return `mine` (flat uint8) of each island that takes part after `step`, in order.
+        """All-gather `mine` (flat uint8) after step `step`, in the order of the islands.
 
-        Collective over all ranks of all islands.
+        Collective over all ranks of all participating islands.
         """
         return self._swap(f"{BOUNDARY} after step {step}", mine)
 
@@ -173,14 +176,16 @@ class ElasticPeers(_LinkCollectives):
 
 
 class ElasticRun(_LinkCollectives):
-    """All ranks of all islands that take part."""
+    """All ranks of all participating islands."""
 
     def __init__(self, island: Collectives, link: IslandLink) -> None:
         super().__init__(island, link)
         self.name = f"{island.name}, elastic between islands"
         self._has_returned_island = False
-        """Whether a split has returned the island's own group. Later splits create new groups,
-        because their collectives may run in another order."""
+        """True once `split` has returned the island's own group.
+
+        Later splits create new groups, because their collectives may run in a different order.
+        """
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -192,14 +197,17 @@ class ElasticRun(_LinkCollectives):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank prints for the run."""
+        """True if this rank prints messages for the whole run."""
         return not self.is_outside and self.rank == 0
 
     def watch_members(self, changed: Callable[[], None]) -> None:
         self.link.changed = changed
 
     def begin(self) -> None:
-        """Record that all islands start to train with equal weights. From then on, one may fail."""
+        """Record that all islands start training with identical weights.
+
+        From then on, the run survives the failure of an island.
+        """
         self.link.exchange(f"{BEGINS} of training", b"")
 
     def allocate(
@@ -218,7 +226,7 @@ class ElasticRun(_LinkCollectives):
         return [each for row in rows for each in row]
 
     def gather_plain(self, value: Any) -> list[Any]:
-        # As JSON, which cannot run code and so needs no seal.
+        # Use JSON, which cannot run code and therefore needs no seal.
         inside = json.dumps(self.island.gather_plain(value)).encode()
         rows = self.link.exchange("an exchange of all ranks", inside)[1]
         return [each for row in rows for each in json.loads(bytes(row))]
@@ -227,10 +235,10 @@ class ElasticRun(_LinkCollectives):
         if how is not PLAIN:
             self._refuse("a sum in one order")
         self.island.all_reduce(buffer).wait()
-        # The island's sum is in the buffer of each of its ranks. Add those of the other islands.
+        # Each rank's buffer now holds its island's sum. Add the sums of the other islands.
         parts = self._swap("a sum over all ranks", buffer)
-        # Not in place, because the first part may share its memory with `buffer`. In the order of
-        # the islands, so that all have the same bits.
+        # Not in place, because the first part may share memory with `buffer`. Add in the order of
+        # the islands, so that the result is bit-identical everywhere.
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -244,7 +252,8 @@ class ElasticRun(_LinkCollectives):
         if source:
             self._refuse(f"a broadcast from rank {source}")
 
-        # If islands change meanwhile, another island may be the first one, and all repeat.
+        # If islands change in the meantime, another island may become the first, so all repeat
+        # this.
         def broadcast_first() -> Handle:
             if self.link.index == 0:
                 self.island.broadcast(buffer).wait()
@@ -257,14 +266,14 @@ class ElasticRun(_LinkCollectives):
         self.link.exchange("a barrier", b"")
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        """Split into groups inside islands, or into the peers of all islands."""
+        """Split into groups inside islands, or into one group of peers per index."""
         place = self.link.place
         check_groups(groups, place.count * place.size)
         mine = range(place.first, place.first + place.size)
         peers = [
             list(range(each, place.count * place.size, place.size)) for each in range(place.size)
         ]
-        # A group that crosses islands is supported only if it consists of all peers.
+        # A group that spans islands is supported only if it consists of all peers.
         if sorted(map(sorted, groups)) == peers:
             return ElasticPeers(self.island, self.link)
         inside = [
@@ -283,15 +292,15 @@ class ElasticRun(_LinkCollectives):
 
 
 def _bytes(flat: Tensor) -> memoryview:
-    """Return the memory of a flat CPU tensor."""
+    """Return the memory of a flat CPU tensor as bytes."""
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _tensor(data: Bytes, like: Tensor) -> Tensor:
-    """Return a tensor over `data` with the dtype of `like`."""
+    """Return a flat tensor over `data` with the dtype of `like`."""
     if not len(data):
         return torch.empty(0, dtype=like.dtype)
-    # torch.frombuffer warns for read-only memory.
+    # torch.frombuffer warns about read-only memory.
     writable = data if isinstance(data, bytearray) else bytearray(data)
     return torch.frombuffer(writable, dtype=torch.uint8).view(like.dtype)
 
@@ -302,10 +311,11 @@ def join(
     settings: Settings,
     on_meeting: OnMeeting | None,
 ) -> Collectives:
-    """Join the other ranks of this rank's island, and all islands through the launcher.
+    """Connect to the ranks of this island, and through the launcher to all other islands.
 
     `shardwise.init` calls it instead of `comm.connect`, because workers.py names it in the
-    environment. Raises ConfigError if the script sets another number of islands than the launcher.
+    environment. Raises ConfigError if the script sets a different number of islands than the
+    launcher.
     """
     place = membership.read(os.environ)
     assert place is not None, "the launcher sets the place together with the join function"
@@ -316,7 +326,7 @@ def join(
         )
     island = range(place.first, place.first + place.size)
     here = ranks_here(island, identity.rank - identity.local_rank, identity.local_size)
-    # In its island, a rank is numbered as in a run of this size.
+    # Within its island, a rank is numbered as in a run that has only this island.
     island_identity = replace(
         identity,
         rank=island.index(identity.rank),

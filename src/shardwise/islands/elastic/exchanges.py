@@ -1,11 +1,11 @@
-"""Completes exchanges between elastic islands: who takes part, and which hosts need which file.
+"""Completes exchanges between elastic islands, and copies files to the hosts that need them.
 
     a host's broker ─▶ a rank has contributed ─▶ its readers' brokers get the file ─▶ it is present
                     ◀─ all are present: deliver these files to these ranks          (membership.py)
 
-A rank counts as present when all hosts that need its file have it. So when an exchange is complete,
-its answers can be delivered everywhere, even if a host fails meanwhile. No exchange succeeds on one
-rank and fails on another.
+A rank counts as present once all hosts that need its file have it. When an exchange is complete,
+its answers can therefore be delivered everywhere, even if a host fails in the meantime. No exchange
+succeeds on one rank and fails on another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.islands.elastic.membership import Answer, Arrival, Membership
 
 
 class Broker(Protocol):
-    """The links of one host: a HostBroker in this process, or one on another host."""
+    """Interface to a host's broker: a HostBroker in this process, or a RemoteBroker."""
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
         """Deliver messages and files to ranks, then drop the files `dropped`."""
@@ -30,13 +30,13 @@ class Broker(Protocol):
 
 
 class FileTransfers(Protocol):
-    """Copies files between hosts."""
+    """Interface for copying files between hosts."""
 
     def bring(self, what: Contribution, data: str | None, source: Broker, target: Broker) -> bool:
-        """Copy a contribution from the broker `source` to `target`.
+        """Copy a contribution from the broker `source` to the broker `target`.
 
-        `data` is its content if it is small. Returns whether `target` has it immediately. If not,
-        `Exchanges.mark_fetched` is called later.
+        `data` is the file's content if it is small, otherwise None. Returns whether `target` has
+        the file immediately. If not, `Exchanges.mark_fetched` is called later.
         """
 
 
@@ -44,7 +44,7 @@ class FileTransfers(Protocol):
 class _HeldFile:
     """A rank's file, the brokers that have it, and the brokers that still need it.
 
-    `is_counted` says whether the rank counts as present.
+    `is_counted` is True once the rank counts as present.
     """
 
     what: Contribution
@@ -54,14 +54,15 @@ class _HeldFile:
 
 
 class Exchanges:
-    """The exchanges of `membership` over the brokers of all hosts.
+    """Runs the exchanges of `membership` over the brokers of all hosts.
 
     Args:
+        membership: Decides which islands take part.
         answered: Called after each exchange with the islands that took part.
 
     Attributes:
-        transfers: Copies files from broker to broker; None if there is only one broker.
-        resuming: Islands that resume from a checkpoint if they are started again.
+        transfers: Copies files between brokers, or None if there is only one broker.
+        resuming: The islands that would resume from a checkpoint after a restart.
     """
 
     def __init__(self, membership: Membership, answered: Callable[[Sequence[int]], None]) -> None:
@@ -72,16 +73,16 @@ class Exchanges:
         self._held: dict[int, _HeldFile] = {}
         self.resuming: set[int] = set()
         self._linked: set[int] = set()
-        """Ranks whose messages are accepted."""
+        """The ranks whose messages are accepted."""
 
     # -- brokers and ranks ------------------------------------------------------------------
 
     def attach(self, broker: Broker, ranks: Iterable[int]) -> None:
-        """Send the answers of `ranks` to `broker`."""
+        """Deliver answers for `ranks` through `broker`."""
         self._brokers |= dict.fromkeys(ranks, broker)
 
     def detach(self, broker: Broker) -> None:
-        """Remove `broker`, whose host is lost. Files are not needed there any more."""
+        """Remove `broker`, whose host is lost. No files are needed there any more."""
         self._brokers = {rank: each for rank, each in self._brokers.items() if each is not broker}
         for held in list(self._held.values()):
             held.holders.discard(broker)
@@ -89,11 +90,11 @@ class Exchanges:
             self._count(held)
 
     def link(self, ranks: Iterable[int]) -> None:
-        """Accept messages of these ranks, which will start next."""
+        """Accept messages from these ranks, which are about to start."""
         self._linked.update(ranks)
 
     def lose(self, island: int) -> None:
-        """Remove `island`: no rank waits for it, and its messages are ignored."""
+        """Remove `island`: no rank waits for it any more, and its messages are ignored."""
         ranks = self.membership.ranks(island)
         self._linked.difference_update(ranks)
         for rank in ranks:
@@ -102,7 +103,8 @@ class Exchanges:
         # Drop its files first, because the answers that follow must not include them.
         self._settle((), ranks)
         self._answer(self.membership.lose(island))
-        # Files that only its ranks needed are not needed now, so their owners may count as present.
+        # Files that only its ranks needed are no longer needed, so their owners may now count as
+        # present.
         for held in list(self._held.values()):
             unread = held.missing - self._readers(held.what)
             for broker in unread:
@@ -115,14 +117,14 @@ class Exchanges:
     def contribute(self, what: Contribution, data: str | None = None) -> None:
         """Record that a rank has contributed a file to an exchange.
 
-        `data` is the content of a small file that other hosts need.
+        `data` is the content of a small file that other hosts need, otherwise None.
         """
         broker = self._brokers[what.rank]
-        if what.rank not in self._linked:  # its island was lost meanwhile
+        if what.rank not in self._linked:  # its island was lost in the meantime
             broker.settle((), [what.key])
             return
         if what.resumes:
-            # Recorded with every exchange, because the launcher cannot ask a rank that has ended.
+            # Record it with every exchange, because the launcher cannot ask a rank that has exited.
             self.resuming.add(what.rank // self.membership.size)
         # Drop the file of the rank's previous exchange.
         self._settle((), [what.rank])
@@ -135,19 +137,22 @@ class Exchanges:
         self._count(held)
 
     def mark_fetched(self, broker: Broker, key: Key) -> None:
-        """Record that `broker` has the file `key` now."""
+        """Record that `broker` now has the file `key`."""
         held = self._held.get(key[0])
         if held is not None and held.what.key == key and broker in held.missing:
             self._has(held, broker)
             self._count(held)
 
     def request_return(self, rank: int) -> None:
-        """Record that `rank`, of an island that was removed, asks to be admitted."""
+        """Record that `rank`, whose island was removed, asks to be admitted."""
         if rank in self._linked:
             self.membership.request_return(rank)
 
     def report_missing(self, rank: int) -> None:
-        """Tell `rank` which ranks are missing; none if its answer is in transit."""
+        """Tell `rank` which ranks are missing.
+
+        There are none if its answer is already in transit.
+        """
         if rank in self._linked:
             missing = self._missing(rank)
             fresh = {each for each in missing if self.membership.is_fresh(each)}
@@ -161,11 +166,11 @@ class Exchanges:
         if held.is_counted:
             return self.membership.missing(rank)
         readers = self.membership.readers(rank, held.what.label)
-        # All ranks may have contributed, but a reader's host does not have the file yet.
+        # All ranks may have contributed, but a reader's host may not have the file yet.
         return [each for each in readers if self._brokers.get(each) in held.missing]
 
     def _readers(self, what: Contribution) -> set[Broker]:
-        """Return the brokers of the ranks that read `what`."""
+        """Return the brokers of the ranks that read the contribution `what`."""
         readers = self.membership.readers(what.rank, what.label)
         return {self._brokers[rank] for rank in readers if rank in self._brokers}
 
@@ -183,7 +188,7 @@ class Exchanges:
     # -- answers --------------------------------------------------------------------------
 
     def _answer(self, answers: Sequence[Answer]) -> None:
-        """Deliver all answers with their files."""
+        """Deliver answers with their files, and report which islands took part."""
         self._settle(answers, [answer.rank for answer in answers])
         for islands in {tuple(answer.words.get("islands", ())) for answer in answers}:
             if islands:

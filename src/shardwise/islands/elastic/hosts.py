@@ -1,10 +1,10 @@
-"""Runs elastic islands on several hosts. Each island starts and meets separately.
+"""Runs elastic islands on several hosts. Each island starts and connects its ranks separately.
 
-    all hosts ready ─▶ each serves the others ─▶ each can reach each ─▶ islands start
-    a host is lost  ─▶ its islands are removed ─▶ it is asked repeatedly ─▶ they return
+    all hosts ready ─▶ each serves the others ─▶ all can reach each other ─▶ islands start
+    a host is lost  ─▶ its islands are removed ─▶ it is polled until it responds ─▶ they return
 
-Everything runs in the event loop of the supervisor. An operation of several messages is a
-generator, which is resumed after each message that arrives.
+Everything runs in the supervisor's event loop. An operation that takes several messages is a
+generator, which is resumed after each arriving message.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ from shardwise.net.restarts import Ending, Restarts
 Pairs = Sequence[tuple[IslandHost, IslandHost]]
 
 AGENT = "shardwise.islands.elastic.agent"
-"""The module that runs on each host."""
+"""The module of the agent that runs on each host."""
 
 STALLED = 3.0
-"""Multiple of `--host-timeout` during which a host may fail to fetch from another one."""
+"""A host may fail to fetch from another host for this multiple of `--host-timeout`."""
 
 
 PATIENT = 3.0
-"""Seconds for hosts to reach each other before the start of a run fails."""
+"""Seconds to wait for hosts to reach each other before the start of a run fails."""
 
 
 def once(job: RunSpec, console: Console, signals: Signals, restarts: Restarts) -> Ending:
-    """Reach all hosts, start all islands, and watch them until the run ends. Restarts of single
-    islands count in `restarts`."""
+    """Connect to all hosts, start all islands, and watch them until the run ends.
+
+    `restarts` counts and limits the restarts of single islands.
+    """
     supervisor = IslandSupervisor(
         console,
         job.outputs(console),
@@ -75,7 +77,7 @@ def once(job: RunSpec, console: Console, signals: Signals, restarts: Restarts) -
 
 
 class IslandHosts:
-    """Starts, loses and replaces the hosts of a run of elastic islands."""
+    """Starts the hosts of a run of elastic islands, and recovers lost hosts."""
 
     def __init__(
         self,
@@ -95,9 +97,9 @@ class IslandHosts:
     # -- the beginning --------------------------------------------------------------------
 
     def open(self) -> None:
-        """Wait until all hosts serve each other, or the run is asked to end.
+        """Wait until all hosts serve each other, or the run is asked to stop.
 
-        Raises LaunchError with all problems.
+        Raises LaunchError, listing all problems, if a host cannot be used.
         """
         job, supervisor = self._job, self._supervisor
         remotes = self._agents.start(job.shares)
@@ -112,7 +114,8 @@ class IslandHosts:
             supervisor,
             lambda remote: remote.broker is not None and remote.broker.serving,
         )
-        # Before any island starts, so that a firewall between two hosts wastes no work.
+        # Check connections before any island starts, so that a firewall between two hosts wastes no
+        # work.
         pairs = [
             (client, server)
             for client in self._hosts
@@ -120,7 +123,7 @@ class IslandHosts:
             if client is not server
         ]
         until = time.monotonic() + START_LIMIT
-        # Both directions of each pair, because a firewall may block only one of them.
+        # The pairs include both directions, because a firewall may block only one of them.
         for _ in self._reaching(pairs, until):
             if supervisor.is_asked:
                 return
@@ -129,7 +132,7 @@ class IslandHosts:
             host.is_up = True
 
     def _serve(self, host: IslandHost) -> None:
-        """Start the server of a host that is ready."""
+        """Start the broker and server of a host that is ready."""
         ready, job = host.remote.ready, self._job
         assert ready is not None
         place = ready["address"], ready["port"]
@@ -140,9 +143,12 @@ class IslandHosts:
         self._exchanges.attach(broker, host.share.numbers)
 
     def _reaching(self, pairs: Pairs, until: float) -> Iterator[None]:
-        """Wait until the first host of each pair can fetch from the second. Raises LaunchError if
-        one cannot."""
-        # Not at the first failure: a host that serves many at once rejects some, which try again.
+        """Wait until the first host of each pair can fetch from the second.
+
+        Raises LaunchError if a host cannot fetch.
+        """
+        # Do not raise at the first failure: a host that serves many others at once rejects some,
+        # which then try again.
         patient = time.monotonic() + PATIENT
         for client, server in pairs:
             client.broker.forget_reached(server.share.first)
@@ -160,7 +166,8 @@ class IslandHosts:
                     raise LaunchError(command.refusals(faults))
                 yield
         finally:
-            # After a failure too, because an agent repeats a fetch until it is dropped.
+            # Do this after a failure too, because an agent repeats a fetch until the file is
+            # dropped.
             for client, server in pairs:
                 client.broker.settle((), [(server.share.first, transfers.NOTHING)])
 
@@ -176,14 +183,14 @@ class IslandHosts:
         return site
 
     def _starting(self, island: RemoteIsland) -> Iterator[None]:
-        """Start an island. Resumed after each message that arrives."""
+        """Start an island. This generator is resumed after each arriving message."""
         first, job, number = island.hosts[0], self._job, island.number
         address = yield from self._meeting(island)
-        # A host may have been lost while the first one opened the socket. Its new agent knows
-        # nothing of the island, so it must meet again.
+        # A host may have been lost while the first host opened the socket. Its new agent does not
+        # know the island, so open the socket again.
         while not island.can_start:
             address = yield from self._meeting(island)
-        # Before the ranks start, because their first messages may arrive at once.
+        # Do this before the ranks start, because their first messages may arrive immediately.
         self._exchanges.link(island.ranks)
         ports = first.broker.meetings[number]
         where = Meeting(address=address, port=ports["port"], master_port=ports["master_port"])
@@ -195,9 +202,9 @@ class IslandHosts:
             )
 
     def _meeting(self, island: RemoteIsland) -> Generator[None, None, str]:
-        """Open the socket where an island meets, once all of its hosts are up.
+        """Open the listening socket for an island's rendezvous, once all of its hosts are up.
 
-        The host of its first rank listens. Returns the address.
+        The host of the first rank listens. Returns its address.
         """
         while not island.can_start:
             yield
@@ -213,10 +220,12 @@ class IslandHosts:
     # -- during the run -------------------------------------------------------------------
 
     def resume(self) -> float | None:
-        """Resume all operations. Return the seconds until the next call, or None to wait for a
-        message."""
+        """Resume all operations.
+
+        Returns the number of seconds until the next call, or None to wait for a message.
+        """
         for host in self._hosts:
-            # The host was lost since the last turn.
+            # The host was lost since the last iteration.
             if host.is_up and host.remote.fault is not None:
                 host.is_up = False
                 host.recovery = self._coming_up(host)
@@ -227,11 +236,11 @@ class IslandHosts:
         return 1.0 if any(host.recovery for host in self._hosts) else None
 
     def _coming_up(self, host: IslandHost) -> Iterator[None]:
-        """Reach a lost host: ask it repeatedly until it serves."""
+        """Poll a lost host until it serves again."""
         is_reported = False
         while True:
-            # First let the old agent end: its ranks hold the accelerators. If the host cannot be
-            # reached, they end after `--host-timeout` seconds.
+            # First wait for the old agent to exit, because its ranks occupy the accelerators. If
+            # the host cannot be reached, they exit after `--host-timeout` seconds.
             yield from self._replaced(host)
             try:
                 yield from self._asked_again(host)
@@ -247,7 +256,7 @@ class IslandHosts:
                 return
 
     def _replaced(self, host: IslandHost) -> Iterator[None]:
-        """End the agent of a host, and wait until its ranks have ended too."""
+        """Stop a host's agent, and wait until its ranks have exited too."""
         if host.remote.broker is not None:
             self._exchanges.detach(host.remote.broker)
         host.remote.close()
@@ -258,7 +267,7 @@ class IslandHosts:
         self._agents.forget(host.remote, until)
 
     def _asked_again(self, host: IslandHost) -> Iterator[None]:
-        """Start a new agent on a host, and its server. Raises LaunchError."""
+        """Start a new agent and its server on a host. Raises LaunchError if it does not respond."""
         try:
             (host.remote,) = self._agents.start([host.share])
         except OSError as error:
@@ -278,9 +287,10 @@ class IslandHosts:
     # -- contributions --------------------------------------------------------------------
 
     def bring(self, what: Contribution, data: str | None, source: Broker, target: Broker) -> bool:
-        """Copy a contribution from the broker `source` to `target`.
+        """Copy a contribution from the broker `source` to the broker `target`.
 
-        `data` is its content if it is small. Returns whether `target` has it immediately.
+        `data` is the file's content if it is small, otherwise None. Returns whether `target` has
+        the file immediately.
         """
         assert isinstance(source, RemoteBroker)
         assert isinstance(target, RemoteBroker)
@@ -293,8 +303,8 @@ class IslandHosts:
     def _stalled(self, broker: RemoteBroker, key: Key, why: str) -> None:
         """Record that `broker` could not fetch the file `key`.
 
-        After a while its host counts as lost. If other hosts cannot fetch from the file's host
-        either, that host counts as lost instead.
+        After a while the broker's host counts as lost. If other hosts cannot fetch from the file's
+        host either, the file's host counts as lost instead.
         """
         if time.monotonic() - broker.stalls[key] < STALLED * self._job.patience:
             return
@@ -312,7 +322,10 @@ class IslandHosts:
 
 
 def _until(host: IslandHost, word: str, until: float) -> Iterator[None]:
-    """Wait for a message of a host's agent. Raises LaunchError if it does not arrive."""
+    """Wait until the agent has sent the message `word`.
+
+    Raises LaunchError if it does not arrive.
+    """
     while getattr(host.remote, word) is None:
         _see_no_fault(host, until)
         yield

@@ -1,9 +1,9 @@
-"""IslandLink connects a rank to the launcher, which exchanges bytes between elastic islands.
+"""Connects a rank to the launcher, which exchanges data between elastic islands.
 
     contribution  ─▶  launcher: all ranks have contributed  ─▶  who took part, and their files
 
-A rank writes its bytes into an anonymous file in memory, and sends the descriptor to the launcher.
-On several hosts it sends it to the agent of its host. membership.py decides who takes part.
+A rank writes its data to an anonymous in-memory file, and sends the descriptor to the launcher, or
+on several hosts to its host's agent. membership.py decides which islands take part.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from shardwise.islands.elastic.membership import IslandPlace, admission
 from shardwise.watch.wait_graph import named
 
 PATIENCE = 2
-"""Multiple of `--timeout` that a rank waits for other islands. Within one time-out, the watchdog of
-a hanging island should have ended that island."""
+"""A rank waits for other islands for this multiple of `--timeout`.
+
+A hanging island's own watchdog should have aborted it after a single timeout.
+"""
 
 WHILE_IT_LOADS = 10
-"""Multiple of that wait for a returning island, which may load a large checkpoint."""
+"""Further multiple for a returning island, which may be loading a large checkpoint."""
 
 LAST = 10.0
-"""Further seconds for the launcher to report the missing ranks."""
+"""Additional seconds for the launcher to report the missing ranks."""
 
 _opened: WeakSet[socket.socket] = WeakSet()
 
@@ -39,19 +41,22 @@ Bytes = bytes | bytearray | memoryview
 
 
 class IslandsChanged(CheckpointNotWritten):
-    """The set of islands has changed during an operation of several exchanges."""
+    """Raised if the set of islands changes during an operation that needs several exchanges."""
 
 
 class IslandLink:
-    """The link of a rank at `place` to the launcher.
+    """A rank's link to the launcher.
 
     Args:
-        timeout: Seconds, from `--timeout`.
+        place: The island of the rank, and its socket to the launcher.
+        rank: The rank.
+        timeout: The value of `--timeout`, in seconds.
         warn_after: Seconds after which the first rank of the island prints the missing ranks.
 
     Attributes:
-        members: The islands that take part; only this one while it is `outside`.
-        waiting: The islands that wait for admission.
+        outside: True while the other islands train without this one.
+        members: The participating islands. Only this island while `outside` is True.
+        waiting: The islands that are waiting for admission.
         changed: Called when `members` has changed.
     """
 
@@ -63,19 +68,19 @@ class IslandLink:
             self.members = (place.island,)
         self.waiting: tuple[int, ...] = ()
         self.resumes = False
-        """Whether the script can resume from a checkpoint if it is started again."""
+        """True if the script can resume from a checkpoint after a restart."""
         self.changed: Callable[[], None] = lambda: None
         self._rank = rank
         self._limit, self._warn_after = PATIENCE * timeout, min(warn_after, timeout)
         self._steady: tuple[int, ...] | None = None
         self._socket = socket.socket(fileno=place.fd)
-        # Otherwise programs that the rank starts would keep the link open after the rank has ended.
+        # Otherwise programs started by the rank would hold the link open after the rank has exited.
         self._socket.set_inheritable(False)
         _opened.add(self._socket)
 
     @property
     def index(self) -> int:
-        """The index of this island among the members."""
+        """The index of this island in `members`."""
         return self.members.index(self.place.island)
 
     # -- exchanges ------------------------------------------------------------------------
@@ -83,20 +88,22 @@ class IslandLink:
     def exchange(
         self, label: str, mine: Bytes, *, alone: bool = False
     ) -> tuple[tuple[int, ...], list[Bytes]]:
-        """Send `mine`; return the islands that took part, and their peers' bytes in order.
+        """Send `mine` to the other islands, and receive their data.
 
-        All ranks of all islands call it; with `alone`, only the peers. Raises CollectiveError if
-        one does not call it in time, and UsageError if one calls it with another `label`.
+        All ranks of all islands must call it. If `alone` is true, only the peers (the ranks with
+        the same index) call it. Returns the islands that took part, and the data of their peers in
+        the order of the islands. Raises CollectiveError if a rank does not call it in time, and
+        UsageError if a rank calls it with a different `label`.
         """
         if self.outside:
-            # Until the others admit this island, its exchanges are with itself only.
+            # Until the other islands admit this one, it exchanges only with itself.
             return self.members, [mine]
         answer, files = self._contribute(label, mine, alone=alone)
         islands, other_files = tuple(answer["islands"]), iter(files)
         rows = [mine if island == self.place.island else next(other_files) for island in islands]
         self._update_members(answer)
-        # Only after the update: all ranks that took part raise here, and repeat the operation with
-        # the same members.
+        # Raise only after the update. All participating ranks raise here, and repeat the operation
+        # with the same members.
         if self._steady is not None and islands != self._steady:
             raise IslandsChanged(f"{_named(self._steady)} became {_named(islands)}.")
         return islands, rows
@@ -104,8 +111,8 @@ class IslandLink:
     def _contribute(
         self, label: str, mine: Bytes, *, alone: bool
     ) -> tuple[dict[str, Any], list[Bytes]]:
-        # A file, because a message on the socket is limited to LONGEST bytes. The launcher passes
-        # on its descriptor, not its bytes.
+        # Use a file, because messages on the socket are limited to LONGEST bytes. The launcher
+        # passes on the file's descriptor, not its content.
         fd = os.memfd_create("shardwise-island", os.MFD_CLOEXEC)
         try:
             remaining = memoryview(mine).cast("B") if len(mine) else memoryview(b"")
@@ -114,13 +121,16 @@ class IslandLink:
             message = json.dumps({"label": label, "alone": alone, "resumes": self.resumes}).encode()
             self._guarded(lambda: socket.send_fds(self._socket, [message], [fd]))
         finally:
-            os.close(fd)  # the message has duplicated it
+            os.close(fd)  # the message holds a duplicate
         return self._wait_for_answer(label)
 
     def _wait_for_answer(self, label: str) -> tuple[dict[str, Any], list[Bytes]]:
-        """Wait until the launcher answers that all ranks have contributed. Raises like
-        `exchange`."""
-        # In order: print the missing ranks, give up, and wait for the launcher's last answer.
+        """Wait for the launcher's answer, which it sends once all ranks have contributed.
+
+        Raises the same errors as `exchange`.
+        """
+        # The deadlines, in order: print the missing ranks, give up, stop waiting for the launcher's
+        # last answer.
         begun, deadlines = time.monotonic(), [self._warn_after, self._limit, self._limit + LAST]
         longest = WHILE_IT_LOADS * self._limit
         while True:
@@ -143,8 +153,8 @@ class IslandLink:
             self._warn(label, message["missing"])
 
     def _receive(self, seconds: float) -> tuple[dict[str, Any], list[Bytes]] | None:
-        """Return the next message and its files, or None if none arrives within `seconds`."""
-        # A time-out of 0 would make the socket non-blocking.
+        """Return the next message and the content of its files, or None after `seconds` seconds."""
+        # A timeout of 0 would make the socket non-blocking.
         self._socket.settimeout(max(0.001, seconds))
         try:
             data, fds, flags, _ = self._guarded(
@@ -152,7 +162,8 @@ class IslandLink:
             )
         except TimeoutError:
             return None
-        # The kernel has dropped descriptors, because this process may not open more files.
+        # The kernel has dropped descriptors, because this process has reached its limit of open
+        # files.
         if flags & socket.MSG_CTRUNC:
             for fd in fds:
                 os.close(fd)
@@ -181,7 +192,7 @@ class IslandLink:
         ).blaming(rank for rank in ranks if rank != self._rank)
 
     def _warn(self, label: str, missing: Sequence[int]) -> None:
-        """Print the ranks that this island waits for, on its first rank."""
+        """Print the ranks that this island is waiting for, on its first rank only."""
         if missing and self._rank == self.place.first:
             print(
                 f"shardwise: island {self.place.island} has waited {self._warn_after:g} s in "
@@ -198,7 +209,7 @@ class IslandLink:
         ).blaming(missing)
 
     def _update_members(self, answer: dict[str, Any]) -> None:
-        """Store who takes part from now on."""
+        """Store which islands take part from now on."""
         before, self.members = self.members, tuple(answer["members"])
         self.waiting = tuple(answer["waiting"])
         if before != self.members:
@@ -206,13 +217,15 @@ class IslandLink:
 
     @property
     def is_steady(self) -> bool:
-        """Whether a block of `steady` is active."""
+        """True inside a `steady` block."""
         return self._steady is not None
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Context manager: an exchange raises IslandsChanged on all members if the islands differ
-        from the islands at the start of the block."""
+        """Context manager in which an exchange raises IslandsChanged if the islands have changed.
+
+        All members raise. The set is compared with the one at the start of the outermost block.
+        """
         outer, self._steady = self._steady, self._steady or self.members
         try:
             yield
@@ -222,14 +235,18 @@ class IslandLink:
     # -- returning --------------------------------------------------------------------------
 
     def admit(self, islands: Sequence[int], step: int, about: bytes) -> None:
-        """Admit waiting `islands` after `step`, from the next exchange on, and send them
-        `about`."""
+        """Admit the waiting islands `islands` after step `step`, and send them `about`.
+
+        They take part from the next exchange.
+        """
         self.exchange(admission(islands, step), about)
 
     def wait_for_admission(self) -> tuple[dict[str, Any], bytes]:
-        """Wait until the others admit this island. Return their answer, for `enter`, and their
-        bytes."""
-        # Without a limit, because the next boundary of the others may be many steps away.
+        """Wait until the other islands admit this one.
+
+        Returns their answer, to be passed to `enter`, and their data.
+        """
+        # Wait without a limit, because the other islands' next boundary may be many steps away.
         self._guarded(lambda: self._socket.send(b'{"back": true}'))
         while True:
             received = self._receive(self._warn_after)
@@ -237,7 +254,7 @@ class IslandLink:
                 return received[0], bytes(received[1][0])
 
     def enter(self, answer: dict[str, Any]) -> None:
-        """Start to take part."""
+        """Start to take part in exchanges."""
         self.outside = False
         self._update_members(answer)
 
@@ -252,7 +269,7 @@ def _read(fd: int) -> bytearray:
         data = bytearray(os.fstat(fd).st_size)
         view, place = memoryview(data), 0
         while place < len(data):
-            # At explicit offsets, because all descriptors of the file share one position.
+            # Read at explicit offsets, because all descriptors of the file share one position.
             place += os.preadv(fd, [view[place:]], place)
         del file
     return data
@@ -275,7 +292,7 @@ def _different_calls_error(ranks: Sequence[tuple[int, str]]) -> UsageError:
 def _in_forked_child() -> None:
     """Close the links in a forked child.
 
-    A DataLoader worker that kept a link open would hide the end of its rank from the launcher.
+    If a DataLoader worker held a link open, the launcher would not notice that its rank has exited.
     """
     for opened in list(_opened):
         if (fd := opened.detach()) >= 0:

@@ -1,10 +1,10 @@
-"""Decides which elastic islands take part in an exchange, and tells a rank its island. Pure.
+"""Decides which elastic islands take part in an exchange, and tells a rank its island.
 
-    member ── a rank ends ─▶ gone ── its ranks ask ─▶ waiting ── members admit it ─▶ member
+    member ── a rank exits ─▶ gone ── its ranks ask ─▶ waiting ── members admit it ─▶ member
 
-An exchange is complete when all ranks of all members have contributed to it. The same answer tells
-each rank who took part, so all ranks have the same sum. An island that fails earlier is excluded by
-all, and one that fails later has taken part for all.
+An exchange is complete once all ranks of all members have contributed to it. All ranks get the same
+answer about who took part, so all compute the same sum. An island that fails before that is
+excluded on all ranks, and an island that fails afterwards has taken part on all ranks.
 """
 
 from __future__ import annotations
@@ -20,31 +20,36 @@ DELAYS = (
     "{flag} cannot be combined with --elastic-islands: a failed island may have sent differences "
     "that the others have not used yet. Remove one of them."
 )
-"""The error for --late and --behind with elastic islands."""
+"""The error message for --late and --behind with elastic islands."""
 
 BEGINS = "the beginning"
 BOUNDARY = "the boundary"
-"""Prefixes of the labels of the first exchanges of training. A failure of an island before them
-ends the run."""
+"""Label prefixes of the first exchanges in training. If an island fails before them, the run fails.
+"""
 
 ADMITS = "admit"
-"""Prefix of the label of an exchange that admits islands, see `admission`."""
+"""Label prefix of an exchange that admits islands (see `admission`)."""
 
 
 def admission(islands: Sequence[int], step: int) -> str:
-    """Return the label of the exchange that admits `islands` after `step`."""
+    """Return the label of the exchange that admits `islands` after step `step`."""
     return f"{ADMITS} {' '.join(map(str, islands))} after {step}"
 
 
 def _admitted_by(label: str) -> tuple[list[int], int]:
-    """Parse a label of `admission` into islands and step."""
+    """Parse a label from `admission` into islands and step."""
     named, _, step = label.removeprefix(ADMITS).partition("after")
     return [int(number) for number in named.split()], int(step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A rank that waits in the exchange `label`, with its peers if `alone`, else with all ranks."""
+    """The exchange that a waiting rank has joined.
+
+    Args:
+        label: The name of the exchange.
+        alone: True if only the rank's peers take part, False if all ranks do.
+    """
 
     label: str
     alone: bool = False
@@ -52,7 +57,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A message `words` for a rank, with the files of the ranks `sources`."""
+    """A message for a rank: its content `words`, and the ranks whose files are sent with it."""
 
     rank: int
     words: dict[str, Any]
@@ -61,13 +66,15 @@ class Answer:
 
 @dataclass
 class Membership:
-    """The islands of a run (`count` of `size` ranks each), and the exchanges that ranks wait in.
+    """The islands of a run, and the pending exchanges of their ranks.
 
     Attributes:
-        has_begun: Whether all islands have started to train, with equal weights.
-        members: Islands that take part.
-        fresh: Islands that have returned, and have not taken part in an exchange since.
-        admitted: By island, the step after which it was last admitted.
+        count: The number of islands.
+        size: The number of ranks per island.
+        has_begun: True once all islands have started training, with identical weights.
+        members: The participating islands.
+        fresh: The islands that have returned, but have not taken part in an exchange since.
+        admitted: For each island, the step after which it was last admitted.
     """
 
     count: int
@@ -88,23 +95,22 @@ class Membership:
 
     @property
     def waiting(self) -> list[int]:
-        """Removed islands whose ranks all ask to be admitted."""
+        """The removed islands whose ranks have all asked to be admitted."""
         gone = [island for island in range(self.count) if island not in self.members]
         return [island for island in gone if self._asking.issuperset(self.ranks(island))]
 
     def arrive(self, rank: int, arrival: Arrival) -> list[Answer]:
-        """Record that `rank` waits in an exchange. Return the answers that are due."""
+        """Record that `rank` waits in an exchange. Return the answers of completed exchanges."""
         self._arrived[rank] = arrival
         return list(self._completed())
 
     def request_return(self, rank: int) -> None:
-        """Record that `rank`, of a removed island, asks to be admitted."""
+        """Record that `rank`, whose island was removed, asks to be admitted."""
         self._asking.add(rank)
 
     def lose(self, island: int) -> list[Answer]:
-        """Remove `island`. Return the answers that are due, because others may have waited only for
-        this island."""
-        # A new list, because answers in transit refer to the old one.
+        """Remove `island`. Return the answers of exchanges that were waiting only for it."""
+        # Create a new list, because answers in transit refer to the old one.
         self.members = [each for each in self.members if each != island]
         self.fresh.discard(island)
         for rank in self.ranks(island):
@@ -113,9 +119,9 @@ class Membership:
         return list(self._completed())
 
     def readers(self, rank: int, label: str) -> list[int]:
-        """Return the ranks that get the file of `rank` in the exchange `label`.
+        """Return the ranks that receive the file of `rank` in the exchange `label`.
 
-        These are its peers in the members, and all ranks of islands that the exchange admits.
+        These are its peers in the member islands, and all ranks of the islands being admitted.
         """
         place = rank % self.size
         readers = [island * self.size + place for island in self.members]
@@ -124,36 +130,36 @@ class Membership:
         return [each for each in readers if each != rank]
 
     def missing(self, rank: int) -> list[int]:
-        """Return the ranks that are missing in the exchange of `rank`."""
+        """Return the ranks that have not yet joined the pending exchange of `rank`."""
         return [each for each in self._partners(rank) if each not in self._arrived]
 
     def is_fresh(self, rank: int) -> bool:
-        """Return whether `rank` is in a fresh island."""
+        """Return whether the island of `rank` is in `fresh`."""
         return rank // self.size in self.fresh
 
     def _partners(self, rank: int) -> list[int]:
-        """Return the ranks of the exchange that `rank` waits in."""
+        """Return all ranks of the pending exchange of `rank`."""
         if self._arrived[rank].alone:
             return [island * self.size + rank % self.size for island in self.members]
         return [each for island in self.members for each in self.ranks(island)]
 
     def _completed(self) -> Iterator[Answer]:
-        """Yield the answers of all complete exchanges."""
+        """Yield the answers of all completed exchanges."""
         # Sorted, so that the order of answers does not depend on the order of arrival.
         for rank in sorted(self._arrived):
             if rank not in self._arrived:
-                continue  # it was answered together with an earlier rank
+                continue  # answered together with an earlier rank
             arrival = self._arrived[rank]
             if all(self._arrived.get(each) == arrival for each in self._partners(rank)):
                 yield from self._exchanged(rank)
-        # All wait, but in different exchanges. Without an answer they would wait forever.
+        # All ranks wait, but in different exchanges. Without an answer they would wait forever.
         everybody = [rank for island in self.members for rank in self.ranks(island)]
         if everybody and all(rank in self._arrived for rank in everybody):
             yield from self._refused(everybody)
 
     def _exchanged(self, rank: int) -> Iterator[Answer]:
-        """Complete the exchange that `rank` waits in, and yield its answers."""
-        # `took_part` is read before `_admit`, which adds members for the next exchange.
+        """Complete the pending exchange of `rank`, and yield its answers."""
+        # Read `took_part` before `_admit`, which adds members for the next exchange.
         label, partners, took_part = self._arrived[rank].label, self._partners(rank), self.members
         self.has_begun |= label.startswith((BEGINS, BOUNDARY))
         admitted = self._admit(label)
@@ -169,7 +175,7 @@ class Membership:
                 yield Answer(rank=each, words=words, sources=(took_part[0] * self.size,))
 
     def _admit(self, label: str) -> list[int]:
-        """Admit the islands that `label` names if they still wait, and return them."""
+        """Admit the islands named in `label` that are still waiting, and return them."""
         if not label.startswith(ADMITS):
             return []
         named, step = _admitted_by(label)
@@ -182,8 +188,9 @@ class Membership:
         return admitted
 
     def _refused(self, everybody: list[int]) -> Iterator[Answer]:
-        """Yield refusals to ranks that wait in different exchanges."""
-        # A fresh island is at fault, because the others agreed before. Otherwise it is unknown.
+        """Yield error answers for ranks that wait in different exchanges."""
+        # If there is a fresh island, it is at fault, because the other islands agreed before.
+        # Otherwise the rank at fault is unknown.
         at_fault = [r for r in everybody if r // self.size in self.fresh] or everybody
         first = next((r for r in everybody if r not in at_fault), everybody[0])
         other = next(r for r in everybody if self._arrived[r] != self._arrived[first])
@@ -196,21 +203,22 @@ class Membership:
 # -- the island of a rank --------------------------------------------------------------------
 
 VARIABLE = PREFIX + "ISLAND"
-"""The variable that holds the IslandPlace of a rank as JSON."""
+"""Variable that holds a rank's IslandPlace as JSON."""
 
 JOIN = "shardwise.islands.elastic.collectives:join"
-"""The function that joins such a rank to the others."""
+"""The function that connects a rank of an elastic island to the other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IslandPlace:
-    """The island of a rank.
+    """A rank's island, and the rank's socket to the launcher.
 
     Attributes:
-        island: Number of the island, less than `count`.
-        size: Number of ranks of an island.
-        fd: The rank's end of a socket to the launcher, which it inherits.
-        returns: Whether the others train without this island until they admit it.
+        island: The index of the island, less than `count`.
+        count: The number of islands.
+        size: The number of ranks per island.
+        fd: Descriptor of the rank's end of a socket to the launcher, which the rank inherits.
+        returns: True if the other islands train without this one until they admit it.
     """
 
     island: int
@@ -221,16 +229,16 @@ class IslandPlace:
 
     @property
     def first(self) -> int:
-        """The first rank of the island."""
+        """The lowest rank of the island."""
         return self.island * self.size
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables for the rank."""
+        """Return the environment variables that pass this place to the rank."""
         return {VARIABLE: json.dumps(asdict(self)), JOIN_VARIABLE: JOIN}
 
 
 def read(environ: Mapping[str, str]) -> IslandPlace | None:
-    """Return the place from the environment, or None if islands are not elastic."""
+    """Read a rank's place from the environment. Returns None if islands are not elastic."""
     text = environ.get(VARIABLE)
     return None if text is None else IslandPlace(**json.loads(text))
 

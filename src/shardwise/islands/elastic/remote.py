@@ -1,4 +1,4 @@
-"""The launcher's objects for hosts, brokers and islands of a run on several hosts."""
+"""Represents remote hosts, brokers and islands in the launcher."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class RemoteBroker:
 
     Args:
         send: Sends a message to the agent.
-        exchanges: Receives the messages of ranks.
-        place: The address of this host's files for other hosts.
-        failed: Called with a file that could not be fetched there, and the reason.
+        exchanges: Receives the ranks' messages.
+        place: The address of that host's file server.
+        failed: Called as `failed(broker, key, reason)` if that host could not fetch a file.
 
     Attributes:
-        serving: Whether the broker is open.
-        meetings: By island, the ports of its meeting on this host.
-        reached: The hosts that it could fetch from, by first rank.
-        unreached: The hosts that it could not fetch from, by first rank, with the reason.
-        unstarted: By island, why it could not start there.
+        serving: True once the agent's broker is running.
+        meetings: For each island that meets on that host, its ports.
+        reached: The first rank of each host that it could fetch from.
+        unreached: For the first rank of each host that it could not fetch from, the reason.
+        unstarted: For each island that could not start there, the reason.
     """
 
     def __init__(
@@ -53,7 +53,10 @@ class RemoteBroker:
         self.unreached: dict[int, str] = {}
         self.unstarted: dict[int, str] = {}
         self.stalls: dict[Key, float] = {}
-        """By file that the host is fetching, since when that fails; infinity if it does not."""
+        """For each file that the host is fetching, the time of the first failed attempt.
+
+        The time is infinity while no attempt has failed.
+        """
         self._send, self._exchanges, self._failed = send, exchanges, failed
 
     # -- messages to the agent --------------------------------------------------------------
@@ -73,16 +76,16 @@ class RemoteBroker:
         self._send("shut", ranks=list(ranks))
 
     def forget_reached(self, rank: int) -> None:
-        """Forget the result of the last test fetch from the host whose first rank is `rank`."""
+        """Discard the result of the last test fetch from the host whose first rank is `rank`."""
         self.reached.discard(rank)
         self.unreached.pop(rank, None)
 
     def keep(self, key: Key, data: str) -> None:
-        """Keep `data`, in base64, as the file `key`."""
+        """Store the base64-encoded `data` as the file `key` on that host."""
         self._send("keep", rank=key[0], number=key[1], data=data)
 
     def fetch(self, key: Key, source: RemoteBroker) -> None:
-        """Fetch the file `key` from the host of another broker."""
+        """Make that host fetch the file `key` from the host of the broker `source`."""
         if key[1] != transfers.NOTHING:
             self.stalls[key] = math.inf
         address, port = source.place
@@ -91,7 +94,7 @@ class RemoteBroker:
     # -- messages of the agent ------------------------------------------------------------
 
     def hear(self, message: protocol.Message) -> None:
-        """Handle a message of the agent."""
+        """Handle a message from the agent."""
         values = {name: value for name, value in message.items() if name != "kind"}
         getattr(self, f"_on_{message['kind']}")(**values)
 
@@ -128,36 +131,38 @@ class RemoteBroker:
             self._failed(self, key, why)
 
     def cannot_fetch(self, ranks: range) -> bool:
-        """Return whether fetches of files of `ranks` are failing on this host."""
+        """Return whether that host currently fails to fetch files of `ranks`."""
         return any(rank in ranks and since < math.inf for (rank, _), since in self.stalls.items())
 
 
 class IslandRemoteHost(RemoteHost):
-    """The connection to an agent of elastic islands."""
+    """The launcher's connection to an agent that runs elastic islands."""
 
     kinds: protocol.Kinds = {**protocol.FROM_AGENT, **FROM_ISLANDS}  # noqa: RUF012
     broker: RemoteBroker | None = None
-    """Its broker, once it was asked to serve."""
+    """The broker of the host, once it was asked to serve."""
 
     def serve(self, broker: RemoteBroker, supervisor: IslandSupervisor, **values: Any) -> None:
-        """Open the broker of that host, represented by `broker`. Messages of ranks go to
-        `supervisor`."""
+        """Start the broker of that host, which is represented by `broker`.
+
+        `supervisor` handles the ranks' messages.
+        """
         self.broker, self._supervisor = broker, supervisor
-        # Ranks count as ended until their island starts.
+        # Ranks count as exited until their island starts.
         self._left.update(self.share.numbers)
         self.send("serve", **values)
 
     def start_island(
         self, meeting: Meeting, streams: WorkerStreams, ranks: Collection[int], **about: Any
     ) -> None:
-        """Start the ranks of an island on that host."""
+        """Start an island's ranks on that host. `about` holds the arguments of `IslandWorkers`."""
         self._left.difference_update(ranks)
         self.send("start_island", meeting=asdict(meeting), streams=asdict(streams), **about)
 
     def _take(self, message: protocol.Message) -> None:
         kind = message["kind"]
-        # Islands of a host that was given up may have restarted. Messages of its agent about ranks
-        # would refer to the earlier processes.
+        # Islands of a lost host may have restarted. Messages from its old agent about ranks would
+        # refer to the earlier processes.
         if self.broker is not None and self.fault is not None and kind != "output":
             return
         if kind not in FROM_ISLANDS:
@@ -170,9 +175,9 @@ class IslandRemoteHost(RemoteHost):
 
 
 class IslandHost:
-    """The host of `share` and its agent, which is replaced after the host was lost.
+    """A host and its agent, which is replaced after the host was lost.
 
-    `is_up` says whether islands can start there.
+    `share` names the host and its ranks. `is_up` is True if islands can start there.
     """
 
     def __init__(self, share: Share, remote: IslandRemoteHost) -> None:
@@ -180,7 +185,7 @@ class IslandHost:
         self.remote = remote
         self.is_up = False
         self.recovery: Iterator[None] | None = None
-        """The operation that reaches a lost host again."""
+        """The operation that recovers the lost host, or None."""
 
     @property
     def name(self) -> str:
@@ -189,16 +194,16 @@ class IslandHost:
 
     @property
     def broker(self) -> RemoteBroker:
-        """Its broker, once it was asked to serve."""
+        """The broker of the host, once it was asked to serve."""
         assert self.remote.broker is not None
         return self.remote.broker
 
 
 class RemoteIsland:
-    """An island whose `ranks` run on `hosts`, or will start there.
+    """An island whose ranks run on `hosts`, or will start there.
 
-    `pending_start` is the operation that starts them. `returns` says whether others train
-    meanwhile.
+    `pending_start` is the operation that starts the ranks, or None once they have started.
+    `returns` is True if the island is rejoining while other islands train.
     """
 
     def __init__(
@@ -217,11 +222,11 @@ class RemoteIsland:
 
     @property
     def can_start(self) -> bool:
-        """Whether all of its hosts are up."""
+        """True if all hosts of the island are up."""
         return all(host.is_up for host in self.hosts)
 
     def resume(self) -> None:
-        """Resume the start, and report ranks that could not start."""
+        """Resume the pending start, and report ranks that could not start."""
         if self.pending_start is not None and next(self.pending_start, self) is self:
             self.pending_start = None
         for host in self.hosts:
@@ -232,51 +237,51 @@ class RemoteIsland:
                 self._supervisor.lost(ranks_on_host(self.ranks, host), message)
 
     def reap(self) -> None:
-        """Do nothing, because the agents report the ends of ranks."""
+        """Do nothing, because the agents report the exits of ranks."""
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to its ranks, or cancel their start."""
+        """Send a signal to the ranks, or cancel their start."""
         if not self._cancel_start():
             for host in self.hosts:
                 host.remote.send_signal(number, self.number)
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Ask its ranks to end, because someone wants the run to end."""
+        """Ask the ranks to stop, because the run was asked to stop."""
         if number == signal.SIGUSR1 and self.pending_start is not None and not self.returns:
-            return  # there is nothing to save before a run has begun
+            return  # there is nothing to save before the run has started
         if not self._cancel_start():
             for host in self.hosts:
                 host.remote.ask_to_end(number, self.number)
 
     def ended_well(self, rank: int) -> None:
-        """Tell its ranks that `rank` ended with code 0."""
+        """Tell the ranks that `rank` exited with code 0."""
         if rank in self.ranks:
             for host in self.hosts:
                 host.remote.ended_well(rank, self.number)
 
     def resize(self, window: tuple[int, int]) -> None:
-        """Pass on the new rows and columns of the terminal."""
+        """Forward the new size of the terminal."""
         for host in self.hosts:
             host.remote.resize(window)
 
     def end(self) -> None:
-        """Kill the remaining processes of its ranks."""
+        """Kill the remaining processes of the ranks."""
         self.send_signal(signal.SIGKILL)
 
     def release(self) -> bool:
-        """Return True, because the agents release its processes."""
+        """Return True, because the agents clean up the processes."""
         return True
 
     def _cancel_start(self) -> bool:
-        """Cancel the start. Return whether the island had not started."""
+        """Cancel a pending start. Return whether there was one."""
         if self.pending_start is None:
             return False
         self.pending_start = None
-        # Nobody will report the end of ranks that never start.
+        # Nobody will report the exit of ranks that never start.
         self._supervisor.not_started(self.ranks)
         return True
 
 
 def ranks_on_host(ranks: range, host: IslandHost) -> range:
-    """Return the ranks of an island on a host."""
+    """Return those ranks of an island that are on `host`."""
     return ranks_here(ranks, host.share.first, host.share.count)

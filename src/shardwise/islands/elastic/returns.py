@@ -1,10 +1,10 @@
-"""Lets failed elastic islands return after they were started again.
+"""Lets failed elastic islands return after a restart.
 
-    the others      a boundary ─▶ before the next batch: a checkpoint ─▶ "admit island k, with this"
+    other islands   a boundary ─▶ before the next batch: a checkpoint ─▶ "admit island k, with this"
     island k        engine.resume ─▶ "admit me" ─▶ loads it ─▶ takes part
 
-Islands are admitted at the same point as a save before the end of a run. At that point schedulers
-have made their step, and the weights of all islands are the anchor.
+Islands are admitted between a boundary and the next batch, the same point where a stopping run
+saves. Schedulers have stepped then, and the weights of all islands equal the anchor.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from shardwise.world.current_batch import Batch
 
 
 class IslandReturns:
-    """Lets islands of an elastic `run` return to an engine, and this island to the others.
+    """Lets other islands return to an engine, and lets this island return to the others.
 
-    Boundaries are `every` steps apart. `forget_losses` clears this island's residual.
+    Args:
+        engine: The engine of this rank.
+        checkpoints: Saves and loads the checkpoint for a returning island.
+        run: All ranks of the participating islands.
+        every: The number of steps between two boundaries.
+        forget_losses: Clears this island's residual.
     """
 
     def __init__(
@@ -48,9 +53,9 @@ class IslandReturns:
         engine.world.current_batch.watch(self.before_batch)
 
     def before_batch(self, batch: Batch) -> None:
-        """Admit waiting islands if the last step was a boundary.
+        """Admit waiting islands if the last step was a boundary. Called before each batch.
 
-        Called before each batch. Collective if it admits any.
+        Collective over all ranks if it admits islands.
         """
         del batch
         run = self._run
@@ -65,26 +70,29 @@ class IslandReturns:
         about = self._checkpoints.save_for_return()
         if about is None:
             return  # the save has failed; islands wait for the next boundary
-        # The first rank of the lowest island leads: it claims the folder and saves.
+        # The first rank of the lowest island claims the checkpoint folder and saves. If the
+        # returning island is lowest, this role passes to it.
         if waiting[0] < run.link.members[0]:
             self._checkpoints.leave_folder()
         run.link.admit(waiting, self._engine.steps, json.dumps(about).encode())
 
     def are_expected(self) -> None:
-        """Tell the launcher that this island can return if it fails."""
+        """Tell the launcher, with the next exchange, that this island can return if it fails."""
         self._run.link.resumes = True
 
     @property
     def is_due(self) -> bool:
-        """Whether this island was started to return."""
+        """True if this island was restarted and has not been admitted yet."""
         return self._run.is_outside
 
     def come_back(self) -> None:
-        """Wait until the others admit this island, and load their checkpoint. Collective over the
-        island."""
+        """Wait until the other islands admit this one, and load their checkpoint.
+
+        Collective over the island.
+        """
         answer, about = self._run.link.wait_for_admission()
         self._checkpoints.come_back(json.loads(about))
-        # The residual in the checkpoint is another island's.
+        # The residual in the checkpoint belongs to another island.
         with torch.no_grad():
             self._forget_losses()
         self._run.link.enter(answer)

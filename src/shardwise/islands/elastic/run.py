@@ -1,4 +1,4 @@
-"""Runs elastic islands on this host. Each island starts and meets separately."""
+"""Runs elastic islands on this host. Each island starts and connects its ranks separately."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ from shardwise.net.hosts import LOOPBACK
 from shardwise.net.restarts import Ending, Restarts
 
 MOST = 253
-"""Maximum number of files that Linux passes in one message (SCM_MAX_FD)."""
+"""Maximum number of file descriptors that Linux passes in a single message (SCM_MAX_FD)."""
 
 
 def once(
     spec: RunSpec, begin: Begin, console: Console, signals: Signals, restarts: Restarts
 ) -> Ending:
-    """Start all islands, and watch them until the run ends. Restarts of single islands count in
-    `restarts`."""
+    """Start all islands, and watch them until the run ends.
+
+    `restarts` counts and limits the restarts of single islands.
+    """
     allow_files(spec.size, spec.parts)
     address = LOOPBACK if spec.interface is None else network.address_of_interface(spec.interface)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
@@ -60,7 +62,8 @@ def once(
             return broker.open(rank)
 
         def start(island: int, returns: bool) -> IslandWorkers:
-            # A folder for each start, so that an island does not read its predecessor's reports.
+            # Use a new folder for each start, so that an island does not read its predecessor's
+            # reports.
             start_folder = folder / f"start-{next(numbers)}"
             start_folder.mkdir(mode=0o700)
             with network.listen(address, 0) as listener:
@@ -97,9 +100,10 @@ def once(
 
 
 def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, dict[str, str]]:
-    """Return the number of elastic islands of a run, and its `settings` with that number.
+    """Validate the number of elastic islands in a run.
 
-    `counts` has the number of ranks of each host. Raises LaunchError if the values do not fit.
+    `counts` holds the number of ranks on each host. Returns the number of islands, and `settings`
+    updated with it. Raises LaunchError if the values do not fit together.
     """
     if not sys.platform.startswith("linux"):
         raise LaunchError("--elastic-islands works only on Linux. Remove it.")
@@ -123,7 +127,7 @@ def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, di
 
 
 def _count(counts: Sequence[int], text: str) -> int:
-    """Parse the value of `--islands`. Raises LaunchError if it is invalid."""
+    """Parse `text`, the value of `--islands`. Raises LaunchError if it is invalid."""
     if text == "host" and len(counts) > 1:
         if len(set(counts)) > 1:
             raise LaunchError(
@@ -142,7 +146,10 @@ def _count(counts: Sequence[int], text: str) -> int:
 
 
 class _Runner:
-    """Runs jobs of elastic islands for the launcher, see `launch.part_runner.PartRunner`."""
+    """Runs jobs with elastic islands for the launcher.
+
+    Implements `launch.part_runner.PartRunner`.
+    """
 
     checked = staticmethod(checked)
     on_one_host = staticmethod(once)

@@ -1,10 +1,10 @@
 """Watches elastic islands, which may fail and return while the others train.
 
-    a rank of island k fails ─▶ no rank waits for k any more ─▶ its other ranks are killed ─▶ a line
-                             ─▶ k is started again ─▶ the others admit it ─▶ a line
+    a rank of island k fails ─▶ no rank waits for k any more ─▶ its other ranks are killed
+                             ─▶ k is restarted ─▶ the other islands admit it
 
-Some failures end the run, as without elastic islands: before all islands have started to train, of
-the last island, and in a run that is asked to end.
+As without elastic islands, a failure ends the run if not all islands have started training yet, if
+no other island is left, or if the run was asked to stop.
 """
 
 from __future__ import annotations
@@ -37,38 +37,40 @@ class IslandSite(Site, Protocol):
         """Kill the remaining processes of its ranks."""
 
     def release(self) -> bool:
-        """Return whether none of its processes is left."""
+        """Return whether none of the island's processes is left."""
 
 
 Start = Callable[[int, bool], IslandSite]
-"""Starts an island. The flag says whether it returns to others that train."""
+"""Starts the island with the given index. The flag is True if it returns while others train."""
 
 
 @dataclass
 class IslandFailure:
-    """A failed island: the exits of its ranks, and why some of them cannot be reached."""
+    """A failed island: how its ranks exited, and why some of them cannot be reached."""
 
     exits: dict[int, RankExit] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
 
     @property
     def reports(self) -> dict[int, ErrorReport]:
-        """Error reports of its ranks."""
+        """The ranks' error reports, by rank."""
         values = {rank: each.report for rank, each in self.exits.items()}
         return {rank: report for rank, report in values.items() if report is not None}
 
     @property
     def step(self) -> int:
-        """Number of steps that its ranks have made."""
+        """The number of steps that the island has completed."""
         values = [each.progress.step for each in self.exits.values() if each.progress is not None]
         return max(values, default=0)
 
 
 class IslandSupervisor(Supervisor):
-    """Watches the ranks of `count` islands of `size` ranks each. An island may fail while the
-    others train.
+    """Watches the ranks of elastic islands. An island may fail while the others train.
 
-    `restarts` limits and counts the restarts of islands.
+    Args:
+        count: The number of islands.
+        size: The number of ranks per island.
+        restarts: Counts and limits the restarts of islands.
     """
 
     def __init__(
@@ -80,24 +82,27 @@ class IslandSupervisor(Supervisor):
         self._restarts = restarts
         self.islands: list[IslandSite] = []
         self._failing: dict[int, float] = {}
-        """By failing island, the time to kill its other ranks."""
+        """For each failing island, the time when its remaining ranks are killed."""
         self._failures: dict[int, IslandFailure] = {}
-        """Islands that have failed, and have not taken part since."""
+        """The failed islands that have not taken part in an exchange since."""
         self._outlived: set[int] = set()
-        """Failed islands without which the others have completed an exchange since."""
+        """Failed islands whose absence the others have survived, by completing an exchange."""
         self._tries: Counter[int] = Counter()
-        """Number of restarts of each island since it last took part."""
+        """The number of restarts of each island since it last took part in an exchange."""
         self._finished: set[int] = set()
-        """Islands whose ranks have all ended well."""
+        """Islands whose ranks have all exited successfully."""
         self._said: set[int] = set()
-        """Finished islands whose end was printed."""
+        """Finished islands whose message has been printed."""
         self._unneeded: set[int] = set()
-        """Failed islands that are killed, because no other island is left to return to."""
+        """Failed islands that are killed because no island is left that could admit them."""
         self.ended: list[IslandSite] = []
-        """Ended islands that may still have child processes."""
+        """Failed islands that may still have child processes."""
 
     def watch_islands(self, start: Start) -> Ending:
-        """Start all islands. Return how the run ended, when all ranks have."""
+        """Start all islands and watch them.
+
+        Returns how the run ended, once all ranks have exited.
+        """
         self._start = start
         self.islands += [start(island, False) for island in range(self._membership.count)]
         return self.watch(self.islands)
@@ -108,15 +113,17 @@ class IslandSupervisor(Supervisor):
 
     @property
     def _away(self) -> set[int]:
-        """Islands that have failed, and have not taken part since. An admitted one may still be
-        loading."""
+        """Islands that have failed and not taken part since.
+
+        An admitted island may still be loading.
+        """
         return set(self._failures)
 
     def turn(self, limit: float | None = None) -> None:
-        """Wait for events once, and kill failed islands whose time has passed."""
+        """Run one iteration of the event loop, and kill failed islands that are due."""
         super().turn(limit)
-        # Immediately, because the system may reuse the process numbers, and then the reaper would
-        # kill unrelated processes.
+        # Release them immediately: once the system reuses their process ids, the reaper would kill
+        # unrelated processes.
         self.ended = [each for each in self.ended if not each.release()]
         for island, at in list(self._failing.items()):
             if at <= time.monotonic():
@@ -137,7 +144,7 @@ class IslandSupervisor(Supervisor):
         ended_well = rank_exit.end.code == 0 or rank_exit.saved
         at_fault = () if rank_exit.report is None else rank_exit.report.at_fault
         # A rank that blames another island has waited too long for it. That island hangs, and other
-        # islands may hang too, so the run ends.
+        # islands may hang too, so end the run.
         blames_another = not set(at_fault) <= set(self._membership.ranks(island))
         is_alone = not blames_another and self._are_alone([island])
         if island in self._failing or (not ended_well and is_alone):
@@ -146,15 +153,15 @@ class IslandSupervisor(Supervisor):
         if not ended_well:
             self._recall()
         super().left(rank_exit)
-        # A finished island stops taking part, like a failed one. It does not count as failed, so
-        # the run can still end well.
+        # A finished island stops taking part, like a failed one. But it does not count as failed,
+        # so the run can still succeed.
         if ended_well and not self._living(island):
             self._finished.add(island)
             self.exchanges.lose(island)
         self._end_unneeded()
 
     def not_started(self, ranks: Sequence[int]) -> None:
-        """Record that these ranks of an island will not start."""
+        """Record that these ranks will not be started."""
         self._running.difference_update(ranks)
 
     def lost(self, ranks: Sequence[int], why: str) -> None:
@@ -163,8 +170,8 @@ class IslandSupervisor(Supervisor):
             self._recall()
             super().lost(ranks, why)
             return
-        # Mark all of them before reporting each: the line about one must not name another lost
-        # island as continuing.
+        # Mark all lost islands before reporting them: the message about one island must not say
+        # that another lost island continues.
         for island in islands:
             self._begin_failing(island)
         for island in islands:
@@ -175,16 +182,16 @@ class IslandSupervisor(Supervisor):
         return self._running & set(self._membership.ranks(island))
 
     def _are_alone(self, islands: Collection[int]) -> bool:
-        """Return whether the others can continue after a failure of `islands`."""
+        """Return whether the other islands can continue after `islands` have failed."""
         failed = set(islands)
-        # Nobody waits for them, and so their failure changes nothing.
+        # Nobody waits for these islands, so their failure changes nothing.
         if failed <= self._unneeded:
             return True
         away = failed <= self._away
         if self._asked is not None or self._stopping:
-            # The run is ending. Only failures of islands that are away anyway do not matter.
+            # The run is shutting down. Ignore only failures of islands that are away anyway.
             return away
-        # Without another member, no island has weights to continue from.
+        # If there is no other member, no weights are left to continue from.
         others = set(self._membership.members) - failed - set(self._failing)
         return self._membership.has_begun and bool(others or (away and self._finished))
 
@@ -195,7 +202,7 @@ class IslandSupervisor(Supervisor):
         rank_exit: RankExit | None = None,
         why: str | None = None,
     ) -> None:
-        """Record that ranks of `island` have ended or cannot be reached, so the island fails."""
+        """Record that ranks of `island` have exited or cannot be reached, so the island fails."""
         self._running.difference_update(ranks)
         self._begin_failing(island)
         failure = self._failures[island]
@@ -209,7 +216,7 @@ class IslandSupervisor(Supervisor):
             self._failed(island)
             return
         ends = [each.end for each in failure.exits.values()]
-        # The other ranks may still explain the failure, so kill them a little later.
+        # The other ranks may still report the cause of the failure, so kill them a little later.
         explained = failure.losses or failure_report.is_explained(ends, failure.reports)
         wait = SETTLE if explained else UNEXPLAINED
         self._failing[island] = min(self._failing[island], time.monotonic() + wait)
@@ -223,7 +230,7 @@ class IslandSupervisor(Supervisor):
             self.exchanges.lose(island)
 
     def _failed(self, island: int) -> None:
-        """Report that all ranks of `island` have ended, and restart it if possible."""
+        """Report that all ranks of `island` have exited, and restart the island if possible."""
         del self._failing[island]
         workers = self.islands[island]
         workers.end()  # kills the remaining child processes
@@ -247,7 +254,7 @@ class IslandSupervisor(Supervisor):
             self._start_again(island)
 
     def _cause(self, failure: IslandFailure) -> str:
-        """Describe which rank of an island failed, and why."""
+        """Return a text that names the rank of an island that failed, and the cause."""
         reports, exits = failure.reports, failure.exits
         verdict = failure_report.judge([each.end for each in exits.values()], reports)
         if verdict is None or (failure.losses and failure_report.is_consequence(verdict, reports)):
@@ -258,10 +265,11 @@ class IslandSupervisor(Supervisor):
         return f"{what}: {why.removesuffix('.')}"
 
     def _next(self, island: int) -> tuple[bool, str]:
-        """Return whether `island` is restarted, and a sentence about it."""
+        """Return whether to restart `island`, and a sentence about it."""
         if island not in self.exchanges.resuming:
             return False, "It does not return, because the script calls no engine.resume(folder)."
-        # Counted since it last took part, so that an island that fails rarely is always restarted.
+        # Count restarts since the island last took part, so that an island that fails rarely is
+        # always restarted.
         if self._tries[island] == STUCK:
             return False, f"It does not return, because {STUCK} restarts in a row have failed."
         if self._restarts.is_spent:
@@ -270,7 +278,7 @@ class IslandSupervisor(Supervisor):
         return True, f"Restarting it ({self._restarts.number} of {self._restarts.allowed})."
 
     def _start_again(self, island: int) -> None:
-        """Start `island`. A failed start counts as a failure of the island, and is repeated."""
+        """Restart `island`. A failed start counts as a failure of the island, and is retried."""
         comes = True
         while comes:
             self._restarts.island_started()
@@ -289,7 +297,7 @@ class IslandSupervisor(Supervisor):
     # -- the others -------------------------------------------------------------------------
 
     def _exchanged(self, islands: Sequence[int]) -> None:
-        """Record that these islands have taken part in an exchange."""
+        """Record that these islands have taken part in an exchange, and report the changes."""
         for island in self._finished - self._said:
             self.say(f"shardwise: island {island} has finished. The others continue without it.\n")
         self._said |= self._finished
@@ -306,7 +314,7 @@ class IslandSupervisor(Supervisor):
     def _end_unneeded(self) -> None:
         """Kill returning islands if no island takes part any more."""
         taking_part = [rank for each in self._membership.members for rank in self._living(each)]
-        # A returning island needs a running member that admits it.
+        # A returning island needs a running member to admit it.
         if taking_part or self._unneeded:
             return
         self._unneeded |= {each for each in self._away if self._living(each)}
@@ -314,8 +322,8 @@ class IslandSupervisor(Supervisor):
             self.islands[island].end()
 
     def _recall(self) -> None:
-        """Add the failures of islands to the causes of the end of the run."""
-        # Not the failures that the others have survived: those did not end the run.
+        """Add failures of islands to the possible causes of the run's failure."""
+        # Exclude failures that the other islands have survived, because they did not end the run.
         for island, failure in self._failures.items():
             if island not in self._outlived:
                 self._exits |= failure.exits

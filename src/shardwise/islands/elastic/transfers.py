@@ -1,9 +1,9 @@
-"""Copies files of elastic islands between hosts, in threads next to an agent's event loop.
+"""Copies elastic islands' files between hosts, in threads of the agent.
 
-    client ─▶ rank, number                       after both have proved that they know the secret
-    server ─▶ size, the bytes, and their MAC
+    client ─▶ rank, number                       after both ends have authenticated
+    server ─▶ size, content and its MAC
 
-Each fetch has its own connection, because minutes may pass between two fetches.
+Each fetch opens its own connection, because minutes may pass between two fetches.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from shardwise.islands.elastic.broker import Key
 from shardwise.net import authentication, rpc
 
 NOTHING = 0
-"""Number of an empty file that every host has, to test whether it can be reached."""
+"""The number of an empty file that every host serves, to test whether the host can be reached."""
 
 _REQUEST, _SIZE = struct.Struct("!qq"), struct.Struct("!q")
 _NOT_HERE = -1
 
 CONNECT = 10.0
-"""Seconds to connect to another host."""
+"""Seconds to wait for a connection to another host."""
 
 STALL = 30.0
-"""Seconds without any byte after which a connection fails."""
+"""A connection fails after this many seconds without data."""
 
 AGAIN = 0.5
-"""Seconds between two attempts to fetch a file."""
+"""Seconds to wait between two attempts to fetch a file."""
 
 CHUNK = 1 << 20
 
@@ -45,16 +45,21 @@ Address = tuple[str, int]
 def serve(
     listener: socket.socket, place: Address, secret: bytes, copy: Callable[[Key], int | None]
 ) -> rpc.Server:
-    """Serve the files that `copy` returns to peers that know `secret`.
+    """Serve files to peers that know `secret`. The caller closes the server.
 
-    `place` is the address of `listener` that other hosts use. The caller closes the server.
+    Args:
+        listener: The listening socket.
+        place: The address of `listener` as seen from other hosts.
+        secret: The secret of the run.
+        copy: Returns a new descriptor of the file with the given key, or None if it is missing.
     """
 
     def give(peer: rpc.Connection) -> None:
-        """Send a peer the file that it requests. If the peer has left, it will ask again."""
+        """Send a peer the file that it requests. If the connection fails, the peer retries."""
         peer.socket.settimeout(STALL)
         rank, number = _REQUEST.unpack(_message(peer))
-        # A duplicate of the broker's descriptor, because the broker may drop the file meanwhile.
+        # Use a duplicate of the broker's descriptor, because the broker may drop the file in the
+        # meantime.
         fd = os.memfd_create("nothing") if number == NOTHING else copy((rank, number))
         if fd is None:
             peer.send(_SIZE.pack(_NOT_HERE))
@@ -68,10 +73,13 @@ def serve(
 
 
 class Fetches:
-    """Fetches files from other hosts, which know `secret`, until they arrive or are cancelled.
+    """Fetches files from other hosts, retrying until they arrive or are cancelled.
 
-    In the event loop of `selector`, `done` is called with each key and its file, and `failed` with
-    each failed attempt and the reason.
+    Args:
+        selector: The event loop that runs the callbacks.
+        secret: The secret of the run.
+        done: Called with the key and the descriptor of each file that has arrived.
+        failed: Called with the key and the reason of each failed attempt.
     """
 
     def __init__(
@@ -85,20 +93,20 @@ class Fetches:
         self._selector = selector
         self._running: dict[Key, _Fetch] = {}
         self._cancelled: list[_Fetch] = []
-        # Threads put results here, and wake the event loop through a pair of sockets.
+        # Threads put results into this queue, and wake the event loop through a pair of sockets.
         self._results: SimpleQueue[tuple[_Fetch, int | str]] = SimpleQueue()
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._wake_receiver.setblocking(False)
         selector.register(self._wake_receiver, selectors.EVENT_READ, self._on_wake)
 
     def begin(self, key: Key, source: Address) -> None:
-        """Fetch the file `key` from the host that serves at `source`."""
+        """Start fetching the file `key` from the host that serves at `source`."""
         self.cancel(key)
         self._running[key] = _Fetch(key, source, self._secret, self._report)
         self._running[key].start()
 
     def cancel(self, key: Key) -> None:
-        """Stop fetching `key`, if a fetch is running."""
+        """Cancel the fetch of the file `key`, if one is running."""
         if (fetch := self._running.pop(key, None)) is not None:
             fetch.cancel()
             self._cancelled = [each for each in self._cancelled if each.is_alive()]
@@ -116,7 +124,7 @@ class Fetches:
         self._wake_sender.close()
 
     def _report(self, fetch: _Fetch, what: int | str) -> None:
-        """Report the result of an attempt, from its thread."""
+        """Report the result of an attempt. Called in the fetch's thread."""
         self._results.put((fetch, what))
         with suppress(OSError):  # closed, or full and the loop will wake up anyway
             self._wake_sender.send(b"\0", socket.MSG_DONTWAIT)
@@ -130,8 +138,8 @@ class Fetches:
         while not self._results.empty():
             fetch, what = self._results.get()
             if isinstance(what, int):
-                fetch.join()  # this was its last result
-            # It may have been cancelled, or replaced by a later fetch of the same file.
+                fetch.join()  # the thread exits after this result
+            # The fetch may have been cancelled, or replaced with a later fetch of the same file.
             is_wanted = self._running.get(fetch.key) is fetch
             if isinstance(what, str):
                 if is_wanted:
@@ -144,8 +152,10 @@ class Fetches:
 
 
 class _Fetch(Thread):
-    """Fetches one file. `tell` is called with its descriptor, and with the reason of each
-    failure."""
+    """Fetches a single file in its own thread.
+
+    `tell` is called with the file's descriptor, and with the reason of each failure.
+    """
 
     def __init__(
         self,
@@ -162,7 +172,7 @@ class _Fetch(Thread):
         self._peer: socket.socket | None = None
 
     def cancel(self) -> None:
-        """Stop soon, even in the middle of a connection."""
+        """Stop as soon as possible, even in the middle of a transfer."""
         self._cancelled.set()
         with self._lock:
             if self._peer is not None:
@@ -181,7 +191,7 @@ class _Fetch(Thread):
                 return
 
     def _fetch(self) -> int:
-        """Return the descriptor of the file. Raises OSError."""
+        """Fetch the file and return its descriptor. Raises OSError if the attempt fails."""
         family, kind, protocol, _, place = socket.getaddrinfo(
             *self._source, type=socket.SOCK_STREAM
         )[0]
@@ -190,7 +200,7 @@ class _Fetch(Thread):
             with self._lock:
                 self._peer = peer
             try:
-                # From here on, `cancel` shuts the socket down. Check for an earlier cancel.
+                # From here on, `cancel` shuts down the socket. Check for an earlier cancel.
                 if self._cancelled.is_set():
                     raise ConnectionError("the fetch was cancelled")
                 peer.connect(place)
@@ -217,12 +227,12 @@ class _Fetch(Thread):
 
 
 def _role(place: Address) -> bytes:
-    """Return the role of the server at `place`; see authentication.py."""
+    """Return the role of the file server at `place` (see authentication.py)."""
     return f"islands {place[0]} {place[1]}".encode()
 
 
 def _message(peer: rpc.Connection) -> bytes:
-    """Return the next message of `peer`. Raises OSError if none arrives or its seal is wrong."""
+    """Return the next message from `peer`. Raises OSError if none arrives or its MAC is wrong."""
     try:
         message = peer.receive()
     except authentication.Forged as error:
@@ -233,25 +243,28 @@ def _message(peer: rpc.Connection) -> bytes:
 
 
 def _send_file(peer: rpc.Connection, fd: int) -> None:
-    """Send the size of a file, its bytes, and their MAC. Raises OSError."""
+    """Send a file's size, its content, and the MAC. Raises OSError if the connection fails."""
     size, place = os.fstat(fd).st_size, 0
     peer.send(_SIZE.pack(size))
     sum_of_all, buffer = peer.seals.sends_bulk(), memoryview(bytearray(min(size, CHUNK)))
     while place < size:
-        # At explicit offsets: descriptors of one file share their position, and several hosts may
-        # fetch it at the same time.
+        # Read at explicit offsets: descriptors of the same file share their position, and several
+        # hosts may fetch it at the same time.
         count = os.preadv(fd, [buffer], place)
         if not count:
             raise ConnectionError(f"the file ended at byte {place} of {size}")
         place += count
-        # The kernel sends the chunk while it is added to the MAC.
+        # The kernel sends the chunk while we add it to the MAC.
         peer.socket.sendall(buffer[:count])
         sum_of_all.update(buffer[:count])
     peer.socket.sendall(sum_of_all.digest())
 
 
 def _copy(peer: rpc.Connection, fd: int, size: int) -> None:
-    """Write `size` bytes from `peer` into a file. Raises OSError, also if the MAC is wrong."""
+    """Copy `size` bytes from `peer` to the file `fd`.
+
+    Raises OSError if the connection fails or the MAC is wrong.
+    """
     buffer = memoryview(bytearray(min(size, CHUNK)))
     sum_of_all = peer.seals.receives_bulk()
     while size:

@@ -1,4 +1,4 @@
-"""Starts the ranks of one elastic island on one host."""
+"""Starts an elastic island's ranks on one host."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ from shardwise.net import progress
 from shardwise.net.identity import Identity
 
 FILES_OF_A_RANK = 8
-"""Files that the launcher or agent keeps open per rank: link, contribution, output, log."""
+"""Number of open files per rank in the launcher or agent: link, contribution, output, log."""
 
 FILES = 64
-"""Files that it keeps open in addition."""
+"""Number of other open files in the launcher or agent."""
 
 OpenLink = Callable[[int], socket.socket]
-"""Opens the link of a rank to the broker. Returns the rank's end."""
+"""Opens a rank's link to the broker. Returns the rank's end of the socket."""
 
 
 class IslandWorkers(LocalWorkers):
-    """The ranks of island `island` of `count` that run on this host. They meet at its first rank.
+    """The ranks of an island on this host. They connect to the island's first rank.
 
     Args:
-        spec: All ranks of this host.
+        spec: The job, with all ranks of this host.
         local: The other arguments of `LocalWorkers`.
-        link: Opens the link of a rank to the broker.
-        returns: Whether the others train without this island until they admit it.
+        island: The index of the island.
+        count: The number of islands.
+        link: Opens a rank's link to the broker.
+        returns: True if the other islands train without this one until they admit it.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class IslandWorkers(LocalWorkers):
     def _start(
         self, worker: Worker, environ: dict[str, str], fds: list[int], outlet: WorkerStreams
     ) -> None:
-        # The rank inherits this end. Close our copy, or the broker would never see the end of the
-        # rank.
+        # The rank inherits this end. Close our copy, or the broker would never notice that the rank
+        # has exited.
         with self._link(worker.rank) as link:
             place = IslandPlace(
                 island=self._island,
@@ -70,12 +72,15 @@ class IslandWorkers(LocalWorkers):
             super()._start(worker, environ | place.variables(), [*fds, link.fileno()], outlet)
 
     def _identity(self, local_rank: int, listen_fd: int | None) -> Identity:
-        """Return the identity of a rank in the run, whose host also has ranks of other islands."""
+        """Return a rank's identity in the run. Its host may also have ranks of other islands."""
         identity, host = super()._identity(local_rank, listen_fd), self._host
         return replace(identity, local_rank=identity.rank - host.first, local_size=host.count)
 
     def ended_well(self, rank: int) -> None:
-        """Pass on that `rank` has ended, if it is in this island. Its ranks wait for no others."""
+        """If `rank` is in this island, tell the island's ranks that it exited with code 0.
+
+        Ranks of other islands do not wait for it.
+        """
         if rank in self._ranks:
             progress.mark_ended_early(self._folder, rank - self._ranks.start)
 
@@ -84,7 +89,7 @@ class IslandWorkers(LocalWorkers):
         self.send_signal(signal.SIGKILL)
 
     def give_up(self) -> None:
-        """Kill the ranks after a failed start, without a report."""
+        """Kill the ranks after a failed start, without reporting their exits."""
         self.end()
         for worker in self._workers:
             while not worker.reap(stopped=True):
@@ -98,13 +103,14 @@ def allow_files(ranks: int, islands: int, kept: int = 0) -> None:
     """Raise this process's limit of open files to the number that exchanges need.
 
     Args:
-        ranks: Number of ranks on this host.
-        islands: Number of islands. Each rank gets a file of each of them.
-        kept: Number of islands whose files are kept for each rank.
+        ranks: The number of ranks on this host.
+        islands: The number of islands. In an exchange, a rank receives one file from each.
+        kept: The number of islands whose files are stored for each rank.
 
-    Raises LaunchError if the system does not allow it.
+    Raises:
+        LaunchError: The system does not allow this number of open files.
     """
-    # An answer holds one file of each other island, for every rank at the same time.
+    # An answer contains one file from each other island, for every rank at the same time.
     needed = ranks * (islands - 1 + kept + FILES_OF_A_RANK) + FILES
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in limits)

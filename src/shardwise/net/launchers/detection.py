@@ -1,7 +1,7 @@
-"""Detects the launcher that started this process, its rank, and the number of ranks.
+"""Detects which launcher started this process, its rank, and the number of ranks.
 
-`LAUNCHERS` is the table of all launchers. To add one, write a function that reads its variables,
-and add a row. Nothing else needs to change.
+`LAUNCHERS` is the table of all launchers. To support another launcher, write a function that reads
+its variables and add a row. Nothing else needs to change.
 """
 
 import os
@@ -15,22 +15,23 @@ from shardwise.net.launchers import mpi, platforms, pmix, processes, schedulers,
 from shardwise.net.launchers.variables import Environ, RankVariables, Reader
 
 ALONE = "SHARDWISE_ALONE"
-"""Set to 1 by the user for a process that is alone. It overrides every launcher."""
+"""Environment variable that the user sets to 1 to run a single process. Overrides all launchers."""
 
 OF_MPI = frozenset({"mpirun", "mpiexec"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """A launcher, and how to recognise it.
+    """A launcher, and how to detect it.
 
     Args:
-        name: The name for messages.
-        level: The position among nested launchers, such as `srun torchrun`, or mpirun inside an
-            allocation. The lowest level is the innermost launcher, and wins.
-        read: Returns the identity of this process, or None if the launcher did not start it.
-        processes: Names of the launcher's processes that start ranks.
-        sets_threads: The launcher sets the number of threads of each rank.
+        name: The name shown in messages.
+        level: The nesting level, for combinations such as `srun torchrun` or mpirun inside an
+            allocation. The innermost launcher has the lowest level and takes precedence.
+        read: Function that returns the identity of this process, or None if the launcher did not
+            start it.
+        processes: The names of the launcher's processes that start ranks.
+        sets_threads: True if the launcher sets the number of threads of each rank.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Launcher:
 
 
 def _shardwise_run(environ: Environ) -> Identity | None:
-    """Read the identity that `shardwise run` gave (see environment.identity_variables)."""
+    """Read the identity set by `shardwise run` (see environment.identity_variables)."""
     if not environ.keys() & OWN_NAMES.values():
         return None
     numbers = read_integers(environ, OWN_NAMES, "shardwise run")
@@ -57,9 +58,9 @@ def _shardwise_run(environ: Environ) -> Identity | None:
 
 
 def _by_hand(environ: Environ) -> Identity | None:
-    """Read SHARDWISE_RANK and SHARDWISE_SIZE, which users set who start each process themselves."""
+    """Read SHARDWISE_RANK and SHARDWISE_SIZE, set by users who start each process themselves."""
     if "SHARDWISE_SIZE" in environ and "SHARDWISE_RANK" not in environ:
-        # Kubernetes gives each pod of an Indexed Job its index, but not the number of pods.
+        # Kubernetes tells each pod of an Indexed Job its index, but not the number of pods.
         names = replace(_BY_HAND, rank="JOB_COMPLETION_INDEX")
         identity = names.read(environ) if names.rank in environ else _BY_HAND.read(environ)
     else:
@@ -70,7 +71,7 @@ def _by_hand(environ: Environ) -> Identity | None:
 def _torchrun(environ: Environ) -> Identity | None:
     """Read the variables of torchrun, Ray Train, Azure ML, or DeepSpeed's launcher.
 
-    Azure ML gives no local size. DeepSpeed's launcher calls it LOCAL_SIZE.
+    Azure ML sets no local size. DeepSpeed's launcher names it LOCAL_SIZE.
     """
     local = {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys()
     if not local or not {"RANK", "WORLD_SIZE"} & environ.keys():
@@ -82,10 +83,10 @@ def _torchrun(environ: Environ) -> Identity | None:
 
 
 def _environment(environ: Environ) -> Identity | None:
-    """Read RANK, WORLD_SIZE and MASTER_ADDR without a local rank.
+    """Read RANK, WORLD_SIZE and MASTER_ADDR if no local rank is set.
 
-    Services set them for each pod or host (Kubeflow's PyTorchJob, Vertex AI), and users in scripts.
-    A launcher that starts ranks inside the pod is therefore further inside.
+    Services (Kubeflow's PyTorchJob, Vertex AI) set them for each pod or host, and users set them in
+    scripts. A launcher that starts ranks inside the pod takes precedence over these variables.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys() or _torchrun(environ):
         return None
@@ -130,8 +131,8 @@ _HOROVOD = RankVariables(
     job=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
 )
 
-# Levels: 0 ours, 1 by hand, 2 launchers of one host or of Python, 3 MPI, 4 schedulers, 5 and 6
-# services that start one process per host, 7 no launcher.
+# Levels: 0 ours, 1 set by hand, 2 Python launchers and single-host launchers, 3 MPI, 4 schedulers,
+# 5 and 6 services that start one process per host, 7 no launcher.
 LAUNCHERS = (
     Launcher(name="shardwise run", level=0, read=_shardwise_run, sets_threads=True),
     Launcher(name="the user", level=1, read=_by_hand),
@@ -162,29 +163,29 @@ LAUNCHERS = (
     Launcher(name="SkyPilot", level=5, read=platforms.skypilot),
     Launcher(name="Kubeflow", level=5, read=platforms.kubeflow),
     Launcher(name="AWS Batch", level=5, read=platforms.aws_batch),
-    # Pods of the services above may have an index too, but their own variables say more.
+    # Pods of the services above may have an index too, but their own variables hold more
+    # information.
     Launcher(name="Kubernetes", level=6, read=platforms.indexed_job),
-    # No launcher: a run of one process.
+    # No launcher: a single-process run.
     Launcher(
         name="python", level=7, read=lambda environ: Identity(launcher="python"), sets_threads=True
     ),
 )
 
 PROCESSES = frozenset(name[:15] for row in LAUNCHERS for name in row.processes)
-"""The names of all processes that start ranks, cut to 15 characters as the kernel does."""
+"""The names of all processes that start ranks, truncated to 15 characters as by the kernel."""
 
 _LEVEL_OF_MPI = 3
 _STARTERS = frozenset(
     name[:15] for row in LAUNCHERS if row.level == _LEVEL_OF_MPI for name in row.processes
 )
-"""The processes of MPI's launchers, which only start ranks. A scheduler's also start batch scripts.
-"""
+"""The processes of MPI launchers. Unlike a scheduler's, they start only ranks, no batch scripts."""
 
 SERVICES = frozenset(row.name for row in LAUNCHERS if row.level in (5, 6)) | {"HTCondor"}
-"""The launchers that start one process on each host or pod."""
+"""The names of the launchers that start one process per host or pod."""
 
 SETS_THREADS = frozenset(row.name for row in LAUNCHERS if row.sets_threads)
-"""The launchers that set the number of threads of each rank."""
+"""The names of the launchers that set the number of threads of each rank."""
 
 
 def processes_of(launcher: str) -> frozenset[str]:
@@ -196,26 +197,26 @@ def processes_of(launcher: str) -> frozenset[str]:
 def identify(environ: Environ = os.environ) -> Identity:
     """Return the identity of this process, from its environment and its ancestors.
 
-    Raises LaunchError as `detect` does.
+    Raises LaunchError under the same conditions as `detect`.
     """
     parents = [name for _, name in processes.ancestors() if name in _STARTERS]
     return detect({**environ, **pmix.ask(environ)}, parents)
 
 
 def around_command() -> Identity:
-    """Return the identity of a launcher's command that a launcher may have started several times.
+    """Return the identity of this `shardwise run` command, which a launcher may start on each host.
 
-    Inside a rank of `shardwise run` the command counts as alone.
+    Inside a rank of an outer `shardwise run`, the command counts as a single process.
     """
     environ = dict(os.environ)
     if OWN_NAMES["rank"] in environ:
         return Identity(launcher="python")
-    # Kubeflow's variables count the processes of all pods. This command starts the
-    # processes of its pod, so only the pods count here.
+    # Kubeflow's variables count the processes of all pods. This command starts the processes of its
+    # own pod, so only the number of pods matters here.
     if {"PET_NNODES", "PET_NODE_RANK"} <= environ.keys() and "LOCAL_RANK" not in environ:
         environ.pop("RANK", None)
     environ.pop("PET_NPROC_PER_NODE", None)
-    # A size without a rank means nothing: a batch script may have set it for later.
+    # Ignore a size without a rank: a batch script may have set it for later.
     if "RANK" not in environ:
         environ.pop("WORLD_SIZE", None)
     try:
@@ -225,15 +226,15 @@ def around_command() -> Identity:
 
 
 def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
-    """Return the identity of this process, from its innermost launcher. Pure.
+    """Return the identity of this process, as set by its innermost launcher. No side effects.
 
     Args:
         environ: The environment variables.
-        parents: The names of the processes above this one that start ranks.
+        parents: The names of this process's ancestors that start ranks.
 
     Raises:
-        LaunchError: Variables are missing or impossible, two launchers of one level contradict each
-            other, or the process looks like one of several and cannot find out which.
+        LaunchError: Variables are missing or impossible, two launchers at the same level contradict
+            each other, or the process looks like one of several but cannot find out its rank.
     """
     if _is_alone(environ):
         ours = _shardwise_run(environ)
@@ -248,7 +249,8 @@ def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
     identity = _agreed(found)
     if identity.launcher == "the user":
         _check_by_hand(identity, environ)
-    # A launcher that started one process may enclose a launcher of several that we cannot read.
+    # A launcher that started one process may enclose one that started several, but that we cannot
+    # read.
     elif identity.size == 1 and level >= _LEVEL_OF_MPI:
         found_signs = signs.find(environ, parents, alone=identity.launcher == "python")
         if found_signs:
@@ -257,13 +259,16 @@ def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
         return identity
     if not {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return identity
-    # The user's script sets rank 0's address, which the launcher did not give.
+    # The user's script sets rank 0's address, which the launcher did not provide.
     port = read_integer(environ, "MASTER_PORT", "the script that started this process")
     return replace(identity, address=environ["MASTER_ADDR"], port=port)
 
 
 def _is_alone(environ: Environ) -> bool:
-    """Return whether the user says that this process is alone. Raises LaunchError."""
+    """Return whether the user requests a single process.
+
+    Raises LaunchError for an invalid value.
+    """
     text = environ.get(ALONE, "")
     if text not in ("", "0", "1"):
         raise LaunchError(f"{ALONE} takes 0 or 1, not {text[:40]!r}: write 1, or unset it.")
@@ -272,8 +277,9 @@ def _is_alone(environ: Environ) -> bool:
 
 def _check_by_hand(identity: Identity, environ: Environ) -> None:
     """Raise LaunchError if a launcher contradicts the variables that the user has set."""
-    # A user who exports SHARDWISE_RANK once and then calls mpirun gives all its ranks one number.
-    # But a launcher with fewer ranks may be the outer one, whose ranks start several processes.
+    # A user who exports SHARDWISE_RANK once and then calls mpirun gives the same rank to all
+    # processes. But a launcher with fewer ranks may be an outer one, whose ranks each start several
+    # processes.
     for row in LAUNCHERS:
         if row.level not in (_LEVEL_OF_MPI, _LEVEL_OF_MPI + 1):
             continue
@@ -283,7 +289,7 @@ def _check_by_hand(identity: Identity, environ: Environ) -> None:
 
 
 def _agreed(found: list[Identity]) -> Identity:
-    """Return the identity that all of `found` agree on."""
+    """Return the identity that all of `found` agree on. Raises LaunchError if they disagree."""
     first = found[0]
     for other in found[1:]:
         if (other.rank, other.size) != (first.rank, first.size):
@@ -295,6 +301,6 @@ def _agreed(found: list[Identity]) -> Identity:
 
 
 def claim(identity: Identity) -> str:
-    """Return in words the rank and size that a launcher gave a process, with their variables."""
+    """Return a text that states the rank and size set by a launcher, with their variables."""
     rank, size = identity.variables["rank"], identity.variables["size"]
     return f"{identity.launcher} says {rank}={identity.rank}, {size}={identity.size}"

@@ -1,4 +1,4 @@
-"""Reads who a rank is from the variables of MPI's launchers.
+"""Reads the identity of a rank from the variables of MPI launchers.
 
 Open MPI        OMPI_COMM_WORLD_*                 mpirun of Open MPI 4 and 5 (docs.open-mpi.org)
 MPICH           PMI_RANK, MPI_LOCALRANKID         Hydra (src/pm/hydra/proxy/pmip_cb.c)
@@ -21,7 +21,7 @@ OPEN_MPI = RankVariables(
     size="OMPI_COMM_WORLD_SIZE",
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    # The address of mpirun itself (Open MPI 4) and the name of its job together identify a run.
+    # The address of mpirun itself (Open MPI 4) and its job name together identify a run.
     job=("OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE"),
 )
 
@@ -65,15 +65,15 @@ def open_mpi(environ: Environ) -> Identity | None:
 
     Returns None for ranks of jsrun and Flux, which set some of these variables too.
     """
-    # Their own readers have to handle them: the name of the job is a small number there, which
-    # other jobs have too.
+    # Those launchers have their own readers, because their job name is a small number that other
+    # jobs share.
     for outer in (schedulers.JSRUN, schedulers.FLUX):
         given = environ.get(OPEN_MPI.rank), environ.get(OPEN_MPI.size)
         if given == (environ.get(outer.rank), environ.get(outer.size)) != (None, None):
             return None
     names = {OPEN_MPI.size, OPEN_MPI.local_size} & environ.keys()
     if not names and environ.get(OPEN_MPI.rank) == environ.get(schedulers.FLUX.rank):
-        return None  # all that Flux sets for Spectrum MPI
+        return None  # Flux sets only this for Spectrum MPI
     return OPEN_MPI.read(environ)
 
 
@@ -85,9 +85,9 @@ def mvapich(environ: Environ) -> Identity | None:
 def hydra(environ: Environ) -> Identity | None:
     """Read the variables of Hydra, the mpiexec of MPICH and of Intel MPI.
 
-    Only Hydra sets MPI_LOCALRANKID. Intel MPI names the run, MPICH does not. MPICH's ranks find
-    each other by the process that started them (see rendezvous_file.py), and on several hosts of a
-    Slurm allocation by the step of Hydra's proxies.
+    Only Hydra sets MPI_LOCALRANKID. Intel MPI provides a run name, MPICH does not. MPICH's ranks
+    derive a name from the process that started them (see rendezvous_file.py) or, on several hosts
+    of a Slurm allocation, from the job step of Hydra's proxies.
     """
     if "MPI_LOCALRANKID" not in environ:
         return None
@@ -105,13 +105,13 @@ def hydra(environ: Environ) -> Identity | None:
 def pmi(environ: Environ) -> Identity | None:
     """Read PMI_RANK and PMI_SIZE, unless other variables show which launcher set them.
 
-    srun --mpi=pmi2, Flux and PALS set them too, but their own variables say more.
+    srun --mpi=pmi2, Flux and PALS set them too, but their own variables hold more information.
     """
     identity = None if "MPI_LOCALRANKID" in environ else _PMI.read(environ)
     if identity is None:
         return None
-    # A Hydra inside a task of a scheduler leaves that task's variables in its ranks. So the
-    # scheduler has started this process only if it gives the same rank and size.
+    # If Hydra runs inside a scheduler's task, its ranks inherit that task's variables. The
+    # scheduler started this process only if its variables give the same rank and size.
     for read in (slurm.detect, *schedulers.READERS):
         try:
             if say_the_same(identity, read(environ)):
@@ -122,7 +122,7 @@ def pmi(environ: Environ) -> Identity | None:
 
 
 def _in_step(identity: Identity, environ: Environ) -> Identity:
-    """Add the name of the run, if Hydra made itself a step of a Slurm allocation."""
+    """Add the run name if Hydra started its proxies as a Slurm job step."""
     if identity.job is not None or identity.on_one_host:
         return identity
     in_step = slurm.in_step(environ)

@@ -1,9 +1,9 @@
-"""Reads the identity of a process on services that start one process on each host.
+"""Reads the identity of a process from services that start one process per host.
 
 SageMaker             SM_HOSTS, SM_CURRENT_HOST       (sagemaker-training-toolkit: environment.py)
 SkyPilot              SKYPILOT_NODE_RANK, ...         (docs: environment-variables)
 Kubeflow Trainer      PET_NODE_RANK, PET_NNODES, ...  (plugins/torch/torch.go)
-Kubernetes            JOB_COMPLETION_INDEX and a size that the user gives: WORLD_SIZE
+Kubernetes            JOB_COMPLETION_INDEX, and WORLD_SIZE as set by the user
 AWS Batch             AWS_BATCH_JOB_NODE_INDEX, ...   (multi-node parallel jobs)
 
 Kubeflow's PyTorchJob and Azure ML set torchrun's variables. Kubeflow's MPIJob runs mpirun.
@@ -17,7 +17,7 @@ from shardwise.net.identity import Identity, read_integer, read_text
 from shardwise.net.launchers.variables import Environ, RankVariables
 
 PORT = 29500
-"""Port of rank 0 if only its host is given: torchrun's default."""
+"""Port of rank 0 if only its host is specified: torchrun's default."""
 
 SKYPILOT = RankVariables(
     launcher="SkyPilot",
@@ -52,14 +52,14 @@ _MAIN = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
 
 
 def skypilot(environ: Environ) -> Identity | None:
-    """Read the variables of a SkyPilot node. The first of the addresses is rank 0's."""
+    """Read the variables of a SkyPilot node. The first address in the list is rank 0's."""
     identity = SKYPILOT.read(environ)
     addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
     return _at(identity, addresses[0] if addresses else None, environ)
 
 
 def sagemaker(environ: Environ) -> Identity | None:
-    """Read which host of a SageMaker training job this is, in the order of SM_HOSTS."""
+    """Return the rank of this host in a SageMaker training job, which is its index in SM_HOSTS."""
     if not {"SM_HOSTS", "SM_CURRENT_HOST"} & environ.keys():
         return None
     here = read_text(environ, "SM_CURRENT_HOST", "SageMaker")
@@ -82,9 +82,9 @@ def sagemaker(environ: Environ) -> Identity | None:
 
 
 def kubeflow(environ: Environ) -> Identity | None:
-    """Read the variables of a pod of Kubeflow's Trainer, which torchrun reads as options.
+    """Read the variables of a Kubeflow Trainer pod, which are also torchrun's options.
 
-    Raises LaunchError if each pod should have several processes, which nobody has started.
+    Raises LaunchError if each pod should run several processes, because Kubeflow starts only one.
     """
     if KUBEFLOW.rank not in environ and environ.get(KUBEFLOW.size, "1") == "1":
         return None
@@ -94,7 +94,7 @@ def kubeflow(environ: Environ) -> Identity | None:
 
 
 def check_processes_per_pod(environ: Environ) -> None:
-    """Raise LaunchError if Kubeflow asks for several processes in each pod."""
+    """Raise LaunchError if Kubeflow requests several processes per pod."""
     count = environ.get("PET_NPROC_PER_NODE", "1")
     if count.isdigit() and int(count) > 1:
         raise LaunchError(
@@ -106,9 +106,10 @@ def check_processes_per_pod(environ: Environ) -> None:
 
 
 def indexed_job(environ: Environ) -> Identity | None:
-    """Read the index of a pod of an Indexed Job, also in a JobSet.
+    """Read the pod index of an Indexed Job, alone or in a JobSet.
 
-    Kubernetes does not give the number of pods, so the user has to set WORLD_SIZE and MASTER_ADDR.
+    Kubernetes does not tell a pod the number of pods, so the user has to set WORLD_SIZE and
+    MASTER_ADDR.
     """
     if not {KUBERNETES.rank, KUBERNETES.size, "MASTER_ADDR"} <= environ.keys():
         return None
@@ -116,7 +117,7 @@ def indexed_job(environ: Environ) -> Identity | None:
 
 
 def aws_batch(environ: Environ) -> Identity | None:
-    """Read the index of a node of a multi-node parallel job."""
+    """Read the node index in a multi-node parallel job."""
     identity = AWS_BATCH.read(environ)
     if identity is None or identity.size == 1:
         return identity
@@ -125,14 +126,14 @@ def aws_batch(environ: Environ) -> Identity | None:
             f"AWS Batch says AWS_BATCH_JOB_MAIN_NODE_INDEX={main}. Make node 0 the main node, "
             "because the other nodes are only given the main node's address."
         )
-    # The main node itself is not given its address: it listens on all interfaces.
+    # The main node is not told its own address, so it listens on all interfaces.
     return _at(identity, environ.get(_MAIN, "0.0.0.0" if identity.rank == 0 else None), environ)
 
 
 def _at(
     identity: Identity | None, address: str | None, environ: Environ, port: str = "MASTER_PORT"
 ) -> Identity | None:
-    """Add rank 0's address, with the port in the variable `port` or the default one."""
+    """Add rank 0's address, and its port from the variable `port` or the default."""
     if identity is None or address is None or identity.size == 1:
         return identity
     number = read_integer(environ, port, identity.launcher) if port in environ else PORT

@@ -1,9 +1,9 @@
 """Asks a PMIx server for the number of ranks.
 
-PRRTE's prterun and PALS with --pmi=pmix give a rank only its number, PMIX_RANK. The process that
-started the rank is a PMIx server, which knows the rest. We load the same library file that it has
-loaded, so that client and server have the same version. The request runs in a child process, so
-that the script itself can still initialise MPI later.
+PRRTE's prterun, and PALS with --pmi=pmix, tell a rank only its rank, PMIX_RANK. The process that
+started the rank is a PMIx server, which knows everything else. We load the same library file that
+the server has loaded, so that client and server have the same version. The request runs in a child
+process, so that the script can still initialise MPI later.
 
 PMIx standard 4.1: PMIx_Init, PMIx_Get and PMIx_Finalize (section 5), pmix_proc_t and pmix_value_t
 (section 3.2).
@@ -30,37 +30,39 @@ PMIX = RankVariables(
     local_size="PMIX_LOCAL_SIZE",
     job=("PMIX_NAMESPACE",),
 )
-"""PMIx defines the rank and the namespace. The other names are ours, for the server's answers."""
+"""PMIx sets the rank and the namespace. The other names are ours, for the server's replies."""
 
 _SAYS_RANK = {"OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID"}
-"""Variables of launchers that are always the innermost one. With them the server is not asked."""
+"""Variables of launchers that are always innermost. If one is set, the server is not asked."""
 
 _SAYS_SIZE = {"SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE", "PMI_SIZE"}
-"""Variables of launchers that may be the server themselves, and give the size without a request.
-In a rank of PRRTE they describe PRRTE's daemon."""
+"""Variables of launchers that may be the server, and that provide the size without a request.
+
+In a rank of PRRTE they describe PRRTE's daemon.
+"""
 
 KEYS = {
     PMIX.size: (b"pmix.job.size", False),
     "PMIX_LOCAL_SIZE": (b"pmix.local.size", False),
     "PMIX_LOCAL_RANK": (b"pmix.lrank", True),
 }
-"""By variable: the server's key, and whether it describes this rank rather than the job."""
+"""Maps each variable to the server's key, and whether it describes this rank (not the job)."""
 
 LIMIT = 20.0
-"""Seconds for the server's answer."""
+"""Seconds to wait for the server's reply."""
 
 _WILDCARD = 2**32 - 2
 _UINT16 = 13
-"""PMIX_UINT16, the type of a local rank. Sizes are 32-bit values."""
+"""PMIX_UINT16, the type of a local rank. Sizes have 32 bits."""
 
 
 def read(environ: Environ) -> Identity | None:
-    """Read PMIX_RANK and the server's answers; None without them, and for ranks of PALS.
+    """Read PMIX_RANK and the server's replies, or return None if there are none or PALS is used.
 
-    Raises LaunchError for a rank of PRRTE whose server did not answer.
+    Raises LaunchError for a rank of PRRTE whose server did not reply.
     """
-    # In a rank of PRRTE the variables of PALS or a scheduler describe PRRTE's daemon, which is one
-    # task on each host. They must not be taken for the rank's.
+    # In a rank of PRRTE, the variables of PALS or a scheduler describe PRRTE's daemon, which is one
+    # task on each host. They must not be mistaken for the rank's.
     if PMIX.size in environ:
         is_pals = "PALS_RANKID" in environ and not _is_prrte(environ)
         return None if is_pals else PMIX.read(environ)
@@ -75,7 +77,7 @@ def _is_prrte(environ: Environ) -> bool:
 
 
 def ask(environ: Environ) -> dict[str, str]:
-    """Return variables with the answers of this rank's server; empty without a server."""
+    """Return the replies of this rank's server as variables, or {} if there is no server."""
     if not {"PMIX_RANK", "PMIX_NAMESPACE"} <= environ.keys() or _SAYS_RANK & environ.keys():
         return {}
     if not _is_prrte(environ) and _SAYS_SIZE & environ.keys():
@@ -87,7 +89,7 @@ def ask(environ: Environ) -> dict[str, str]:
 
 
 _answers: dict[tuple[str, str], dict[str, str]] = {}
-"""A cache by namespace and rank, because each request starts a process."""
+"""Cached replies by namespace and rank, because each request starts a process."""
 
 
 def _answer(environ: Environ) -> dict[str, str]:
@@ -110,7 +112,7 @@ def _answer(environ: Environ) -> dict[str, str]:
 
 
 def _loaded_above() -> str | None:
-    """Return the path of the PMIx library that the nearest possible ancestor has loaded."""
+    """Return the path of the PMIx library loaded by the nearest ancestor that has loaded one."""
     for pid, _ in processes.ancestors():
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()
@@ -124,19 +126,19 @@ def _loaded_above() -> str | None:
 
 
 class _Process(ctypes.Structure):
-    """pmix_proc_t."""
+    """The C structure pmix_proc_t."""
 
     _fields_ = (("nspace", ctypes.c_char * 256), ("rank", ctypes.c_uint32))
 
 
 class _Value(ctypes.Structure):
-    """pmix_value_t, for unsigned integers."""
+    """The C structure pmix_value_t, restricted to unsigned integers."""
 
     _fields_ = (("type", ctypes.c_uint16), ("number", ctypes.c_uint64))
 
 
 def main(path: str) -> None:
-    """Print the server's answers as NAME=number, using the library at `path`."""
+    """Print the server's replies as NAME=number, using the PMIx library at `path`."""
     library = ctypes.CDLL(path)
     me = _Process()
     if library.PMIx_Init(ctypes.byref(me), None, ctypes.c_size_t(0)):

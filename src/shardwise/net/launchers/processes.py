@@ -1,4 +1,4 @@
-"""Finds the processes above and below this one in /proc. Finds none on systems other than Linux."""
+"""Finds ancestors and children of a process in /proc. On systems other than Linux it finds none."""
 
 import os
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def ancestors(pid: int | None = None) -> Iterator[tuple[int, str]]:
-    """Yield the id and the name of each ancestor of `pid` (default: this process), nearest first.
+    """Yield the id and name of each ancestor of `pid` (default: this process), nearest first.
 
-    Names are cut to 15 characters by the kernel. Stops at a process that is not visible.
+    The kernel truncates names to 15 characters. Stops at a process that is not visible.
     """
     with suppress(OSError):  # /proc is missing, or hides the processes of other users
         above = stat(os.getpid() if pid is None else pid)[2]
@@ -20,25 +20,25 @@ def ancestors(pid: int | None = None) -> Iterator[tuple[int, str]]:
 
 
 def living_children(pid: int) -> int | None:
-    """Count the running children of `pid`; None if /proc does not list them."""
+    """Return the number of running children of `pid`, or None if /proc does not list them."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return None
     count = 0
     for child in children:
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it has exited in the meantime
             count += stat(int(child))[1] not in "ZX"  # neither a zombie nor dead
     return count
 
 
 def stat(pid: int) -> tuple[str, str, int, str]:
-    """Return name, state, parent and start time (in ticks since boot) of a process.
+    """Return a process's name, state, parent and start time (in ticks since boot).
 
     Raises OSError if the process is not visible.
     """
     text = Path(f"/proc/{pid}/stat").read_text()
-    # The name stands in parentheses, and may contain some itself.
+    # The name is enclosed in parentheses, and may contain parentheses itself.
     name, _, rest = text.partition("(")[2].rpartition(")")
     fields = rest.split()
     return name, fields[0], int(fields[1]), fields[19]

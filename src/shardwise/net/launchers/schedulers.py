@@ -6,8 +6,8 @@ LSF         JSM_NAMESPACE_*                       jsrun (IBM's JSM)
 PALS        PALS_RANKID, PMI_SIZE                 mpiexec of HPE Cray (pals.h): Polaris, Aurora
 HTCondor    _CONDOR_PROCNO, _CONDOR_NPROCS        parallel universe (parallel_proc.cpp)
 
-slurm.py reads Slurm's variables. Grid Engine, OAR and Cobalt start no ranks. PBS does, by pbsdsh,
-but gives them no number of ranks (see signs.py).
+slurm.py reads Slurm's variables. Grid Engine, OAR and Cobalt do not start ranks. PBS starts them
+with pbsdsh, but does not tell them the number of ranks (see signs.py).
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ JSRUN = RankVariables(
     size="JSM_NAMESPACE_SIZE",
     local_rank="JSM_NAMESPACE_LOCAL_RANK",
     local_size="JSM_NAMESPACE_LOCAL_SIZE",
-    # The namespace is the number of the step in its job.
+    # The namespace is the index of the step within its job.
     job=("LSB_JOBID", "PMIX_NAMESPACE"),
 )
 
@@ -55,7 +55,7 @@ def lsf(environ: Environ) -> Identity | None:
         return replace(identity, own_gpus=True)
     if BLAUNCH.rank not in environ:
         return None
-    # blaunch counts its tasks from 1.
+    # blaunch numbers its tasks from 1.
     rank = read_integer(environ, BLAUNCH.rank, BLAUNCH.launcher) - 1
     return BLAUNCH.read({**environ, BLAUNCH.rank: str(rank)})
 
@@ -68,11 +68,11 @@ def pals(environ: Environ) -> Identity | None:
     if PALS.rank not in environ or FLUX.rank in environ or slurm.in_step(environ):
         return None
     if "FLUX_URI" in environ and "PALS_APID" not in environ:
-        return None  # a batch script of Flux, which inherits some variables of an outer launcher
+        return None  # a Flux batch script, which inherits some variables of an outer launcher
     names = PALS
     if PALS.local_size not in environ and "PMI_LOCAL_SIZE" in environ:
         names = replace(names, local_size="PMI_LOCAL_SIZE")
-    # With --pmi=pmix PALS leaves out PMI_SIZE. pmix.py has then asked its server.
+    # With --pmi=pmix, PALS does not set PMI_SIZE. pmix.py has then asked its server for the size.
     if PALS.size not in environ and "PMIX_JOB_SIZE" in environ:
         names = replace(names, size="PMIX_JOB_SIZE")
     return names.read(environ)

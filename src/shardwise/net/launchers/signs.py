@@ -1,7 +1,7 @@
-"""Finds signs that a process is one of several, under a launcher that we cannot read.
+"""Detects that a process is one of several, started by a launcher that we cannot read.
 
-Such a process must not train alone: the other processes would train the same model too, and they
-would silently overwrite each other's checkpoints.
+Such a process must not train alone: all processes would train the same model, and silently
+overwrite each other's checkpoints.
 """
 
 import json
@@ -15,21 +15,21 @@ _SIZE = re.compile(
     r"(.*?)(?:(?:WORLD_|JOB_)?SIZE|WORLD|NPROC|"
     r"(?:N|NUM_?)(?:PROCS|PROCESSES|TASKS|RANKS|NODES|HOSTS|MACHINES))"
 )
-"""A rank and its size have the same prefix before these words."""
+"""A rank variable and its size variable have the same prefix before these words."""
 
 _NOT_RANKS = re.compile(
     r"SLURM_|SHARDWISE_LAUNCH_|PBS_|LSB_|LS_|SGE_|OAR_|COBALT_|(.*_)?(LOCAL|CROSS|ARRAY|ROLE)_"
 )
-"""Variables of batch jobs, which have readers; of hosts; and of independent tasks."""
+"""Variables that are not ranks: of batch jobs (which have readers), hosts and independent tasks."""
 
 _HYPERPARAMETERS = re.compile(r"(.*_)?(LORA|BATCH|ADAPTER|MATRIX|TENSOR|PAGE)_")
-"""Prefixes of ranks of matrices, and of sizes of other things."""
+"""Prefixes of matrix ranks and of other sizes."""
 
 _NODES = ("NODE_", "MACHINE_")
 _NODE_COUNTS = ("NNODES", "NUM_NODES", "NHOSTS", "NUM_HOSTS", "NUM_MACHINES", "NMACHINES")
 
 _SOCKETS = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_CONTROL_FD")
-"""Set for processes that can get their identity from a launcher by a protocol of MPI."""
+"""Set for processes that can obtain their identity from a launcher through an MPI protocol."""
 
 WAYS = (
     "Start the ranks with `shardwise run`; or set SHARDWISE_RANK, SHARDWISE_SIZE and "
@@ -44,13 +44,13 @@ WAYS_OF_COMMAND = (
 
 
 def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = True) -> list[str]:
-    """Return the signs that this process is one of several, in words. Pure.
+    """Return texts for the signs that this process is one of several. No side effects.
 
     Args:
         environ: The environment variables.
-        parents: The names of the processes above this one that start ranks.
-        alone: No launcher was detected. Otherwise one was that claims to have started one process,
-            and then only pairs of a rank and a size count as signs.
+        parents: The names of this process's ancestors that start ranks.
+        alone: True if no launcher was detected. False if the detected launcher claims to have
+            started a single process. In that case only pairs of a rank and a size count as signs.
     """
     signs = [f"{name}={environ[name]}" for rank, size in _pairs(environ) for name in (rank, size)]
     if not alone:
@@ -58,23 +58,25 @@ def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = Tr
     if _number(environ.get("WORLD_SIZE")) != 1:
         signs.insert(0, f"WORLD_SIZE={environ['WORLD_SIZE']}")
     if environ.get("SLURM_STEP_NUM_TASKS") != "1":
-        # The shell of a step with one task has these variables too, and is alone.
+        # The shell of a step with a single task has these variables too, but is not one of several.
         signs += [f"{name}={environ[name]}" for name in _SOCKETS if name in environ]
     names = ["ALPS_APP_PE"]
     if {"RANK", "MASTER_ADDR"} <= environ.keys():
         names.append("RANK")
-    # A Job of one pod has index 0 too. If there are more pods, they raise an error and end the Job.
+    # The only pod of a Job has index 0 too. If there are more pods, they raise an error, so the Job
+    # fails.
     if environ.get("JOB_COMPLETION_INDEX", "0") != "0":
         names.append("JOB_COMPLETION_INDEX")
-    # A batch script and a shell are process 0. Any other number belongs to a task of srun, in
-    # a container that did not get all of its variables.
+    # Batch scripts and shells are process 0. Any other number belongs to a task of srun, in a
+    # container into which only some of its variables were passed.
     if _number(environ.get("SLURM_PROCID", "0")) != 0:
         names.append("SLURM_PROCID")
     if len(environ.get("AZ_BATCH_HOST_LIST", "").split(",")) > 1:
         names.append("AZ_BATCH_HOST_LIST")
     if _number(environ.get("DET_KUBERNETES_JOB_PARALLELISM")) != 1:
         names.append("DET_KUBERNETES_JOB_PARALLELISM")
-    # Task 1 of PBS is the batch script; pbsdsh starts the others. Grid Engine calls them petask.
+    # In PBS, task 1 is the batch script and pbsdsh starts the other tasks. Grid Engine names such
+    # tasks "petask".
     if environ.get("PBS_TASKNUM", "1").lstrip("0") != "1":
         names.append("PBS_TASKNUM")
     if "SGE_ROOT" in environ and environ.get("JOB_NAME") == "petask":
@@ -86,7 +88,7 @@ def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = Tr
 
 
 def in_job(environ: Mapping[str, str]) -> str | None:
-    """Return a variable that shows that this batch job has several slots, or None."""
+    """Return "NAME=VALUE" of a variable that shows several slots in this batch job, or None."""
     for name in ("SLURM_NTASKS", "LSB_DJOB_NUMPROC", "NSLOTS", "PBS_NP", "COBALT_JOBSIZE"):
         if _number(environ.get(name)) > 1:
             return f"{name}={environ[name]}"
@@ -95,7 +97,7 @@ def in_job(environ: Mapping[str, str]) -> str | None:
 
 
 def _hosts_in(environ: Mapping[str, str], name: str) -> int:
-    """Return the number of hosts that TensorFlow's or Vertex AI's variable lists; 0 for none."""
+    """Return the number of hosts in TensorFlow's or Vertex AI's variable `name`, 0 if unset."""
     roles = ("chief", "master", "worker", "workerpool0", "workerpool1")
     try:
         cluster = json.loads(environ[name])["cluster"]
@@ -105,7 +107,7 @@ def _hosts_in(environ: Mapping[str, str], name: str) -> int:
 
 
 def refusal(signs: Sequence[str]) -> str:
-    """Return the message for a process with `signs` that would otherwise train alone."""
+    """Return the error message for a process that shows `signs` and would otherwise train alone."""
     return (
         f"This process looks like one of several ({', '.join(signs)}), but Shardwise cannot find "
         f"out its rank and the number of ranks. It would train alone, next to the others. {WAYS}"
@@ -113,7 +115,7 @@ def refusal(signs: Sequence[str]) -> str:
 
 
 def _pairs(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the names of variables that look like a rank and its number of ranks above 1."""
+    """Yield pairs of variables that look like a rank and its size, if the size exceeds 1."""
     sizes: dict[str, list[str]] = {}
     for name in environ:
         if (match := _SIZE.fullmatch(name)) and not _NOT_RANKS.match(name):
@@ -122,7 +124,7 @@ def _pairs(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         match = _RANK.fullmatch(name)
         if match is None or _NOT_RANKS.match(name) or _HYPERPARAMETERS.match(name):
             continue
-        # A rank among nodes is counted by nodes, and any other rank by processes.
+        # A rank among nodes goes with a number of nodes, any other rank with a number of processes.
         is_node = match[1].endswith(_NODES) or name.endswith("NODE_INDEX")
         for size in sizes.get(_stem(match[1].removesuffix("NODE_").removesuffix("MACHINE_")), ()):
             if size == "SIZE":
@@ -133,14 +135,14 @@ def _pairs(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _stem(text: str) -> str:
-    """Return the prefix of a launcher's variables: `OMPI_` for `OMPI_COMM_WORLD_`."""
+    """Return the launcher's prefix of a variable name, such as `OMPI_` for `OMPI_COMM_WORLD_`."""
     for word in ("WORLD_", "COMM_", "GLOBAL_", "JOB_", "TASK_", "PROC_"):
         text = text.removesuffix(word)
     return text
 
 
 def _number(text: str | None) -> int:
-    """Return `text` as a number: 1 if it is absent or empty, -1 if it is not a number."""
+    """Parse `text` as a number. Returns 1 if it is None or empty, -1 if it is not a number."""
     if not text:
         return 1
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1

@@ -1,15 +1,15 @@
-"""Reads the identity of a Slurm task, and starts ranks by srun.
+"""Reads the identity of a Slurm task, and starts ranks through srun.
 
-A batch script has many of a task's variables, and so does the shell of an interactive allocation,
-but neither of them is a rank.
+Batch scripts and the shells of interactive allocations have many of a task's variables, but they
+are not ranks.
 
-Inside an allocation, `shardwise run` starts the ranks by srun:
+Inside an allocation, `shardwise run` starts the ranks through srun:
 
     sbatch -N 2 --gpus-per-node 4 job.sh      job.sh: shardwise run --zero 3 train.py
 
-srun starts the ranks on all hosts of the allocation, prefixes each line of output with the rank,
-and ends all ranks when one fails. If the allocation is only this host, our own launcher starts
-them, because its report of a failure says more.
+srun starts the ranks on all hosts of the allocation, prefixes each output line with the rank, and
+kills all ranks when one fails. If the allocation consists of this host only, our own launcher
+starts the ranks, because its failure reports contain more information.
 """
 
 import json
@@ -36,12 +36,14 @@ OWN_GPUS = "SLURM_GPUS_PER_TASK"
 """Set by --gpus-per-task, which makes Slurm show each task only its own GPUs, counted from 0."""
 
 FIRST_SPECIAL_STEP = 0xFFFFFF00
-"""First number of special steps: the batch script, interactive shells, and Slurm's internal ones.
-"""
+"""The lowest id of special steps: batch scripts, interactive shells and Slurm's internal steps."""
 
 
 def detect(environ: Mapping[str, str]) -> Identity | None:
-    """Return the identity of a task of srun, or None outside of a task. Raises LaunchError."""
+    """Return the identity of an srun task, or None outside a task.
+
+    Raises LaunchError if the task's variables are incomplete or contradict each other.
+    """
     if not in_step(environ):
         if _is_broken_step(environ):
             shown = " ".join(f"{name}={environ.get(name)}" for name in _OF_A_STEP)
@@ -67,13 +69,13 @@ def detect(environ: Mapping[str, str]) -> Identity | None:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is a task of srun, rather than an interactive shell."""
-    # Tasks that are started from a shell of `srun --pty` inherit SLURM_PTY_PORT, but have a higher
-    # step number. The name of the job does not help: salloc names all its jobs `interactive`.
+    """Return whether this process is a task of srun and not an interactive shell."""
+    # Tasks started from a shell of `srun --pty` inherit SLURM_PTY_PORT, but have a higher step id.
+    # The job name does not help, because salloc names all its jobs `interactive`.
     number = environ.get("SLURM_STEP_ID", "")
     if not (number.isascii() and number.isdigit()) or int(number[:20]) >= FIRST_SPECIAL_STEP:
         return False
-    # Only process 0 of srun --pty is the shell; its other tasks are ordinary ranks.
+    # Only process 0 of `srun --pty` is the shell. Its other tasks are ordinary ranks.
     is_first = environ.get("SLURM_PROCID") == "0"
     is_shell = "SLURM_PTY_PORT" in environ and int(number) == 0 and is_first
     return "SLURM_PROCID" in environ and not is_shell
@@ -83,9 +85,9 @@ _OF_A_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_PROCID")
 
 
 def _is_broken_step(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a task of srun that lacks some of its variables.
+    """Return whether this process is a task of srun with some of its variables missing.
 
-    It is not for the shell of a step, nor for a batch script, which is a step in newer versions.
+    Returns False for the shell of a step, and for a batch script (a step in newer Slurm versions).
     """
     number = environ.get("SLURM_STEP_ID")
     if number is not None and _STEP.fullmatch(number) is None:
@@ -99,8 +101,8 @@ _STEP = re.compile(r"-?\d{1,19}", re.ASCII)
 
 
 def step_name(environ: Mapping[str, str]) -> str:
-    """Return a name that only this run has."""
-    # A requeued job keeps its number, so the name needs the count of restarts.
+    """Return a unique name for this run."""
+    # A requeued job keeps its id, so the name must include the number of restarts.
     again = environ.get("SLURM_RESTART_COUNT", "0")
     return f"slurm {environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']} {again}"
 
@@ -114,9 +116,10 @@ _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 
 
 def node_names(text: str) -> list[str]:
-    """Expand a node list, in its order: `n[1-2,7],m03` becomes n1, n2, n7, m03.
+    """Expand a node list, preserving its order: `n[1-2,7],m03` becomes n1, n2, n7, m03.
 
-    Numbers keep their leading zeros, and a name may have several ranges. Raises LaunchError.
+    Numbers keep their leading zeros, and a name may contain several ranges. Raises LaunchError if
+    the list is malformed.
     """
     patterns = _NODE.findall(text)
     if not patterns or ",".join(patterns) != text:
@@ -145,7 +148,10 @@ def _range(ranges: str, text: str) -> Iterator[str]:
 
 
 def task_counts(text: str) -> list[int]:
-    """Expand the number of tasks per host: `2(x3),1` becomes 2, 2, 2, 1. Raises LaunchError."""
+    """Expand a list of tasks per host: `2(x3),1` becomes 2, 2, 2, 1.
+
+    Raises LaunchError if the list is malformed.
+    """
     found: list[int] = []
     if sum(map(int, re.findall(r"\(x(\d{1,9})", text, re.ASCII))) > MOST_RANKS:
         raise LaunchError(f"{text!r} lists more than {MOST_RANKS} hosts: find out what sets it.")
@@ -163,12 +169,12 @@ def task_counts(text: str) -> list[int]:
 
 
 def needs_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether the hosts of this job can only be reached by srun. Pure."""
+    """Return whether this job's hosts can only be reached through srun. No side effects."""
     return "SLURM_JOB_ID" in environ and not (in_step(environ) or _is_this_host(environ))
 
 
 def tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Return the number of tasks of an allocation of only this host; None if it gives none."""
+    """Return the number of tasks of a single-host allocation, or None if none is set."""
     if not ("SLURM_JOB_ID" in environ and environ.get("SLURM_NTASKS") and _is_this_host(environ)):
         return None
     return _positive(environ, "SLURM_NTASKS")
@@ -181,14 +187,14 @@ def srun_command(
     size: int | None = None,
     per_host: int | None = None,
 ) -> tuple[str, ...]:
-    """Return the srun command that starts the ranks. Pure.
+    """Return the srun command line that starts the ranks. No side effects.
 
     Args:
         environ: The variables of the allocation.
-        command: The command of a rank.
-        size: The number of ranks. By default the allocation's tasks, else one rank per GPU, else
-            one per host.
-        per_host: The number of ranks on each host.
+        command: The command line of a rank.
+        size: The number of ranks. Defaults to the allocation's number of tasks if set, otherwise
+            one rank per GPU, otherwise one per host.
+        per_host: The number of ranks per host, or None to let srun distribute them.
 
     Raises:
         LaunchError: The ranks do not fit on the hosts.
@@ -205,7 +211,7 @@ def srun_command(
         size = hosts * per_host if per_host is not None else _positive(environ, "SLURM_NTASKS")
     found = ["srun", f"--nodes={min(hosts, size)}", f"--ntasks={size}"]
     found += [f"--ntasks-per-node={per_host}"] if per_host is not None else []
-    if "SLURM_CPUS_PER_TASK" in environ:  # since Slurm 22.05 srun ignores this variable
+    if "SLURM_CPUS_PER_TASK" in environ:  # srun ignores this variable since Slurm 22.05
         found += [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"]
     if "SLURM_PTY_PORT" in environ:  # the shell's own step occupies the cores
         found += ["--overlap"]
@@ -215,19 +221,19 @@ def srun_command(
 def srun_environment(
     environ: Mapping[str, str], flags: Mapping[str, str], port: int = 0
 ) -> dict[str, str]:
-    """Return the variables for srun and its ranks, with the settings in `flags`."""
+    """Return the environment for srun and its ranks, including the settings in `flags`."""
     given = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(flags))}
     if port:
         first = node_names(read_text(environ, "SLURM_JOB_NODELIST", "Slurm"))[0]
         given |= {"MASTER_ADDR": first, "MASTER_PORT": str(port)}
-    # The allocation's count of tasks per host would contradict our own flags of srun.
+    # The allocation's number of tasks per host would contradict our srun flags.
     kept = {name: value for name, value in environ.items() if name != "SLURM_NTASKS_PER_NODE"}
     kept = {name: value for name, value in kept.items() if name not in BY_HAND}
     return {"PYTHONFAULTHANDLER": "1"} | kept | given
 
 
 def become_srun(command: tuple[str, ...], environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by srun, which handles Ctrl-C and sets the exit code.
+    """Replace this process with srun, which handles Ctrl-C and sets the exit code.
 
     Raises LaunchError if srun cannot be started.
     """
@@ -248,5 +254,5 @@ def _positive(environ: Mapping[str, str], variable: str) -> int:
 
 
 def _is_this_host(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is on the only host of the allocation."""
+    """Return whether the allocation consists of this host only."""
     return environ.get("SLURM_JOB_NUM_NODES") == "1" and "SLURMD_NODENAME" in environ

@@ -1,4 +1,4 @@
-"""Reads an Identity from the variables of a launcher, given their names."""
+"""Reads an Identity from a launcher's environment variables, given their names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from shardwise.net.launchers.signs import WAYS
 Environ = Mapping[str, str]
 
 Reader = Callable[[Environ], Identity | None]
-"""Returns the identity that a launcher gave a process, None if it did not start the process."""
+"""Returns the identity that a launcher gave this process, or None if it did not start it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +19,14 @@ class RankVariables:
 
     Args:
         launcher: The name of the launcher.
-        rank: The variable of the rank.
-        size: The variable of the number of ranks.
-        local_rank: The variable of the number of the rank on its host.
-        local_size: The variable of the number of ranks on the host.
-        node: The variable of the index of the host.
-        job: Variables whose values together identify the run: all ranks have the same values, and
-            no other run has them. Empty if the launcher sets no such variables.
-        one_per_host: The launcher starts one process on each host.
+        rank: The variable that holds the rank.
+        size: The variable that holds the number of ranks.
+        local_rank: The variable that holds the rank's index on its host.
+        local_size: The variable that holds the number of ranks on the host.
+        node: The variable that holds the index of the host.
+        job: Variables whose values together identify the run, or () if the launcher sets none. All
+            ranks of a run have the same values, and no other run has them.
+        one_per_host: True if the launcher starts one process per host.
     """
 
     launcher: str
@@ -39,11 +39,11 @@ class RankVariables:
     one_per_host: bool = False
 
     def read(self, environ: Environ) -> Identity | None:
-        """Return the identity of a rank; None if neither the rank nor the size is set.
+        """Return the identity of a rank, or None if neither the rank nor the size is set.
 
-        Raises LaunchError for a rank without a size, or a size without a rank.
+        Raises LaunchError if only one of the two is set.
         """
-        # Ignoring half an identity of this launcher would fall back to an outer launcher.
+        # Ignoring an incomplete identity would fall back to an outer launcher.
         present = {self.rank, self.size} & environ.keys()
         if not present:
             return None
@@ -55,7 +55,7 @@ class RankVariables:
                 f"but {missing} is not set. {WAYS}"
             )
         names = {"rank": self.rank, "size": self.size}
-        # Only both together place a rank. Otherwise the ranks compare their host names later.
+        # Local rank and size are only used together. Otherwise the ranks compare host names later.
         local = {"local_rank": self.local_rank, "local_size": self.local_size}
         found = {name: each for name, each in local.items() if each is not None and each in environ}
         is_placed = self.one_per_host or len(found) == len(local)

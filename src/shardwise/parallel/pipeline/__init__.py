@@ -1,18 +1,18 @@
-"""Pipeline parallelism: divides layers into stages, one or more on each rank of a replica.
+"""Implements pipeline parallelism: divides the layers into stages, spread over a replica's ranks.
 
-Every rank runs the user's whole program, but computes only the layers of this rank's stages.
+Every rank runs the user's complete program, but computes only the layers of its own stages.
 
-partition.py            divides layers into stages; layer_times.py  times layers
+partition.py            divides layers into stages; layer_times.py measures the time of layers
 stages.py               maps stages to ranks, and tracks the current run
-stage_forwards.py       replaces the forwards of layers; recomputed_layers.py  under checkpoints
-stage_tensors.py        tensors whose values one stage has, and whose shapes all ranks know
-fake_outputs.py         computes the shapes of a layer's outputs on other ranks; fake_tensors.py
-channels.py             messages between stages
-pipeline_group.py       the ranks of a pipeline: stages, channels and parameters together
-parameter_ownership.py  frees, gathers and restores parameters of other stages
-tied_weights.py         sends a weight from its owner to the other stages that use it
-schedule.py             the order of forwards and backwards on each rank
-runner.py               runs a batch by a schedule; split_backward.py  for zero-bubble
+stage_forwards.py       replaces the layers' `forward`; recomputed_layers.py handles checkpoints
+stage_tensors.py        tensors whose values are on one stage, and whose shapes all ranks know
+fake_outputs.py         computes output shapes of other ranks' layers, using fake_tensors.py
+channels.py             sends messages between stages
+pipeline_group.py       combines the stages, channels and parameters of a pipeline
+parameter_ownership.py  frees, gathers and restores other stages' parameters
+tied_weights.py         sends tied weights from their owner to the other stages
+schedule.py             orders the forward and backward passes on each rank
+runner.py               runs a batch by a schedule; split_backward.py serves zero-bubble
 """
 
 from shardwise.parallel.pipeline import partition, runner

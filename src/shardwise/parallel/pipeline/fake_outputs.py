@@ -27,7 +27,7 @@ MOST_CACHED = 1024
 
 
 class FakeOutputs:
-    """Computes and caches fake outputs, one for each signature of a layer's arguments."""
+    """Computes fake outputs, and caches them by the signature of a layer's arguments."""
 
     def __init__(self, pipeline: Stages) -> None:
         self._pipeline = pipeline
@@ -40,15 +40,15 @@ class FakeOutputs:
         leaves: Sequence[Any],
         spec: Any,
     ) -> Any:
-        """Return the outputs of a module on another stage as fake tensors.
+        """Return the outputs of a module on another stage, as fake tensors.
 
         Args:
             module: The module, whose parameters have no values on this rank.
-            original: Its own forward.
+            original: The module's own `forward`.
             leaves: The flattened arguments of the call.
             spec: The pytree specification of the arguments.
         """
-        # All of these can change shapes, dtypes or `requires_grad` of the outputs.
+        # Each of these can affect the outputs' shapes, dtypes or `requires_grad`.
         trained = tuple(p.requires_grad for p in module.parameters())
         key = (
             *(module, module.training, trained, torch.is_grad_enabled(), spec),
@@ -60,8 +60,8 @@ class FakeOutputs:
             entry = self._compute(module, original, leaves, spec)
             if len(self._cache) >= MOST_CACHED:
                 self._cache.clear()
-            # Cache only if all arguments are tensors or plain values. Two objects of another type
-            # have the same signature, and the layer may still return different shapes for them.
+            # Cache only if all arguments are tensors or plain values. All objects of any other type
+            # have the same signature, although the layer may return different shapes for them.
             if all(isinstance(leaf, (Tensor, *_PLAIN_TYPES)) for leaf in leaves):
                 self._cache[key] = entry
         out, forms = entry
@@ -75,12 +75,12 @@ class FakeOutputs:
         leaves: Sequence[Any],
         spec: Any,
     ) -> Any:
-        # The module has no parameter values on this rank. Its forward on fake tensors gives the
-        # shapes that this rank needs to run the user's program around the module.
+        # The module has no parameter values on this rank. Running its `forward` on fake tensors
+        # yields the shapes that this rank needs to run the user's program around the module.
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-        # Detach before entering the mode: the mode of torch 2.9 rejects subclasses of Parameter.
+        # Detach before entering the mode, because torch 2.9's mode rejects subclasses of Parameter.
         bare = {key: (value.detach(), value.requires_grad) for key, value in tensors.items()}
-        # A forward with dropout draws random numbers, even on fake tensors.
+        # A forward pass with dropout draws random numbers even on fake tensors.
         before = torch.get_rng_state()
         with fake_mode(), without_saving():
             fakes = {
@@ -124,8 +124,9 @@ def _signature(leaf: Any) -> Any:
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes and buffers of `module` after the block."""
-    # A forward may fill caches (positions, masks). They must not keep fake tensors.
+    """Context manager that restores the attributes and buffers of `module` on exit."""
+    # A forward pass may fill caches (positions, masks), which must not contain fake tensors
+    # afterwards.
     snapshot = [
         (inner, dict(vars(inner)), dict(inner._buffers), set(inner._non_persistent_buffers_set))
         for inner in module.modules()
@@ -146,7 +147,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Remove the hooks of `module` inside the block, so that user code never sees fake tensors."""
+    """Context manager without the hooks of `module`, so that user code never sees fake tensors."""
     hooks_by_module = [
         (inner, key, vars(inner)[key]) for inner in module.modules() for key in _HOOKS
     ]

@@ -1,4 +1,4 @@
-"""Creates fake tensors, which have a shape and dtype, but no values and no memory."""
+"""Creates fake tensors, which have a shape and a dtype but no values and no memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 def fake_mode() -> FakeTensorMode:
     """Return the mode that computes shapes and dtypes without memory.
 
-    It is created on first use, because creating it takes seconds at the start of every rank.
+    The mode is created on first use, because creating it at the start would cost every rank
+    seconds.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -29,16 +30,16 @@ def fake_like(value: Tensor) -> FakeTensor:
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
             )
     assert isinstance(fake, FakeTensor)
-    # Tensors of integers cannot require gradients.
+    # Integer tensors cannot require gradients.
     if value.dtype.is_floating_point or value.dtype.is_complex:
         fake.requires_grad_(value.requires_grad)
     return fake
 
 
 def fake_activation(value: Tensor) -> FakeTensor:
-    """Return a fake tensor like `value` that can be written in place, as a layer's output can.
+    """Return a fake tensor like `value` that supports in-place writes, as a layer's output does.
 
-    With gradients enabled it is not a leaf, because autograd forbids in-place writes to leaves.
+    If gradients are enabled, it is not a leaf, because autograd forbids in-place writes to leaves.
     """
     fake = fake_like(value)
     if not (fake.requires_grad and torch.is_grad_enabled()):
@@ -50,6 +51,8 @@ def fake_activation(value: Tensor) -> FakeTensor:
 
 
 def without_saving() -> saved_tensors_hooks:
-    """Turn off hooks on saved tensors inside the block, because fake tensors have no memory to
-    offload."""
+    """Context manager that turns off saved-tensor hooks.
+
+    Fake tensors have no memory that could be offloaded.
+    """
     return saved_tensors_hooks(lambda saved: saved, lambda saved: saved)

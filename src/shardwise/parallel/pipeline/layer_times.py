@@ -1,4 +1,4 @@
-"""Times each layer of a model, so that stages can be balanced by time."""
+"""Measures the time of each layer of a model, so that stages can be balanced by time."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from shardwise.parallel.pipeline import partition
 
 
 class LayerTimes:
-    """Times the layers of `model` during training, and writes them to `path` after each step.
+    """Measures the layers of `model` during training, and writes the times to `path` at every step.
 
-    The file holds medians over all steps except the first two:
+    The file contains medians over all steps except the first two:
 
         {"layers": [{"name", "parameters", "forward", "backward", "bytes", "adds_parameters"}, ...],
          "steps": N}
 
-    `forward` and `backward` are seconds per step. `bytes` counts the tensors that the layer passes
-    to the next one in a step. Work between two layers, and after the last one (a loss), counts for
-    the layer before it. The backward of a layer lasts from the arrival of the gradient of its
-    output to the arrival at the layer before. The backward of the first layer lasts until autograd
-    ends.
+    `forward` and `backward` are seconds per step. `bytes` is the size of the tensors that the layer
+    passes to the next layer in a step. Work between two layers, and after the last layer (a loss),
+    counts towards the preceding layer. A layer's backward time runs from the arrival of its
+    output's gradient to the arrival of the preceding layer's, and for the first layer to the end of
+    the backward pass.
 
     Raises ConfigError if `path` cannot be written.
     """
@@ -40,14 +40,14 @@ class LayerTimes:
     def __init__(self, model: nn.Module, patterns: Sequence[str] | None, path: Path) -> None:
         self._layers, _, _ = partition.find_layers(model, patterns)
         self._path = path
-        # Fail at the start and not after the first step.
+        # Write once now, to fail at the start rather than after the first step.
         self._write([], 0)
         self._steps: list[list[_Times]] = []
         self._now = [_Times() for _ in self._layers]
         self._current: tuple[int, float] | None = None
-        """Number of the layer that the forward has reached, and its start time."""
+        """The index of the layer that is running in the forward pass, and its start time."""
         self._backward_began = 0.0
-        # Time and layer number, in the order of arrival.
+        # (time, layer index) of each gradient, in the order of arrival.
         self._arrivals: list[tuple[float, int]] = []
         self._handles = [
             handle
@@ -81,23 +81,23 @@ class LayerTimes:
         self._current = None if number is None else (number, now)
 
     def backward_begins(self) -> None:
-        """Stop timing the forward, and start timing the backward."""
+        """Stop timing the forward pass, and start timing the backward pass."""
         self._switch_layer(None)
         self._backward_began = _clock()
 
     def backward_ended(self) -> None:
-        """Attribute the time of the finished backward to the layers."""
+        """Attribute the time of the completed backward pass to the layers."""
         ends = [when for when, _ in self._arrivals[1:]] + [_clock()]
         if self._arrivals:
             when, number = self._arrivals[0]
-            # Work before the first arrival (the loss) counts for the last layer.
+            # Work before the first arrival (the loss) counts towards the last layer.
             self._now[number].backward += when - self._backward_began
         for (when, number), end in zip(self._arrivals, ends, strict=True):
             self._now[number].backward += end - when
         self._arrivals.clear()
 
     def stepped(self) -> None:
-        """End a step, and write the medians so far."""
+        """Finish a step, and write the medians so far."""
         self._steps.append(self._now)
         self._now = [_Times() for _ in self._layers]
         measured_steps = (
@@ -127,7 +127,7 @@ class LayerTimes:
         aside = self._path.with_name(f".{self._path.name}.part")
         try:
             aside.write_text(json.dumps({"layers": layers, "steps": steps}))
-            # A reader sees the old file or the new one, never a part.
+            # A reader sees either the old file or the new one, never an incomplete file.
             aside.replace(self._path)
         except OSError as error:
             raise ConfigError(
@@ -150,7 +150,8 @@ class _Times:
 def _clock() -> float:
     if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
         module: Any = torch.get_device_module(device)
-        # Synchronise only if a rank uses the accelerator: synchronize() would initialise it.
+        # Synchronise only if the rank already uses the accelerator, because synchronize() would
+        # initialise it.
         if getattr(module, "is_initialized", lambda: True)():
             module.synchronize()
     return time.perf_counter()

@@ -1,7 +1,7 @@
-"""Frees the parameters of other stages on this rank, gathers whole models, and restores them.
+"""Frees other stages' parameters on this rank, gathers full models, and restores them.
 
-On this rank a parameter of another stage is a NaN placeholder: it has the full shape, but the
-memory of one element.
+A parameter of another stage is replaced with a NaN placeholder on this rank. It has the full shape,
+but the memory of a single element.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class ParameterOwnership:
         self._tied_weights = tied_weights
 
     def free_other_parameters(self) -> None:
-        """Replace the parameters that other ranks train by placeholders, to free their memory."""
+        """Replace the parameters that other ranks train with placeholders, to free their memory."""
         for parameter in self._pipeline.partition.owners:
             if not self._pipeline.owns(parameter):
                 parameter.data = self._placeholder(parameter)
 
     def replace_meta(self) -> None:
-        """Replace parameters of other ranks that were built on the meta device by placeholders."""
+        """Replace other ranks' parameters that are on the meta device with placeholders."""
         for parameter in self._pipeline.partition.owners:
             if parameter.is_meta and not self._pipeline.owns(parameter):
                 meta.make_real(parameter, self._placeholder(parameter))
 
     def _placeholder(self, parameter: nn.Parameter) -> Tensor:
-        # NaN, so that a line that reads a placeholder by mistake shows up in its result.
+        # Use NaN, so that code that reads a placeholder by mistake produces NaN.
         fill = torch.nan if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
         one = torch.full((), fill, dtype=parameter.dtype, device=self._pipeline.device)
         return one.expand(parameter.shape)
@@ -68,10 +68,16 @@ class ParameterOwnership:
         *,
         write: bool,
     ) -> Iterator[None]:
-        """Gather all of `chosen` on this rank inside the block, and run the modules' own forwards.
+        """Context manager that gathers all of `chosen` on every rank. Collective.
 
-        Collective. `shapes` has the full shapes of tensor-parallel parameters, which the caller
-        has already gathered. With `write`, the owners keep changes made inside the block.
+        Inside the block, modules run their own `forward`.
+
+        Args:
+            model: The model, whose buffers are broadcast too.
+            chosen: The parameters to gather.
+            shapes: Full shapes of tensor-parallel parameters, which the caller has already
+                gathered.
+            write: True if the owners keep changes made inside the block.
         """
         parameters = [p for p in dict.fromkeys(chosen) if p in self._pipeline.partition.owners]
         placeholders = {p: p.data for p in parameters if not self._pipeline.owns(p)}
@@ -90,7 +96,7 @@ class ParameterOwnership:
                 self._tied_weights.invalidate()
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Broadcast the buffers of every module from the rank that runs it. Collective."""
+        """Broadcast every module's buffers from the rank that runs the module. Collective."""
         for module in model.modules():
             source = self._pipeline.rank_of(self._pipeline.stage_of_module(module))
             for buffer in module._buffers.values():
@@ -98,8 +104,8 @@ class ParameterOwnership:
                     self._broadcast_buffer(buffer, source)
 
     def _broadcast_buffer(self, buffer: Tensor, source: int) -> None:
-        # Through a contiguous buffer: a module's buffer may be a view with other strides. As bytes,
-        # because transports do not support every dtype (bool).
+        # Use a contiguous staging buffer, because a module's buffer may be a view with arbitrary
+        # strides. Send bytes, because transports do not support every dtype (bool).
         staging = torch.empty(
             buffer.numel() * buffer.itemsize,
             dtype=torch.uint8,
@@ -115,10 +121,11 @@ class ParameterOwnership:
     def gather_other_states(
         self, states: Mapping[nn.Parameter, Any], optimizers: Sequence[optim.Optimizer]
     ) -> dict[nn.Parameter, Any]:
-        """Gather the optimizer state of parameters that other ranks train. Collective."""
+        """Gather the optimizer state of parameters trained by other ranks. Collective."""
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        # On the CPU, because unpickling a GPU tensor would open it on the sender's device number.
-        # The index of a parameter in `parameters` is the same on all ranks.
+        # Move tensors to the CPU, because unpickling a GPU tensor would place it on the sender's
+        # device index. Parameters are identified by their index in `parameters`, which is the same
+        # on all ranks.
         own_states = {
             number: {
                 key: value.detach().cpu() if isinstance(value, Tensor) else value
@@ -145,7 +152,7 @@ class ParameterOwnership:
         optimizers: Sequence[optim.Optimizer],
         shapes: Mapping[nn.Parameter, tuple[int, ...]],
     ) -> None:
-        """Give every rank the whole model and all of the optimizers' state. Collective."""
+        """Give every rank the full model and the full optimizer state. Collective."""
         with torch.no_grad():
             for parameter in self._pipeline.partition.owners:
                 self._fetch(parameter, shapes.get(parameter, tuple(parameter.shape)))
@@ -155,16 +162,16 @@ class ParameterOwnership:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    # The state of a parameter that this rank trains is in the optimizer already.
+                    # The states of parameters that this rank trains are already in the optimizer.
                     if parameter in other_states:
                         optimizer.state[parameter] = other_states[parameter]
 
 
 class CopyGuard:
-    """Refuses state_dict() and load_state_dict() of modules whose parameters are on other ranks."""
+    """Rejects state_dict() and load_state_dict() on modules whose parameters are on other ranks."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Each hook checks again, because the parameters are whole in engine.full_parameters().
+        # Each hook checks again, because inside engine.full_parameters() this rank has all values.
         self._handles = [
             handle
             for module in model.modules()
@@ -188,20 +195,20 @@ class CopyGuard:
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Return whether another rank has the values of a parameter that `module` holds directly."""
+    """Return whether the values of one of `module`'s own parameters are on another rank."""
     parameters = [p for p in module._parameters.values() if p is not None]
-    # A placeholder is one element, expanded to the parameter's shape.
+    # A placeholder is a single element, expanded to the parameter's shape.
     return any(p.numel() > 1 and p.untyped_storage().nbytes() == p.itemsize for p in parameters)
 
 
 def _refuse(what: str, how: str, module: nn.Module, *_: Any) -> None:
-    """Raise UsageError in a hook of `module` if it has parameters elsewhere."""
+    """Hook of `module` that raises UsageError if some of its parameters are on other ranks."""
     if _is_elsewhere(module):
         raise copy_error(what, how)
 
 
 def copy_error(what: str, how: str) -> UsageError:
-    """Return the error for a call that needs the layers of other ranks."""
+    """Return the error for a call that needs layers of other ranks."""
     return UsageError(
         f"{what} of a model when this worker has only some of its layers (--pipeline). Inside with "
         f"engine.full_parameters(), {how}; engine.save and engine.export write whole models."

@@ -1,9 +1,9 @@
-"""Divides a model into pipeline stages: finds its layers, and assigns each to a stage.
+"""Divides a model into pipeline stages: finds its layers, and assigns each layer to a stage.
 
-A *layer* is one of the model's repeated blocks, or a module outside of them that has parameters,
+A *layer* is one of the model's repeated blocks, or a module outside the blocks that has parameters,
 such as an embedding, a norm or a head. A stage is a contiguous sequence of layers in the order of
-registration. A module without parameters (dropout, an activation) is *floating*: it runs on the
-stage of its input.
+registration. A module without parameters (dropout, an activation) is *floating*: it runs on its
+input's stage.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A module that one stage runs."""
+    """A module that runs on a single stage."""
 
     name: str
     module: nn.Module
 
     @property
     def size(self) -> int:
-        """Number of elements of its parameters."""
+        """Total number of elements in the layer's parameters."""
         return sum(p.numel() for p in self.module.parameters())
 
 
 @runtime_checkable
 class StagedModel(Protocol):
-    """A model that defines its stages: one module for each stage, in order.
+    """Interface of models that define their own stages: one module per stage, in order.
 
-    These modules share the model's parameters, and need not be submodules of the model. Parameters
-    that are in none of them belong to the last stage, which computes the loss.
+    These modules share the model's parameters, but need not be submodules of the model. Parameters
+    that are in none of these modules belong to the last stage, which computes the loss.
     """
 
     def modules_of_stages(self, stages: int) -> Sequence[tuple[str, nn.Module]]:
-        """Return the module of each stage with a name for messages, the same on all ranks."""
+        """Return a name for messages and the module of each stage, the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Partition:
     """The layers of each stage, and the parameters that each stage owns (trains).
 
-    A parameter of several stages is owned by the first of them, which sends it to the others.
+    A parameter used by several stages is owned by the first of them, which sends it to the others.
     """
 
     layers: Sequence[Layer]
     floating: Sequence[nn.Module]
     starts: Sequence[int]
-    """The first layer of each stage."""
+    """The index of the first layer of each stage."""
     outside_parameters: Mapping[nn.Parameter, int]
-    """Parameters that are in no layer, each with the layer before which it is used."""
+    """Maps each parameter outside all layers to the index of the layer before which it is used."""
     owners: dict[nn.Parameter, int] = field(default_factory=dict)
     tied: dict[nn.Parameter, list[int]] = field(default_factory=dict)
-    """Tied parameters, each with the stages other than its owner that use it."""
+    """Maps each tied parameter to the stages that use it, except its owner."""
 
     def __post_init__(self) -> None:
         users: dict[nn.Parameter, set[int]] = {}
@@ -72,14 +72,15 @@ class Partition:
         for parameter, number in self.outside_parameters.items():
             users.setdefault(parameter, set()).add(self.stage_of(number))
         for parameter, stages in users.items():
-            # The first stage owns it: its forward runs first, and values only go to later stages.
+            # The first stage is the owner, because its forward pass runs first and values are only
+            # sent to later stages.
             first, *others = sorted(stages)
             self.owners[parameter] = first
             if others:
                 self.tied[parameter] = others
 
     def stage_of(self, number: int) -> int:
-        """Return the stage of layer `number`."""
+        """Return the stage of the layer with index `number`."""
         return sum(number >= start for start in self.starts) - 1
 
     @property
@@ -93,7 +94,7 @@ class Partition:
         return self.layers[self.starts[stage] : ends[stage]]
 
     def describe_stage(self, stage: int) -> str:
-        """Return the names of the first and the last module of a stage."""
+        """Return the names of a stage's first and last module, as text for messages."""
         names = [layer.name for layer in self.layers_of(stage)]
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
@@ -101,10 +102,10 @@ class Partition:
 def find_layers(
     model: nn.Module, patterns: Sequence[str] | None
 ) -> tuple[list[Layer], list[nn.Module], dict[nn.Parameter, int]]:
-    """Find the layers of `model`, its floating modules, and its parameters outside of layers.
+    """Find the layers of `model`, its floating modules, and its parameters outside layers.
 
-    `patterns` name the repeated blocks, as `units` do. Each parameter outside of layers is mapped
-    to the number of the first layer in the module that holds it.
+    `patterns` are the names of the repeated blocks, as in `units`. Each parameter outside layers is
+    mapped to the index of the first layer in the module that holds it.
     """
     blocks = {module for _, module in find_units(model, patterns)}
     containers = {outer for outer in model.modules() if not blocks.isdisjoint(outer.modules())}
@@ -114,12 +115,12 @@ def find_layers(
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module, name: str) -> None:
-        # A shared module is one layer, at its first place.
+        # A shared module is a single layer, at its first position.
         if module in seen:
             return
         seen.add(module)
         # Descend only into containers of blocks. Any other module may use its children in any
-        # order, so it is one layer as a whole.
+        # order, so the entire module is one layer.
         opens = module in containers or isinstance(module, _LISTS) or module is model
         if module in blocks or not opens or not any(True for _ in module.children()):
             if next(module.parameters(), None) is None:
@@ -145,19 +146,20 @@ def partition_model(
     names: Sequence[str] | None = None,
     costs: Mapping[str, float] | None = None,
 ) -> Partition:
-    """Divide `model` into `stages` contiguous sequences of layers.
+    """Divide `model` into stages, which are contiguous sequences of layers.
 
     Args:
-        model: The whole model.
-        stages: Number of stages.
+        model: The complete model.
+        stages: The number of stages.
         patterns: Names of the repeated blocks, as in `units`.
-        names: The first module of each stage except the first one (patterns as in `units`). By
-            default the largest stage is made as small as possible.
-        costs: Cost of each layer by name, such as its time. By default its number of parameters.
+        names: The first module of each stage except the first stage (patterns as in `units`). By
+            default, the cost of the most expensive stage is minimised.
+        costs: The cost of each layer by name, such as its time. Defaults to its number of
+            parameters.
 
     Raises:
         ModelError: The model has fewer layers than stages.
-        ConfigError: A name matches no layer, or several.
+        ConfigError: A name matches no layer or several layers.
     """
     if isinstance(model, StagedModel):
         return _own_partition(model, stages, names)
@@ -184,7 +186,7 @@ def partition_model(
 
 
 def _own_partition(model: StagedModel, stages: int, names: Sequence[str] | None) -> Partition:
-    """Return the stages that `model` chooses. Raises ConfigError if `names` is given."""
+    """Return the stages that `model` defines itself. Raises ConfigError if `names` is given."""
     if names is not None:
         raise ConfigError(
             f"--stages {','.join(names)}: a {type(model).__name__} chooses its stages by its "
@@ -192,20 +194,20 @@ def _own_partition(model: StagedModel, stages: int, names: Sequence[str] | None)
         )
     layers = [Layer(name, module) for name, module in model.modules_of_stages(stages)]
     inside = {parameter for layer in layers for parameter in layer.module.parameters()}
-    # The loss has the parameters that are in no stage, and the last stage computes it.
+    # Parameters that are in no stage belong to the loss, which the last stage computes.
     last = {p: stages - 1 for p in cast("nn.Module", model).parameters() if p not in inside}
     return Partition(layers, [], range(stages), last)
 
 
 def check_names(model: nn.Module, patterns: Sequence[str] | None, names: Sequence[str]) -> None:
-    """Raise ConfigError if no stage can begin at one of `names`; see `partition_model`."""
+    """Raise ConfigError if no stage can start at one of `names` (see `partition_model`)."""
     layers, _, _ = find_layers(model, patterns)
     for name in names:
         _layer_number(layers, name)
 
 
 def adds_parameters(layers: Sequence[Layer]) -> list[bool]:
-    """Return for each layer whether it has a trainable parameter that no earlier layer has."""
+    """For each layer, return whether it has a trainable parameter that no earlier layer has."""
     seen: set[nn.Parameter] = set()
     adds = []
     for layer in layers:
@@ -216,9 +218,9 @@ def adds_parameters(layers: Sequence[Layer]) -> list[bool]:
 
 
 def with_trainable_stages(starts: Sequence[int], adds: Sequence[bool]) -> list[int]:
-    """Return `starts`, with a stage begun earlier if it would have nothing to train.
+    """Return `starts`, moved to earlier layers for stages that would have nothing to train.
 
-    `adds` has the result of `adds_parameters`. A stage keeps at least one layer.
+    `adds` is the result of `adds_parameters`. The preceding stage retains at least one layer.
     """
     result = list(starts)
     for stage in range(len(result) - 1, 0, -1):
@@ -243,14 +245,14 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 
 
 def balanced_starts(sizes: Sequence[float], parts: int) -> list[int]:
-    """Cut `sizes` into contiguous parts, so that the largest sum is as small as possible.
+    """Divide `sizes` into contiguous parts, so that the largest sum is as small as possible.
 
     Returns the first index of each part. No part is empty. Ties are broken by the sum of squares.
     """
     edges = [0.0, *accumulate(sizes)]
-    # Dynamic programming over (part, end). Ties of the largest sum are common, because blocks are
-    # equal; the sum of squares then prefers even parts. The start index breaks the remaining ties,
-    # so that all ranks choose the same cuts.
+    # Dynamic programming over (part, end). Ties of the largest sum are common, because blocks have
+    # equal sizes. The sum of squares then prefers even parts. The start index breaks the remaining
+    # ties, so that all ranks choose the same parts.
     best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
     for part in range(1, parts + 1):
         for end in range(part, len(sizes) - (parts - part) + 1):
@@ -275,5 +277,5 @@ def _candidates(
 
 
 def ranges_of(starts: Sequence[int], count: int) -> list[range]:
-    """Return the layer numbers of each stage."""
+    """Return the range of layer indices of each stage."""
     return [range(a, b) for a, b in pairwise([*starts, count])]

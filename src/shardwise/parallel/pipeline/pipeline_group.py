@@ -1,4 +1,4 @@
-"""One pipeline as a rank sees it: its stages, channels and parameters."""
+"""Combines the stages, channels and parameters of a pipeline, as seen from one rank."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from shardwise.world.randomness import generator_of, seed_from
 
 
 class Undoable(Protocol):
-    """A change to modules that can be undone."""
+    """Interface of a change to modules that can be undone."""
 
     def undo(self) -> None:
-        """Restore the modules."""
+        """Undo the change."""
 
 
 class TensorParallelParameters(Protocol):
-    """The part of the tensor-parallel state that pipelines use."""
+    """The interface of the tensor-parallel state that pipelines use."""
 
     def whole_of(self, parameter: nn.Parameter) -> Tensor:
-        """Gather the whole of a parameter that is split over ranks. Collective."""
+        """Gather the full value of a parameter that is split over ranks. Collective."""
 
     def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...] | None:
-        """Return the shape of the whole parameter, or None if it is not split."""
+        """Return the full shape of a parameter, or None if it is not split."""
 
 
 class PipelineGroup(Stages):
     """Holds the stages of a pipeline, and exchanges values between them.
 
-    `replaced_forwards` holds the replaced forwards of the model and its layers.
+    `replaced_forwards` lists the replacements of `forward` in the model and its layers.
     """
 
     def __init__(self, group: Collectives, device: torch.device) -> None:
@@ -55,13 +55,13 @@ class PipelineGroup(Stages):
         self._in_forward = False
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that get gradients on this rank."""
+        """Return the parameters that receive gradients on this rank."""
         own = [p for p, owner in self.partition.owners.items() if owner in self.stages]
         return [p for p in [*own, *self.tied_weights.received] if p.requires_grad]
 
     @property
     def has_local_ties(self) -> bool:
-        """Whether two stages of one rank use the same parameter."""
+        """True if two stages on the same rank use the same parameter."""
         return any(
             len({self.rank_of(s) for s in (owner, *self.partition.tied[p])})
             <= len(self.partition.tied[p])
@@ -76,7 +76,7 @@ class PipelineGroup(Stages):
         self.channels.close()
 
     def close(self) -> None:
-        """Restore the modules' own forwards, and close the channels. Collective."""
+        """Restore the modules' own `forward`, and close the channels. Collective."""
         for forward in reversed(self.replaced_forwards):
             forward.undo()
         self.replaced_forwards.clear()
@@ -87,7 +87,7 @@ class PipelineGroup(Stages):
     # -- runs -------------------------------------------------------------------------------
 
     def seed_forward(self, seed: int) -> None:
-        """Set the seed of the random numbers of this forward's layers."""
+        """Set the seed for the random numbers that layers draw in this forward pass."""
         self._seed, self._draws = seed, 0
 
     def next_draw(self) -> int:
@@ -96,7 +96,7 @@ class PipelineGroup(Stages):
         return seed_from("stages", self._seed, self._draws)
 
     def seed_generators(self, *coordinates: int | str) -> None:
-        """Seed the generators of this rank."""
+        """Seed this rank's CPU and device generators from `coordinates`."""
         seed = seed_from(*coordinates)
         for device in {torch.device("cpu"), self.device}:
             generator_of(device).manual_seed(seed)
@@ -104,7 +104,7 @@ class PipelineGroup(Stages):
     # -- exchange between stages -----------------------------------------------------------
 
     def add_user(self, parameter: nn.Parameter, stage: int) -> None:
-        """Record that `stage` uses a parameter that another stage owns, and exchange it."""
+        """Record that stage `stage` uses a parameter owned by another stage, and exchange it."""
         self.tied_weights.add_user(parameter, stage)
 
     def open_channels(self, source: int, target: int) -> None:
@@ -124,14 +124,16 @@ class PipelineGroup(Stages):
         self.channels.wait_all()
 
     def renew_run(self) -> None:
-        """Start a new run if a backward has used up the current one."""
+        """Start a new run if a backward pass has consumed the current one."""
         if self.run.is_over:
             self.run = StageRun(self.stages)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Start a new run for a forward of the model, unless a schedule or an outer forward has
-        started one."""
+        """Context manager for a forward pass of the model, which starts a new run.
+
+        It starts no run if a schedule or an enclosing forward pass has already started one.
+        """
         if not self.run.scheduled and not self._in_forward:
             self.channels.release_old()
             self.run = StageRun(self.stages)
@@ -142,49 +144,55 @@ class PipelineGroup(Stages):
             self._in_forward = before
 
     def receive_gradient(self, source: int, target: int, value: Tensor) -> Tensor:
-        """Receive the gradient of a value that `source`, on this rank, has sent to `target`."""
+        """Receive the gradient of a value that stage `source` on this rank has sent to `target`."""
         return self.channels.receive("backward", target, source, value, self.device)
 
     def release_sent(self, run: StageRun) -> None:
-        """Release the buffers of values sent in `run`. Call it once their gradients are here,
-        which proves that the values were received."""
+        """Release the buffers of values that were sent in `run`.
+
+        Call it once their gradients have arrived, which proves that the values were received.
+        """
         while run.in_flight:
             self.channels.release(run.in_flight.pop())
 
     def send_gradient(self, source: int, target: int, leaf: Tensor) -> None:
-        """Send the gradient of a value that `target`, on this rank, has received."""
-        # Send zeros if the loss does not depend on the value: the receiver waits for a gradient.
+        """Send the gradient of a value that stage `target` on this rank has received."""
+        # Send zeros if the loss does not depend on the value, because the receiver waits for a
+        # gradient.
         grad, leaf.grad = leaf.grad, None
         self.channels.send(
             "backward", target, source, torch.zeros_like(leaf) if grad is None else grad
         )
 
     def send(self, run: StageRun, source: int, target: int, value: Tensor) -> None:
-        """Send a value to a later stage."""
+        """Send a value from stage `source` on this rank to the later stage `target`."""
         handle = self.channels.send("forward", source, target, value)
         if value.requires_grad and torch.is_grad_enabled():
-            # Only these values get a gradient back.
+            # Only these values receive a gradient from the other stage.
             run.sent.append((source, target, value))
             run.in_flight.append(handle)
 
     def receive(self, run: StageRun, source: int, target: int, like: Tensor) -> Tensor:
-        """Receive a value. If it needs a gradient, attach it to a new leaf of this rank's graph."""
+        """Receive a value.
+
+        If it requires a gradient, attach it to a new leaf in this rank's graph.
+        """
         value = self.channels.receive("forward", source, target, like, self.device)
         if like.requires_grad and torch.is_grad_enabled():
-            # The value itself must not be a leaf: see `_OfLeaf`.
+            # The value itself must not be a leaf (see `_OfLeaf`).
             leaf = value.detach().requires_grad_()
             run.received.append((source, target, leaf))
             return cast(Tensor, _OfLeaf.apply(leaf, value))  # type: ignore[no-untyped-call]
         return value
 
     def whole_parameter(self, parameter: nn.Parameter) -> Tensor:
-        """Return the whole parameter. Collective if tensor parallelism splits it."""
+        """Return the full parameter. Collective if tensor parallelism splits it."""
         return (
             parameter if self.tensor_parallel is None else self.tensor_parallel.whole_of(parameter)
         )
 
     def fake_parameter(self, parameter: nn.Parameter) -> FakeTensor:
-        """Return a fake tensor with the shape of the whole parameter."""
+        """Return a fake tensor with the shape of the full parameter."""
         shape = (
             None if self.tensor_parallel is None else self.tensor_parallel.whole_shape(parameter)
         )
@@ -197,12 +205,12 @@ class PipelineGroup(Stages):
         return fake
 
     def broadcast(self, source: int, value: Tensor | None, like: Tensor) -> Tensor:
-        """Broadcast a value of stage `source` to all ranks. Collective."""
+        """Broadcast a value from stage `source` to all ranks. Collective."""
         if value is None:
             value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         value = value.detach().contiguous()
         rank = self.rank_of(source)
-        # `small_device` is the device of the transport's collectives, such as the GPU for NCCL.
+        # The transport's collectives run on `small_device`, such as the GPU for NCCL.
         staged = value.to(self.group.small_device) if value.device.type == "cpu" else value
         if staged.numel():
             self.group.broadcast(staged.view(-1), rank).wait()
@@ -212,8 +220,9 @@ class PipelineGroup(Stages):
 class _OfLeaf(torch.autograd.Function):
     """Routes the gradient of `value` to `leaf`, which shares its memory."""
 
-    # Why not a view of the leaf: autograd forbids in-place writes to a view of a leaf, and a stage
-    # may begin with such an operation. `mark_dirty` makes `value` an output without a copy.
+    # A view of the leaf would not do: autograd forbids in-place writes to a view of a leaf, and a
+    # stage may start with an in-place operation. `mark_dirty` makes `value` an output without a
+    # copy.
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, value: Tensor) -> Tensor:

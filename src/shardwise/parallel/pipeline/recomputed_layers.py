@@ -1,8 +1,9 @@
-"""Handles the user's own checkpoints (torch.utils.checkpoint) around layers of several stages.
+"""Handles the user's own torch.utils.checkpoint calls around layers of several stages.
 
 Recomputing such a checkpoint would run the pipeline again: it would send, receive and draw random
-numbers in the middle of another micro-batch. So each layer inside it becomes a checkpoint itself,
-whose recomputation stays on one stage, and nothing is left for the outer checkpoint to recompute.
+numbers in the middle of another micro-batch. Therefore each layer inside it is checkpointed
+separately. The recomputation of a layer stays on one stage, and nothing is left for the outer
+checkpoint to recompute.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from shardwise.model.recomputation import RecomputedForward
 
 
 def in_checkpoint() -> bool:
-    """Return whether a checkpoint, directly or through other hooks, would handle the tensors that
-    autograd saves now."""
-    # Hooks on saved tensors form a stack. Hooks of ours hold the ones below them in `outer`.
+    """Return whether tensors that autograd saves now would be handled by a checkpoint.
+
+    The checkpoint's hooks may be active directly, or below other hooks.
+    """
+    # Saved-tensor hooks form a stack. Our own hooks store the hooks below them in `outer`.
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     while hooks is not None:
         pack = hooks[0]
@@ -34,19 +37,19 @@ def in_checkpoint() -> bool:
 
 
 def saved_outside_checkpoint() -> AbstractContextManager[Any]:
-    """Keep tensors that autograd saves inside the block, even within a checkpoint."""
+    """Context manager that keeps the tensors saved by autograd, even within a checkpoint."""
     return saved_tensors_hooks(Kept, Kept.value) if in_checkpoint() else nullcontext()
 
 
 def checkpoint_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward `original` of a layer, as a checkpoint itself if inside a checkpoint."""
-    # Outside of a checkpoint nothing is recomputed, so the layer stays unchanged.
+    """Wrap a layer's `forward` so that it is checkpointed separately if called in a checkpoint."""
+    # Outside a checkpoint nothing is recomputed, so leave the layer unchanged.
     if not in_checkpoint():
         return original
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # These hooks keep the tensors saved around the layer, which the hooks of the outer
-        # checkpoint would otherwise drop and recompute.
+        # These hooks keep the tensors that are saved around the layer. The outer checkpoint's hooks
+        # would drop and recompute them.
         with saved_tensors_hooks(Kept, Kept.value):
             if isinstance(original, RecomputedForward):
                 return original(*args, **kwargs)
@@ -56,15 +59,15 @@ def checkpoint_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_autograd_function() -> bool:
-    """Return whether the forward of a torch.autograd.Function is running."""
-    # torch turns off forward-mode gradients there. torch.no_grad() leaves them on.
+    """Return whether the `forward` of a torch.autograd.Function is running."""
+    # torch disables forward-mode gradients there, but not in torch.no_grad().
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def autograd_function_error() -> UsageError:
-    """Return the error for a stage tensor with gradients in the forward of an autograd function.
+    """Return the error for a stage tensor with gradients that is passed to an autograd function.
 
-    The function's backward would give no gradient to the other stages.
+    The function's `backward` would not send gradients to the other stages.
     """
     return UsageError(
         "A tensor of a model whose layers are on several workers (--pipeline) went into a "

@@ -1,8 +1,8 @@
-"""Runs a batch through the stages of a pipeline, in micro-batches by a schedule.
+"""Runs a batch through the stages of a pipeline, in micro-batches, by a schedule.
 
-For each micro-batch, and for each stage of this rank, the user's program runs once and computes
-only the layers of that stage. The schedule gives the order. The gradients of a stage's inputs go
-back to the stage that sent them.
+For each micro-batch and each stage of this rank, the user's program runs once and computes only
+that stage's layers. The schedule determines the order. The gradients of a stage's inputs are sent
+back to the stage that sent the inputs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from shardwise.world.nested_batch import Rows
 from shardwise.world.randomness import seed_everything, seed_from
 
 MICROBATCHES_PER_STAGE = 4
-"""Default number of micro-batches per pipeline rank. About a fifth of the time is idle then."""
+"""Default number of micro-batches per pipeline rank.
+
+Ranks are then idle about a fifth of the time.
+"""
 
 
 def microbatch_count(settings: Settings, batch: Any, group: Collectives) -> int:
-    """Return the number of micro-batches of `batch`, equal in all replicas.
+    """Return the number of micro-batches for `batch`, which is the same in all replicas.
 
-    Collective over `group`, the ranks with this position in each replica, if the setting
-    `microbatches` is None.
+    If the setting `microbatches` is None, the call is collective over `group`, the ranks with the
+    same index in each replica.
     """
     if settings.microbatches is not None:
         return settings.microbatches
@@ -44,16 +47,17 @@ def microbatch_count(settings: Settings, batch: Any, group: Collectives) -> int:
     if size == 1:
         return 1
     rows_here = torch.tensor([float(row_count(batch))], device=group.small_device)
-    # The largest batch of all replicas decides, because the number must be equal everywhere. The
-    # last batch of an epoch may be smaller in some replicas.
+    # The largest batch of all replicas determines the number, which must be the same everywhere.
+    # The last batch of an epoch may be smaller in some replicas.
     most = int(group.gather_rows(rows_here).max())
     return max(1, min(MICROBATCHES_PER_STAGE, most // size)) * size
 
 
 def split_batch(batch: Any, count: int) -> list[tuple[int, Any]]:
-    """Split `batch` into `count` parts of nearly equal size; returns each with its number of rows.
+    """Split `batch` into `count` parts of nearly equal size.
 
-    If there are fewer rows than parts, the parts with zero rows get one row to run with.
+    Returns (number of rows, part) pairs. If there are fewer rows than parts, a part with zero rows
+    still contains one row, so that the program can run.
     """
     rows = _rows(batch)
     cuts = even_cuts(rows.total, count)
@@ -79,28 +83,31 @@ def _rows(batch: Any) -> Rows:
 
 
 Part = tuple[float, Any, float]
-"""A micro-batch: its weight, the arguments of `loss_of`, and its share of the loss that one process
-would compute."""
+"""A micro-batch: its weight, the arguments of `loss_of`, and its share of the single-process loss.
+"""
 
 BucketsByKey = Callable[[Callable[[nn.Parameter], int]], Mapping[int, frozenset[int]]]
-"""Groups parameters by a key; returns the numbers of the buckets that hold each group."""
+"""Groups parameters by a key. Returns the indices of the buckets that hold each group."""
 
 Refusal = Callable[[Sequence[nn.Parameter]], str | None]
-"""Returns the error message if this rank owns one of these parameters and its values are freed
-between forwards; else None."""
+"""Returns an error message if a parameter is owned here but freed between forward passes.
+
+Otherwise returns None.
+"""
 
 OnStage = Callable[[int | None], None]
 """Called with the stage that runs next, and with None at the end of the schedule."""
 
 
 LookAtLoss = Callable[[Tensor, int], None]
-"""Called before each backward, with the loss and the number of the micro-batch."""
+"""Called before each backward pass with the loss and the index of the micro-batch."""
 
 
 class CollectGradients(Protocol):
-    """A context manager that collects gradients into the buckets `among`, by default into all.
+    """Interface of a context manager that collects gradients into buckets.
 
-    If not `usual`, the backward is not counted when learning which gradients to expect.
+    `among` selects the buckets, by default all. If `usual` is False, the backward pass does not
+    count when learning which gradients to expect.
     """
 
     def __call__(
@@ -117,23 +124,23 @@ class CollectGradients(Protocol):
 
 
 class BackwardSeeds(Protocol):
-    """Computes the initial gradient of a backward, such as for the engine's exact mean."""
+    """Computes the initial gradient of a backward pass, as needed for the engine's exact mean."""
 
     def begin(self, weight: float | Tensor, share: float) -> None:
-        """Prepare for a step, given weight and share of this rank's first loss.
+        """Prepare for a step, given the weight and share of this rank's first loss.
 
-        Collective the first time.
+        The first call is collective.
         """
 
     def seed(
         self, loss: Tensor, weight: float | Tensor, share: float
     ) -> tuple[Tensor, float | Tensor]:
-        """Return the gradient of `loss`, and the factor that remains to multiply gradients by."""
+        """Return the initial gradient of `loss`, and a factor for the resulting gradients."""
 
 
 @dataclass(eq=False)
 class _MicroBatchPass:
-    """A micro-batch on a stage, from its forward to the end of its backward."""
+    """A micro-batch on a stage, from its forward pass to the end of its backward pass."""
 
     run: StageRun
     dtype: torch.dtype
@@ -154,14 +161,14 @@ class _PipelineBatch:
     look_at: LookAtLoss | None = None
     passes: dict[tuple[int, int], _MicroBatchPass] = field(default_factory=dict)
     inputs: Sequence[Tensor] | None = None
-    """The tensors that get gradients, or None for all tensors of the graph."""
+    """The tensors that receive gradients, or None for all tensors in the graph."""
     tied_gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     loss_stage: int = 0
 
 
 class PipelineRunner:
-    """Runs batches through `pipeline`."""
+    """Runs batches through the stages of `pipeline`."""
 
     def __init__(
         self, pipeline: PipelineGroup, settings: Settings, weighting: BackwardSeeds
@@ -185,22 +192,26 @@ class PipelineRunner:
         collect: CollectGradients,
         look_at: LookAtLoss,
     ) -> Tensor:
-        """Run forward and backward of all `parts`; returns their mean loss in fp64 on all ranks."""
+        """Run the forward and backward passes of all micro-batches in `parts`.
+
+        Returns their mean loss, a scalar in fp64, on all ranks.
+        """
         pipeline, partition = self._pipeline, self._pipeline.partition
         rank, ranks = pipeline.group.rank, pipeline.group.size
         order = actions_of(self._settings.schedule, ranks, partition.stages, len(parts), rank)
         batch = _PipelineBatch(loss_of, parts, seed, last, collect, look_at, inputs=inputs)
-        # User code may have changed weights since the last batch, so send them again.
+        # User code may have changed tied weights since the last batch, so send them again.
         pipeline.tied_weights.invalidate()
         self._weighting.begin(
             sum(weight for weight, _, _ in parts), sum(share for _, _, share in parts)
         )
         self._run_trial(batch, refusal)
-        # The number of the last backward of each stage: its buckets may start after it.
+        # The index of each stage's last backward action, after which its buckets may be launched.
         ends = {a.stage: n for n, a in enumerate(order) if a.kind in "BW"}
         has_several_stages = len(pipeline.stages) > 1
-        # With several stages on this rank, each backward fills only its own stage's buckets. Ties
-        # between two stages of one rank mix their buckets, and so all backwards fill all buckets.
+        # If this rank has several stages, each backward pass fills only its own stage's buckets.
+        # But if stages on the same rank share tied weights, their buckets mix, and all backward
+        # passes fill all buckets.
         by_stage = has_several_stages and not pipeline.has_local_ties
         buckets_of_stage = buckets(lambda p: partition.owners[p]) if by_stage else {}
         for number, action in enumerate(order):
@@ -211,29 +222,30 @@ class PipelineRunner:
                 is_last = ends[action.stage] == number
                 self._backward(batch, action, buckets_of_stage.get(action.stage), is_last=is_last)
         on_stage(None)
-        # All ranks send before any receives, because two ranks may each own a weight that the other
-        # uses, and would then wait for each other.
+        # All ranks send before any rank receives. Two ranks may each own a weight that the other
+        # uses, and would otherwise wait for each other.
         pipeline.tied_weights.send_gradients(batch.tied_gradients)
         for stage in sorted(pipeline.stages):
             self._receive_tied_gradients(batch, stage, buckets)
         mean = self._mean_loss(batch)
-        # Each channel is ordered, but there is no order between channels. The next batch must not
+        # Messages are ordered within a channel, but not between channels. The next batch must not
         # overtake messages of this one.
         pipeline.settle()
         return mean
 
     def reset(self) -> None:
-        """Recover from a failed batch, so that the next one cannot receive its late messages."""
+        """Recover from a failed batch, so that the next batch cannot receive its late messages."""
         self._pipeline.reset()
         self._is_trial_done = False
 
     def _run_trial(self, batch: _PipelineBatch, refusal: Refusal) -> None:
         """Run the program once without computing, to open the channels that it needs. Collective.
 
-        Raises ParameterAccess on all ranks if code outside of all layers uses a parameter whose
-        values exist only during a forward.
+        Raises ParameterAccess on all ranks if code outside all layers uses a parameter whose values
+        exist only during forward passes.
         """
-        # Without the trial only the owner would raise, and the other ranks would wait for it.
+        # If there were no trial run, only the owner would raise an error, and the other ranks would
+        # wait for it.
         if self._is_trial_done:
             return
         run = StageRun(frozenset(), scheduled=True, is_trial=True)
@@ -241,7 +253,7 @@ class PipelineRunner:
         with self._pipeline.running(run), torch.enable_grad():
             self._check_loss(batch.loss_of(*batch.parts[0][1]))
         if run.outside_uses:
-            # Each rank may refuse another parameter. All raise the first message.
+            # Each rank may reject a different parameter. All ranks raise the first message.
             refusals = self._pipeline.group.gather_plain(refusal(run.outside_uses))
             if any(refusals):
                 raise ParameterAccess(next(filter(None, refusals)))
@@ -265,8 +277,8 @@ class PipelineRunner:
     def _forward(self, batch: _PipelineBatch, action: Action) -> None:
         pipeline, stage = self._pipeline, action.stage
         run = StageRun(frozenset([stage]), scheduled=True)
-        # The same seed on every stage, because each runs the whole program, and must draw the same
-        # random numbers outside of the layers.
+        # Use the same seed on every stage, because each stage runs the complete program and must
+        # draw the same random numbers outside the layers.
         seed = seed_from(batch.seed, "micro", action.micro)
         seed_everything(seed)
         pipeline.seed_forward(seed)
@@ -293,14 +305,15 @@ class PipelineRunner:
             action.kind == "I" and bool(micro.run.received) and micro.backward.is_in_one_piece
         )
         if action.kind == "I" and not in_one_piece:
-            # Run only the first half: the previous stage waits for it. "W" runs the second half.
+            # Run only the first half, because the previous stage waits for it. "W" runs the second
+            # half.
             if micro.run.received:
                 micro.backward.input_backward()
                 self._send_input_gradients(micro.run)
             return
-        # A pass in one piece stays until its "W", which ends the accounting of the stage.
+        # A pass that cannot be split stays until its "W", which completes the stage's accounting.
         if not in_one_piece:
-            # The graph of the pass is freed after its backward.
+            # Dropping the pass frees its graph after the backward pass.
             del batch.passes[stage, action.micro]
         with batch.collect(
             weight,
@@ -309,8 +322,8 @@ class PipelineRunner:
             by_hand=micro.backward.writes_grads_itself,
             among=among,
         ):
-            # If the pass ran in one piece, its second half has nothing left to do. It may still be
-            # the last action of the step, after which buckets start.
+            # If the pass ran in one piece, nothing is left for its second half. But it may still be
+            # the last action of the step, after which buckets are launched.
             if not micro.backward.is_done:
                 micro.backward.weight_backward()
                 if not micro.backward.inputs_done:
@@ -321,8 +334,10 @@ class PipelineRunner:
     def _receive_tied_gradients(
         self, batch: _PipelineBatch, stage: int, buckets: BucketsByKey
     ) -> None:
-        """Collect the gradients, summed over micro-batches, of weights that `stage` owns and other
-        ranks use."""
+        """Collect the gradients of weights that stage `stage` owns and other ranks use.
+
+        The other ranks have summed them over micro-batches.
+        """
         grads = self._pipeline.tied_weights.receive_gradients(stage)
         if not grads:
             return
@@ -330,13 +345,13 @@ class PipelineRunner:
         tied = buckets(lambda p: int(p in shared))[1]
         with batch.collect(1.0, 1.0, last=batch.last, among=tied, usual=False):
             parameters, values = zip(*grads, strict=True)
-            # A backward of the weights themselves runs their gradient hooks.
+            # A backward pass that starts at the weights themselves runs their gradient hooks.
             torch.autograd.backward(parameters, values)
 
     def _prepare_backward(
         self, batch: _PipelineBatch, micro: _MicroBatchPass, weight: float, share: float
     ) -> None:
-        """Set up the backward of a pass, and receive the gradients of its roots."""
+        """Set up the backward pass of `micro`, and receive the gradients of its roots."""
         roots: list[Tensor] = []
         grads: list[Tensor] = []
         like = torch.empty((), dtype=micro.dtype, device=self._pipeline.device)
@@ -347,7 +362,7 @@ class PipelineRunner:
         for source, target, value in micro.run.sent:
             roots.append(value)
             grads.append(self._pipeline.receive_gradient(source, target, value))
-        # The gradients of the sent values have arrived, so the values were received.
+        # The gradients of the sent values have arrived, which proves that the values were received.
         self._pipeline.release_sent(micro.run)
         leaves = [leaf for _, _, leaf in micro.run.received]
         inputs = None if batch.inputs is None else [*batch.inputs, *leaves]
@@ -362,8 +377,10 @@ class PipelineRunner:
     def _keep_tied_gradients(
         self, batch: _PipelineBatch, weight: float, factor: float | Tensor
     ) -> None:
-        """Accumulate gradients of weights that another rank owns, to send them after the last
-        micro-batch."""
+        """Accumulate the gradients of weights owned by other ranks.
+
+        They are sent after the last micro-batch.
+        """
         for parameter in self._pipeline.tied_weights.received:
             if (grad := parameter.grad) is not None:
                 parameter.grad = None
@@ -374,9 +391,9 @@ class PipelineRunner:
                 batch.tied_gradients[parameter] = grad if total is None else total.add_(grad)
 
     def _mean_loss(self, batch: _PipelineBatch) -> Tensor:
-        """Return the mean loss, broadcast from the rank that has it. Collective."""
+        """Return the mean loss, broadcast from the rank that computed it. Collective."""
         pipeline = self._pipeline
-        # In fp64, so that rounding hardly depends on the number of micro-batches.
+        # Use fp64, so that rounding hardly depends on the number of micro-batches.
         weights = torch.tensor([weight for weight, *_ in batch.parts], dtype=torch.float64)
         losses = torch.zeros(
             len(batch.parts), dtype=torch.float64, device=pipeline.group.small_device
@@ -385,7 +402,7 @@ class PipelineRunner:
             rows = [batch.losses[micro].double() for micro in range(len(batch.parts))]
             losses.copy_(torch.stack([row.reshape(()) for row in rows]))
         pipeline.group.broadcast(losses, pipeline.rank_of(batch.loss_stage)).wait()
-        # Not losses * weights alone: a NaN in a micro-batch of weight 0 must not count.
+        # Mask the products, because a NaN in a micro-batch of weight 0 must not count.
         counted = torch.where(weights > 0, losses.cpu() * weights, 0.0)
         return counted.sum() / weights.sum() if float(weights.sum()) else counted.sum()
 
@@ -402,7 +419,10 @@ class PipelineRunner:
         inputs: Sequence[Tensor] | None,
         collect: CollectGradients,
     ) -> Tensor:
-        """Run the backward of a loss from a plain loop, stage by stage; returns its value."""
+        """Run the backward pass of a loss from a plain training loop, stage by stage.
+
+        Returns the value of the loss on all ranks. Collective.
+        """
         pipeline = self._pipeline
         if pipeline.partition.stages > pipeline.group.size:
             raise UsageError(
@@ -415,7 +435,7 @@ class PipelineRunner:
                 "engine.backward of a loss whose forward another backward has already used. "
                 "Write retain_graph=True there, or call backward once on the sum of the losses."
             )
-        # A loss may depend on several forwards. Merge their runs into one backward.
+        # A loss may depend on several forward passes. Merge their runs into a single backward pass.
         run = StageRun(pipeline.stages)
         for part in loss.runs:
             run.sent += part.sent

@@ -1,13 +1,13 @@
-"""Schedules: the order of each rank's forwards and backwards, micro-batch by micro-batch.
+"""Defines schedules: the order of the forward and backward passes on each rank.
 
-torch.distributed.pipelining builds most schedules, as tables with a row of actions for each rank.
-This module builds the table of 1f1b, which torch does not have. `runner.py` runs the actions.
+torch.distributed.pipelining builds most schedules, as tables with a row of actions per rank. This
+module builds the table for 1f1b, which torch lacks. `runner.py` runs the actions.
 
-- gpipe: all forwards, then all backwards (Huang et al., 2019).
-- 1f1b: each backward as early as possible, so that a rank holds few micro-batches
+- gpipe: all forward passes, then all backward passes (Huang et al., 2019).
+- 1f1b: each backward pass as early as possible, so that a rank holds few micro-batches
   (PipeDream-Flush, Narayanan et al., 2021).
-- interleaved: 1f1b with several stages on each rank (Narayanan et al., 2021).
-- zero-bubble: each backward in two halves; the second one fills gaps (ZB1P, Qi et al., 2023).
+- interleaved: 1f1b with several stages per rank (Narayanan et al., 2021).
+- zero-bubble: backward passes in two halves; the second one fills gaps (ZB1P, Qi et al., 2023).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ActionKind = Literal["F", "B", "I", "W"]
 
 @dataclass(frozen=True)
 class Action:
-    """One action of a schedule: a forward or backward of micro-batch `micro` on `stage`.
+    """One action of a schedule: a forward or backward pass of a micro-batch on a stage.
 
-    F is a forward and B a backward. A backward may be split in two: I computes the gradients of
-    the stage's inputs, then W computes the gradients of its parameters.
+    F is a forward pass and B a backward pass. A backward pass may be split in two: I computes the
+    gradients of the stage's inputs, then W computes the gradients of its parameters.
     """
 
     stage: int
@@ -46,20 +46,20 @@ class Action:
 
 
 ScheduleTable = tuple[tuple[Action | None, ...], ...]
-"""The actions of each rank, one per unit of time, with None for a wait."""
+"""The actions of each rank, one per time slot, with None for an idle slot."""
 
 
 @lru_cache(maxsize=64)
 def table(name: str, ranks: int, stages: int, micros: int) -> ScheduleTable:
-    """Return the table of a schedule; stage s is on rank s % ranks.
+    """Return the table of a schedule. Stage s is on rank s % ranks.
 
     Raises ConfigError if the schedule does not support this number of micro-batches.
     """
     if name == "1f1b" and stages == ranks:
         rows = []
         for rank in range(ranks):
-            # Warm up with one forward for each later stage. Then alternate forwards and backwards,
-            # and end with the remaining backwards.
+            # Warm up with one forward pass per later stage. Then alternate forward and backward
+            # passes, and finish with the remaining backward passes.
             ahead = min(ranks - 1 - rank, micros)
             row = [Action(rank, "F", micro) for micro in range(ahead)]
             for micro in range(micros - ahead):
@@ -67,7 +67,7 @@ def table(name: str, ranks: int, stages: int, micros: int) -> ScheduleTable:
             row += [Action(rank, "B", micro) for micro in range(micros - ahead, micros)]
             rows.append(tuple(row))
         return tuple(rows)
-    # Imported on first use, because the import takes seconds at the start of every rank.
+    # Imported on first use, because importing it at the start would cost every rank seconds.
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     stages_here = [_Stage(stage, stages, ranks) for stage in range(0, stages, ranks)]
@@ -87,8 +87,7 @@ def table(name: str, ranks: int, stages: int, micros: int) -> ScheduleTable:
 
 
 class _Stage(SimpleNamespace):
-    """The attributes of a stage that torch's schedules read to build their tables. It runs
-    nothing."""
+    """A stand-in for a stage, with the attributes that torch's schedules read."""
 
     def __init__(self, number: int, stages: int, ranks: int) -> None:
         super().__init__(
@@ -126,7 +125,8 @@ def idle_fraction(
 ) -> float:
     """Return the fraction of time that ranks spend waiting, from 0 to 1.
 
-    `times` has the seconds of each action by kind and stage. Communication takes no time.
+    `times` holds the duration of each kind of action in seconds, by stage. Communication is assumed
+    to take no time.
     """
     rows = [actions_of(name, ranks, stages, micros, rank) for rank in range(ranks)]
     end = max(_simulated(rows, times))
@@ -137,7 +137,7 @@ def idle_fraction(
 def _simulated(
     rows: Sequence[Sequence[Action]], times: Mapping[ActionKind, Sequence[float]]
 ) -> list[float]:
-    """Return each rank's end time."""
+    """Simulate the schedule. Return each rank's finish time in seconds."""
     stages = len(times["F"])
     end_times: dict[Action, float] = {}
     clocks, positions = [0.0] * len(rows), [0] * len(rows)
@@ -146,7 +146,7 @@ def _simulated(
         for rank, row in enumerate(rows):
             while positions[rank] < len(row):
                 action = row[positions[rank]]
-                # A rank runs its actions in order, so it waits here for its next one.
+                # A rank runs its actions in order, so it waits here until the next one is ready.
                 needs = _needed(action, stages, end_times)
                 if needs is None:
                     break
@@ -159,7 +159,7 @@ def _simulated(
 
 
 def _needed(action: Action, stages: int, end_times: Mapping[Action, float]) -> float | None:
-    """Return when the inputs of an action are ready; None if not known yet."""
+    """Return when an action's inputs are ready, or None if that is not known yet."""
     stage = action.stage
 
     def end_of(other: int, *kinds: ActionKind) -> float | None:

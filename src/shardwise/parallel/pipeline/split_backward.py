@@ -1,8 +1,9 @@
-"""Splits a backward in two halves, for zero-bubble schedules (Qi et al., 2023).
+"""Splits a backward pass into two halves, for zero-bubble schedules (Qi et al., 2023).
 
-The first half computes the gradients of a stage's inputs, because the previous stage waits for
-them. The second half computes the gradients of parameters. torch's pipelining finds the boundary
-between them in the graph. The gradients at the boundary are kept, because both halves need them.
+The first half computes the gradients of a stage's inputs, which the previous stage needs first. The
+second half computes the gradients of parameters. torch.distributed.pipelining finds the boundary
+between the halves in the graph. The gradients at the boundary are stored, because both halves need
+them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,17 @@ from shardwise.errors import UsageError
 
 
 class SplitBackward:
-    """The backward of `roots` from `grads` to `leaves` and to the trained parameters.
+    """The backward pass from `roots` to `leaves` and to the trained parameters.
 
-    If `inputs` is given, only these tensors get gradients. If a root depends on no leaf, the second
-    half starts from the roots again, and computes the part that both halves share twice.
+    If a root depends on no leaf, the second half starts from the roots again, and computes the part
+    shared by both halves twice.
+
+    Args:
+        roots: The tensors that the backward pass starts from.
+        grads: The gradients of `roots`.
+        leaves: The stage's inputs.
+        trained: Returns the parameters that receive gradients.
+        inputs: The only tensors that receive gradients, or None for all.
     """
 
     def __init__(
@@ -42,16 +50,16 @@ class SplitBackward:
         self._inputs = inputs
         self._groups: list[dict[str, Any]] | None = None
         self.inputs_done = False
-        """Whether the leaves have their gradients already."""
+        """True once the leaves have their gradients."""
 
     @property
     def writes_grads_itself(self) -> bool:
-        """Whether the second half writes into `grad` directly, so that no gradient hook runs."""
+        """True if the second half writes to `grad` directly, so that no gradient hooks run."""
         return self._groups is not None
 
     @cached_property
     def _graph(self) -> tuple[list[Any], dict[Any, Any]]:
-        """The autograd nodes of the roots, and the graph from the leaves to the roots."""
+        """The roots' autograd nodes, and the reversed graph from the leaves to the roots."""
         torch_backward = _torch_backward()
         find = torch_backward._get_grad_fn_or_grad_acc
         nodes = [node for root in self._roots if (node := find(root)) is not None]
@@ -59,9 +67,10 @@ class SplitBackward:
 
     @property
     def is_in_one_piece(self) -> bool:
-        """Whether the graph cannot be split, because a reentrant checkpoint has only one backward.
+        """True if the graph cannot be split, because it contains a reentrant checkpoint.
 
-        Raises UsageError if such a backward would also reach parameters outside of `inputs`.
+        Raises UsageError if the backward pass would then also reach parameters that are not in
+        `inputs`.
         """
         _, reverse = self._graph
         if not any(isinstance(node, CheckpointFunction._backward_cls) for node in reverse):
@@ -75,15 +84,15 @@ class SplitBackward:
 
     @property
     def is_done(self) -> bool:
-        """Whether both halves have run."""
+        """True once both halves have run."""
         return self.inputs_done and not self._roots and self._groups is None
 
     def input_backward(self) -> None:
-        """Run the first half: write the gradients of the leaves into their `grad`."""
+        """Run the first half: store the leaves' gradients in their `grad`."""
         self.inputs_done = True
         groups = self._find_boundary()
         # The second half starts from the gradients at the boundary. The first half computes them
-        # anyway, and hooks keep them.
+        # anyway, so capture them with hooks.
         handles = []
         for group in groups or []:
             group["intermediates"] = list(group["intermediates"])
@@ -106,7 +115,10 @@ class SplitBackward:
             self._roots, self._grads = [], []
 
     def _find_boundary(self) -> list[dict[str, Any]] | None:
-        """Group parameters with their nodes at the boundary; None if a root depends on no leaf."""
+        """Group parameters with their nodes at the boundary.
+
+        Returns None if a root depends on no leaf.
+        """
         torch_backward = _torch_backward()
         find = torch_backward._get_grad_fn_or_grad_acc
         nodes, reverse = self._graph
@@ -119,9 +131,9 @@ class SplitBackward:
         return groups
 
     def weight_backward(self, *, keep_graph: bool = False) -> None:
-        """Run the second half: write the gradients of parameters into their `grad`.
+        """Run the second half: store the parameters' gradients in their `grad`.
 
-        Writes the gradients of the leaves too, if the first half has not run.
+        If the first half has not run, store the leaves' gradients too.
         """
         if self._groups is not None:
             find = _torch_backward()._get_grad_fn_or_grad_acc
@@ -138,17 +150,17 @@ class SplitBackward:
 
 
 def _torch_backward() -> Any:
-    """Import torch's module for split backwards on first use, because the import takes seconds."""
+    """Import torch's module for split backward passes, on first use because this takes seconds."""
     from torch.distributed.pipelining import _backward
 
     return _backward
 
 
 def _add_gradients(group: dict[str, Any], owners: dict[Any, nn.Parameter]) -> None:
-    """Add to `grad` the gradients of a group's parameters, starting from the boundary.
+    """Compute the gradients of a group's parameters from the boundary, and add them to `grad`.
 
-    torch has a function for this. The one of torch 2.9 is wrong for nodes with several outputs: it
-    adds up the gradients of all outputs.
+    We do not use torch's function for this, because in torch 2.9 it is wrong for nodes with several
+    outputs: it adds up the gradients of all outputs.
     """
     pairs = zip(group["intermediates"], group["grads"], strict=True)
     node_grads = [(node, grads) for node, grads in pairs if grads is not None]
@@ -161,8 +173,8 @@ def _add_gradients(group: dict[str, Any], owners: dict[Any, nn.Parameter]) -> No
     if not edges:
         return
     parameters = [owners[node] for node in group["params"]]
-    # If one node of the boundary leads to another one, autograd would add its contribution. The
-    # kept gradient already includes it, so a hook replaces the sum.
+    # If one boundary node leads to another, autograd would add its contribution. The stored
+    # gradient already includes it, so a hook replaces the sum.
     handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in node_grads]
     try:
         parameter_grads = torch.autograd.grad(

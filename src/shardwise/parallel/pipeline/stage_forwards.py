@@ -1,4 +1,4 @@
-"""Replaces the forwards of a model whose layers are on several ranks."""
+"""Replaces the `forward` methods of a model whose layers are spread over several ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.parallel.tensor.sequence_parallel import gather_nested
 
 
 def install(pipeline: PipelineGroup, model: nn.Module) -> None:
-    """Replace the forwards of `model` and its layers until `pipeline` is closed."""
+    """Replace the `forward` of `model` and its layers until `pipeline` is closed."""
     partition = pipeline.partition
     for number, layer in enumerate(partition.layers):
         stage = partition.stage_of(number)
@@ -35,7 +35,10 @@ def install(pipeline: PipelineGroup, model: nn.Module) -> None:
 
 
 class ReplacedForward(ABC):
-    """Replaces the forward of a module. Copies of the module keep their own forward."""
+    """Base class: replaces a module's `forward`.
+
+    Copies of the module get their original `forward`.
+    """
 
     def __init__(self, pipeline: PipelineGroup, module: nn.Module) -> None:
         self._pipeline = pipeline
@@ -45,8 +48,8 @@ class ReplacedForward(ABC):
         module.forward = self
 
     def undo(self) -> None:
-        """Restore the module's own forward."""
-        # Not if user code has replaced the forward since.
+        """Restore the module's original `forward`."""
+        # Leave it if user code has replaced `forward` since.
         if vars(self._module).get("forward") is self:
             del self._module.forward
             if self._before is not None:
@@ -54,7 +57,7 @@ class ReplacedForward(ABC):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the module."""
+        """Replace `module.forward`: return the module's output."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Called by pickle and copy.deepcopy, through the module's `forward` attribute.
@@ -64,7 +67,7 @@ class ReplacedForward(ABC):
 
 
 class ModelForward(ReplacedForward):
-    """Runs the forward of the whole model as a new run."""
+    """Runs the model's forward pass as a new run."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._pipeline.is_whole:
@@ -74,7 +77,7 @@ class ModelForward(ReplacedForward):
 
 
 class LayerForward(ReplacedForward):
-    """Runs a layer on its stage. On other ranks it computes the shapes of the outputs."""
+    """Runs a layer on its stage. Other ranks only compute the shapes of its outputs."""
 
     def __init__(self, pipeline: PipelineGroup, module: nn.Module, name: str, stage: int) -> None:
         super().__init__(pipeline, module)
@@ -96,14 +99,14 @@ class LayerForward(ReplacedForward):
                 "output, values return to the first stage, which --pipeline does not support. "
                 "Use --zero 3 or --tensor to save memory instead."
             )
-        # On every rank, because opening a channel is collective.
+        # Every rank must call this, because opening a channel is collective.
         pipeline.tied_weights.send_for_layer(self._module, stage)
         result = run_on_stage(pipeline, stage, self._module, self._original, leaves, spec)
         self._check(result)
         return result
 
     def _check(self, result: Any) -> None:
-        """Raise ModelError if the output has tensors inside an object that is not a pytree."""
+        """Raise ModelError if the output contains tensors in an object that is not a pytree."""
         for leaf in pytree.tree_leaves(result):
             attributes = (
                 getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, Tensor) else ()
@@ -124,13 +127,14 @@ def run_on_stage(
     leaves: list[Any],
     spec: pytree.TreeSpec,
 ) -> Any:
-    """Run the forward of `module` on `stage`; returns stage tensors on all ranks."""
+    """Run the forward pass of `module` on stage `stage`. Returns stage tensors on all ranks."""
     runs, seed = runs_of(pipeline, leaves), pipeline.next_draw()
     with pipeline.within_stage():
         with torch._C.DisableTorchFunctionSubclass():
             values = [value_at(pipeline, leaf, stage) for leaf in leaves]
         if is_here := stage in pipeline.run.stages:
-            # The layer draws other numbers than the program around it, which all ranks run.
+            # The layer must draw different random numbers from the program around it, which all
+            # ranks run.
             pipeline.seed_generators(seed, "stage", stage)
             args, kwargs = pytree.tree_unflatten(values, spec)
             result = gather_nested(recomputed_layers.checkpoint_alone(original)(*args, **kwargs))
@@ -139,7 +143,7 @@ def run_on_stage(
             # Shapes do not depend on recomputation, so skip the checkpoint.
             plain = original.plain if isinstance(original, RecomputedForward) else original
             result = pipeline.fake_outputs.outputs_of(module, plain, fakes, spec)
-        # The layer may have drawn any number of times on its stage. Seed all ranks the same again.
+        # On its stage, the layer may have drawn any number of times. Reseed all ranks identically.
         pipeline.seed_generators(seed, "all")
         return pytree.tree_map_only(
             Tensor,
@@ -149,14 +153,14 @@ def run_on_stage(
 
 
 class FloatingForward(ReplacedForward):
-    """Runs a module without parameters on the stage of its input."""
+    """Runs a module without parameters on its input's stage."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pipeline = self._pipeline
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if pipeline.is_whole or not any(isinstance(leaf, StageTensor) for leaf in leaves):
             return self._original(*args, **kwargs)
-        # The last of the inputs' stages, because values only go to later stages.
+        # Use the last of the inputs' stages, because values are only sent to later stages.
         stage = max(leaf.stage for leaf in leaves if isinstance(leaf, StageTensor))
         pipeline.record_floating(self._module, stage)
         return run_on_stage(pipeline, stage, self._module, self._original, leaves, spec)

@@ -1,10 +1,10 @@
-"""Stage tensors: the tensors of a forward whose layers are on several ranks.
+"""Implements stage tensors: tensors of a forward pass whose layers are spread over several ranks.
 
-A `StageTensor` stands for a tensor that one stage has computed. Every rank runs the whole program.
-The rank of the stage computes operations on its stage tensors, and the other ranks compute only
-shapes. An operation on tensors of several stages runs on the last of them, and the others send
-their tensors there once. All other tensors (the batch, and values derived from it) are equal on all
-ranks.
+A `StageTensor` represents a tensor that was computed on one stage. Every rank runs the complete
+program. The stage's rank executes the operations on its stage tensors, and the other ranks compute
+only shapes. An operation on tensors of several stages runs on the last of these stages, to which
+the other stages send their tensors once. All other tensors (the batch, and values derived from it)
+are identical on all ranks.
 
     stage 0   x ─ embed ─▶ h0 ═ sent ═▷                        (h1, loss: fake)
     stage 1   x   (h0: fake)          ▷ h0 ─ blocks ─ head ─▶ loss
@@ -41,43 +41,42 @@ from shardwise.parallel.tensor.torch_functions import METADATA
 
 @dataclass(eq=False)
 class StageRun:
-    """One micro-batch on the stages that this rank runs now, with the values it sent and
-    received."""
+    """One micro-batch on the stages that this rank is running, and the values sent and received."""
 
     stages: frozenset[int]
     scheduled: bool = False
-    """Whether a schedule decides when each stage runs, so that no stage can request values."""
+    """True if a schedule decides when each stage runs, so that no stage can request values."""
     is_trial: bool = False
-    """Whether the run computes nothing, and only finds out what will be sent."""
+    """True if the run computes nothing, and only finds out which values will be sent."""
     sent: list[tuple[int, int, Tensor]] = field(default_factory=list)
-    """Source stage, target stage and value of sent tensors that need gradients, in order."""
+    """(source stage, target stage, value) of the sent tensors that require a gradient."""
     received: list[tuple[int, int, Tensor]] = field(default_factory=list)
-    """The same for received tensors, which are the leaves of this rank's graph."""
+    """(source stage, target stage, value) of the received tensors, leaves of this rank's graph."""
     in_flight: list[Handle] = field(default_factory=list)
-    """Handles of sent tensors whose buffers are not released yet."""
+    """Handles of sent tensors whose buffers have not been released yet."""
     outside_uses: list[torch.nn.Parameter] = field(default_factory=list)
-    """Parameters of layers that a trial has seen used outside of all layers."""
+    """Parameters of layers that were used outside all layers in a trial run."""
     is_over: bool = False
-    """Whether a backward has used up the run."""
+    """True once a backward pass has consumed the run."""
     number: int = field(default_factory=itertools.count().__next__)
-    """Number of this run in the process, in order of creation."""
+    """The number of this run in the process, in order of creation."""
 
 
 class StageExchange(Protocol):
-    """The part of the pipeline that stage tensors use: it moves values between stages."""
+    """The interface of the pipeline that stage tensors use to move values between stages."""
 
     @property
     def run(self) -> StageRun:
         """The current run."""
 
     def send(self, run: StageRun, source: int, target: int, value: Tensor) -> None:
-        """Send a value of `source`, a stage of this rank, to the rank of `target`."""
+        """Send a value from `source`, a stage on this rank, to the rank of stage `target`."""
 
     def receive(self, run: StageRun, source: int, target: int, like: Tensor) -> Tensor:
-        """Receive on `target`, a stage of this rank, a value from `source`."""
+        """Receive a value from stage `source` for `target`, a stage on this rank."""
 
     def broadcast(self, source: int, value: Tensor | None, like: Tensor) -> Tensor:
-        """Broadcast a value of `source` to all ranks. Collective."""
+        """Broadcast a value from stage `source` to all ranks. Collective."""
 
     def open_channels(self, source: int, target: int) -> None:
         """Open the channels between two stages. Collective if they are not open yet."""
@@ -86,32 +85,35 @@ class StageExchange(Protocol):
         """Return the stage that trains a parameter, or None if it is not in the model."""
 
     def add_user(self, parameter: torch.nn.Parameter, stage: int) -> None:
-        """Record that `stage` uses a parameter that another stage trains, and exchange it."""
+        """Record that stage `stage` uses a parameter trained by another stage, and exchange it."""
 
     def whole_parameter(self, parameter: torch.nn.Parameter) -> Tensor:
-        """Return the whole parameter. Collective if tensor parallelism splits it."""
+        """Return the full parameter. Collective if tensor parallelism splits it."""
 
     def fake_parameter(self, parameter: torch.nn.Parameter) -> FakeTensor:
-        """Return a fake tensor with the shape of the whole parameter."""
+        """Return a fake tensor with the shape of the full parameter."""
 
     @property
     def within_stage_depth(self) -> int:
-        """Number of open blocks of `within_stage`."""
+        """Number of `within_stage` blocks that are currently open."""
 
     def within_stage(self) -> AbstractContextManager[None]:
-        """Mark operations inside the block as belonging to one stage."""
+        """Context manager that marks operations as belonging to one stage."""
 
 
 class StageTensor(Tensor):
-    """A tensor that `stage` has computed: its `value` if this rank knows it, and a fake tensor
-    `like` with its shape."""
+    """A tensor that was computed on one stage.
+
+    `value` is its value, or None if this rank does not have it. `like` is a fake tensor with its
+    shape.
+    """
 
     stage: int
     value: Tensor | None
     known_stages: set[int]
-    """Stages that have the value."""
+    """The stages that have the value."""
     runs: tuple[StageRun, ...]
-    """Runs that the tensor depends on, in order."""
+    """The runs that produced the tensor, in order."""
     _exchange: StageExchange
     _like: FakeTensor | None
 
@@ -158,7 +160,7 @@ class StageTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Operations arrive at __torch_function__. Only calls that bypass it get here.
+        # Operations are handled in __torch_function__. Only calls that bypass it get here.
         raise UsageError(
             f"{func} was called on a tensor of a pipeline-parallel model in a way that bypasses "
             "torch functions, so it cannot run on the rank that has the tensor. Move the call out "
@@ -167,7 +169,7 @@ class StageTensor(Tensor):
 
 
 _METADATA = METADATA | {getattr(Tensor, name).__get__ for name in ("is_leaf", "requires_grad")}
-"""Functions of a tensor's metadata, which all ranks know."""
+"""Functions that read only a tensor's metadata, which all ranks know."""
 
 _READS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__float__,
@@ -175,10 +177,10 @@ _READS = {
     Tensor.cpu, Tensor.equal, torch.equal, torch.allclose, Tensor.allclose, torch.is_nonzero,
     Tensor.is_nonzero, Tensor.__reduce_ex__, Tensor.__deepcopy__,
 }  # fmt: skip
-"""Functions that read values. The value is broadcast to all ranks."""
+"""Functions that read values. The values are broadcast to all ranks."""
 
 _BACKWARDS = {torch.autograd.grad, Tensor.backward}
-"""Functions that traverse the graph. Each rank has only the part for its stages."""
+"""Functions that traverse the autograd graph. Each rank has only its own stages' part."""
 
 _SHAPED_BY_VALUES = {
     Tensor.__getitem__, Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select,
@@ -188,7 +190,7 @@ _SHAPED_BY_VALUES = {
 
 
 def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func`, with stage tensors among its arguments, on the right stage."""
+    """Run `func`, which has stage tensors among its arguments, on the right stage."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, StageTensor)]
     exchange = tensors[0]._exchange
@@ -226,7 +228,7 @@ def _backward_error(func: Callable[..., Any]) -> UsageError:
 
 
 def _value_or_fake(leaf: Any) -> Any:
-    """Return the value of a stage tensor if this rank has it, else its fake tensor."""
+    """Return a stage tensor's value if this rank has it, otherwise its fake tensor."""
     if not isinstance(leaf, StageTensor):
         return leaf
     return leaf.like if leaf.value is None else leaf.value
@@ -235,15 +237,17 @@ def _value_or_fake(leaf: Any) -> Any:
 def run_operation(
     exchange: StageExchange, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
 ) -> Any:
-    """Run `func` on the last stage among its arguments; returns stage tensors."""
+    """Run `func` on the last of its arguments' stages. Returns stage tensors."""
     runs = runs_of(exchange, leaves)
     stages = [stage for leaf in leaves if (stage := _stage_of(exchange, leaf)) is not None]
-    # The last one, because values only go to later stages: a schedule runs earlier stages first.
+    # Use the last stage, because values are only sent to later stages: a schedule runs earlier
+    # stages first.
     stage = max(stages)
     _check_in_place(exchange, func, leaves, spec)
     if stage in exchange.run.stages:
         if func in _SHAPED_BY_VALUES:
-            # The other ranks need the shape, and raise if it depends on values. Raise here too.
+            # The other ranks need the shape, and raise an error if it depends on values. Raise here
+            # too.
             _shapes(exchange, func, leaves, spec)
         values = [value_at(exchange, leaf, stage) for leaf in leaves]
         with recomputed_layers.saved_outside_checkpoint():
@@ -251,7 +255,7 @@ def run_operation(
         return pytree.tree_map_only(
             Tensor, lambda v: StageTensor(exchange, stage, v, v, runs), result
         )
-    # Send and receive the arguments. The returned values are not used here.
+    # Send or receive the arguments. Their values are not needed on this rank.
     for leaf in leaves:
         value_at(exchange, leaf, stage)
     result = _shapes(exchange, func, leaves, spec)
@@ -261,9 +265,10 @@ def run_operation(
 
 
 def runs_of(exchange: StageExchange, leaves: Iterable[Any]) -> tuple[StageRun, ...]:
-    """Return the runs of a result of `leaves`: the runs of its stage tensors, or the current one.
+    """Return the runs that an operation's result depends on, given its arguments `leaves`.
 
-    Raises UsageError for a tensor of another micro-batch, or in an autograd function.
+    These are the runs of its stage tensors, or the current run if there are none. Raises UsageError
+    for a tensor from another micro-batch, or inside an autograd function.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, StageTensor)]
     if recomputed_layers.in_autograd_function() and any(
@@ -277,7 +282,7 @@ def runs_of(exchange: StageExchange, leaves: Iterable[Any]) -> tuple[StageRun, .
             "has only a part of each micro-batch, so it cannot be used outside. Return only the "
             "loss from loss_of, and compute other values in a forward outside of it."
         )
-    # Sorted, so that the last run is the same on all ranks.
+    # Sort, so that the last run is the same on all ranks.
     return tuple(sorted(runs or {exchange.run}, key=lambda run: run.number))
 
 
@@ -337,9 +342,9 @@ def _stage_of(exchange: StageExchange, leaf: Any) -> int | None:
 
 
 def value_at(exchange: StageExchange, leaf: Any, stage: int) -> Any:
-    """Return the value of `leaf` on `stage`, and send it there if the stage does not have it yet.
+    """Return the value of `leaf` on stage `stage`, sending it there if necessary.
 
-    If this rank does not run `stage`, the caller must not use the result.
+    If this rank does not run the stage, the caller must not use the result.
     """
     if isinstance(leaf, torch.nn.Parameter) and (owner := exchange.owner(leaf)) is not None:
         if exchange.run.is_trial:
@@ -353,8 +358,8 @@ def value_at(exchange: StageExchange, leaf: Any, stage: int) -> Any:
         leaf.known_stages.add(stage)
         exchange.open_channels(leaf.stage, stage)
         run = leaf.runs[-1]
-        # Every rank gets here at the same place of the program, so messages need no names: their
-        # order on a channel is the order of the program.
+        # Every rank gets here at the same point of the program. Messages therefore need no names:
+        # their order on a channel is the order in the program.
         has_source, has_target = leaf.stage in exchange.run.stages, stage in exchange.run.stages
         if has_source and not has_target:
             assert leaf.value is not None
@@ -365,7 +370,7 @@ def value_at(exchange: StageExchange, leaf: Any, stage: int) -> Any:
 
 
 def broadcast_value(tensor: StageTensor) -> Tensor:
-    """Return the value of a stage tensor, without its graph, on all ranks. Collective."""
+    """Return a stage tensor's value, detached from its graph, on all ranks. Collective."""
     exchange = tensor._exchange
     if exchange.run.scheduled:
         raise UsageError(
@@ -381,9 +386,9 @@ def broadcast_value(tensor: StageTensor) -> Tensor:
 def apply_to_parameters(
     exchange: StageExchange, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Run an operation on parameters outside of all layers, on the last of their stages.
+    """Run an operation that uses parameters outside all layers, on the last of their stages.
 
-    Values that the operation reads are broadcast to all ranks.
+    If the operation reads values, they are broadcast to all ranks.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if func in _BACKWARDS:

@@ -28,11 +28,11 @@ class Stages:
         """The stages on this rank."""
         self.run = StageRun(self.stages)
         self.is_whole = False
-        """Whether this rank holds the whole model now, and modules run their own forwards."""
+        """True while this rank holds the full model, and modules run their own `forward`."""
         self.writes = False
-        """Whether changes to the gathered model are kept."""
+        """True if changes to the gathered model are kept."""
         self.within_stage_depth = 0
-        """Number of open blocks of `within_stage`."""
+        """Number of `within_stage` blocks that are currently open."""
         self._stage_of: dict[nn.Module, int] = {}
 
     def assign(self, partition: Partition) -> None:
@@ -43,12 +43,12 @@ class Stages:
             for number, layer in enumerate(partition.layers)
             for inner in layer.module.modules()
         }
-        # Round robin, for interleaved schedules: a rank runs one stage while others wait.
+        # Assign stages round-robin, for interleaved schedules.
         self.stages = frozenset(range(self.group.rank, partition.stages, self.group.size))
         self.run = StageRun(self.stages)
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank of `group` that runs a stage."""
+        """Return the rank in `group` that runs a stage."""
         return stage % self.group.size
 
     def owns(self, parameter: Tensor) -> bool:
@@ -61,7 +61,7 @@ class Stages:
         return self.partition.owners.get(parameter)  # type: ignore[call-overload, no-any-return]
 
     def stage_of_module(self, module: nn.Module) -> int:
-        """Return the stage that runs `module`, or the first stage that runs a part of it."""
+        """Return the stage that runs `module`, or the first stage that runs part of it."""
         if (stage := self._stage_of.get(module)) is not None:
             return stage
         inside = set(module.modules())
@@ -69,13 +69,13 @@ class Stages:
         return self.partition.stage_of(min(numbers, default=0))
 
     def record_floating(self, module: nn.Module, stage: int) -> None:
-        """Record that a module without parameters has run on `stage`, the stage of its input."""
+        """Record that a module without parameters has run on stage `stage`."""
         for inner in module.modules():
             self._stage_of[inner] = stage
 
     @contextmanager
     def running(self, run: StageRun) -> Iterator[None]:
-        """Run forwards as part of `run` inside the block."""
+        """Context manager that makes forward passes part of `run`."""
         before, self.run = self.run, run
         try:
             yield
@@ -84,7 +84,7 @@ class Stages:
 
     @contextmanager
     def with_own_forwards(self) -> Iterator[None]:
-        """Run the modules' own forwards inside the block, not the replaced ones."""
+        """Context manager that makes modules run their own `forward` instead of the replacement."""
         before, self.is_whole = self.is_whole, True
         try:
             with self.within_stage():
@@ -94,7 +94,7 @@ class Stages:
 
     @contextmanager
     def within_stage(self) -> Iterator[None]:
-        """Mark operations inside the block as belonging to one stage, so that nothing is sent."""
+        """Context manager that marks operations as belonging to one stage. Nothing is sent."""
         self.within_stage_depth += 1
         try:
             yield
@@ -102,7 +102,7 @@ class Stages:
             self.within_stage_depth -= 1
 
     def new_path_error(self, source: int, target: int) -> UsageError:
-        """Return the error for a micro-batch that takes another path through the layers."""
+        """Return the error for a micro-batch that takes a different path through the layers."""
         return UsageError(
             f"Stage {source} sends a value to stage {target} that it did not send in the first "
             "micro-batch. The model's forward must take the same path through its layers for every "

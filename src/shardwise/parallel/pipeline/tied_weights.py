@@ -1,5 +1,4 @@
-"""Tied weights: sends a weight from its owner to the other stages that use it, and gradients
-back."""
+"""Sends tied weights from their owner to the other stages that use them, and gradients back."""
 
 from __future__ import annotations
 
@@ -14,18 +13,18 @@ from shardwise.parallel.pipeline.stages import Stages
 
 
 class TiedWeights:
-    """Sends the tied weights of `pipeline`, each once after every change of parameters."""
+    """Sends the tied weights of `pipeline`, once after every change of parameters."""
 
     def __init__(self, pipeline: Stages) -> None:
         self._pipeline = pipeline
         self._sent: set[nn.Parameter] = set()
 
     def invalidate(self) -> None:
-        """Mark all weights as changed, so that their next use sends them again."""
+        """Mark all weights as changed, so that they are sent again before their next use."""
         self._sent.clear()
 
     def send_for_layer(self, layer: nn.Module, stage: int) -> None:
-        """Exchange the tied weights of a layer that `stage` will run next."""
+        """Exchange the tied weights of a layer that stage `stage` is about to run."""
         for parameter in layer.parameters():
             if parameter in self._pipeline.partition.tied:
                 if self._pipeline.run.is_trial or not self._pipeline.run.scheduled:
@@ -34,10 +33,11 @@ class TiedWeights:
                     self._send_or_receive(parameter, stage)
 
     def add_user(self, parameter: nn.Parameter, stage: int) -> None:
-        """Exchange a weight that `stage` uses outside of all layers."""
+        """Exchange a weight that stage `stage` uses outside all layers."""
         users = self._pipeline.partition.tied.setdefault(parameter, [])
         if stage not in users:
-            # Under a schedule the other ranks are in other micro-batches and cannot open a channel.
+            # Under a schedule, the other ranks are in different micro-batches and cannot open a
+            # channel.
             if self._pipeline.run.scheduled and not self._pipeline.run.is_trial:
                 raise self._pipeline.new_path_error(
                     self._pipeline.partition.owners[parameter], stage
@@ -51,7 +51,7 @@ class TiedWeights:
             self._send_or_receive(parameter, stage)
 
     def _send_or_receive(self, parameter: nn.Parameter, stage: int) -> None:
-        """Send or receive a weight, if `stage` is on this rank and the weight has changed."""
+        """Send or receive a weight if stage `stage` is on this rank and the weight has changed."""
         if parameter in self._sent or stage not in self._pipeline.run.stages:
             return
         owner = self._pipeline.partition.owners[parameter]
@@ -80,8 +80,8 @@ class TiedWeights:
             self._pipeline.channels.open(self._channel_kind("gradient", parameter), receiver, owner)
 
     def _receivers(self, parameter: nn.Parameter) -> list[int]:
-        """Return the first stage of each rank that receives a weight."""
-        # One for each rank, because two stages of one rank share the tensor.
+        """Return one stage for each rank that receives a weight: the first stage that uses it."""
+        # One stage per rank is enough, because stages on the same rank share the tensor.
         ranks = {self._pipeline.rank_of(self._pipeline.partition.owners[parameter])}
         receivers = []
         for stage in self._pipeline.partition.tied[parameter]:
@@ -97,7 +97,7 @@ class TiedWeights:
 
     @property
     def received(self) -> list[nn.Parameter]:
-        """Weights that this rank uses and another rank owns."""
+        """The weights that this rank uses but another rank owns."""
         return [
             p
             for p, stages in self._pipeline.partition.tied.items()
@@ -107,7 +107,7 @@ class TiedWeights:
     def send_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Send the gradients of received weights to their owners."""
         for parameter in filter(_is_trained, self.received):
-            # Send zeros if there is no gradient: the owner waits for one from every user.
+            # Send zeros if there is no gradient, because the owner waits for one from every user.
             if (gradient := gradients.get(parameter)) is None:
                 gradient = torch.zeros_like(parameter)
             owner, stage = (
@@ -122,10 +122,10 @@ class TiedWeights:
             )
 
     def receive_gradients(self, stage: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Receive the gradients of weights that `stage` owns, one from each rank that uses them."""
+        """Receive the gradients of stage `stage`'s own weights from all ranks that use them."""
         gradients = []
         for parameter in self.owned_by(stage):
-            # On the meta device, because only shape and dtype are needed.
+            # Use the meta device, because only shape and dtype are needed.
             like = torch.empty(parameter.shape, dtype=_gradient_dtype(parameter), device="meta")
             kind = self._channel_kind("gradient", parameter)
             for receiver in self._receivers(parameter):
@@ -136,7 +136,7 @@ class TiedWeights:
         return gradients
 
     def owned_by(self, stage: int) -> list[nn.Parameter]:
-        """Return the trained weights that `stage` owns and other ranks use."""
+        """Return the trained weights that stage `stage` owns and other ranks use."""
         partition = self._pipeline.partition
         return [
             p
@@ -145,20 +145,20 @@ class TiedWeights:
         ]
 
     def _channel_kind(self, direction: str, parameter: nn.Parameter) -> str:
-        """Return the channel for a weight."""
-        # One channel for each weight, because ranks may reach the weights in different orders.
+        """Return the kind of channel for a weight (see `ChannelKind`)."""
+        # Use one channel per weight, because ranks may reach the weights in different orders.
         return f"{direction} {self._numbers[parameter]}"
 
     @cached_property
     def _numbers(self) -> dict[nn.Parameter, int]:
-        # All ranks number the parameters of the whole model, so the numbers agree.
+        # All ranks number the parameters of the full model, so the numbers agree.
         return {
             parameter: number for number, parameter in enumerate(self._pipeline.partition.owners)
         }
 
 
 def _gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype used to sum and send gradients of a weight."""
+    """Return the dtype for summing and sending a weight's gradients."""
     return torch.float32 if parameter.dtype in NARROW else parameter.dtype
 
 

@@ -1,4 +1,4 @@
-"""Describes attention modules and splits them by heads."""
+"""Describes custom attention modules, and splits them by heads."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from shardwise.parallel.tensor.split_rules import SplitGroup, range_length
 class Attention:
     """Names the parts of a custom attention module, so that its heads can be split over ranks.
 
-    The module's `forward` must read the number of heads from the attribute `heads`, or not use it
-    at all (`view(..., -1, head_dim)`), because each rank has only some of the heads. Use it as a
-    value in the `tensor_plan` of `Engine`.
+    The module's `forward` must either read the number of heads from the attribute `heads`, or not
+    use it at all (`view(..., -1, head_dim)`), because each rank has only some of the heads. Pass it
+    as a value in the `tensor_plan` of `Engine`.
 
     Args:
-        qkv: Names of the three linear maps to queries, keys and values; or the name of one map that
-            computes all of them, in this order.
-        out: Name of the linear map after the attention.
-        heads: Name of the attribute that holds the number of heads, or the number. A dotted name
-            such as "config.num_attention_heads" is only read, never changed.
-        kv_heads: The same for keys and values, if they have fewer heads (grouped-query attention).
-            Default: `heads`.
-        widths: Names of attributes that hold the width of all heads together, such as GPT-2's
+        qkv: The names of the three linear layers for queries, keys and values, or the name of a
+            single layer that computes all of them in this order.
+        out: The name of the linear layer after the attention.
+        heads: The number of heads, or the name of the attribute that holds it. An attribute with a
+            dotted name such as "config.num_attention_heads" is only read, never changed.
+        kv_heads: The number of heads of keys and values, or the name of its attribute, if it is
+            smaller (grouped-query attention). Default: `heads`.
+        widths: The names of attributes that hold the total width of all heads, such as GPT-2's
             split_size. They are set to the width of this rank's heads.
-        per_head: Names of embeddings with one number per head, such as T5's
+        per_head: The names of embeddings with one value per head, such as T5's
             relative_attention_bias.
 
     Raises:
-        ModelError: `qkv` is neither one name nor three.
+        ModelError: `qkv` is neither one name nor three names.
 
     Example:
         >>> import shardwise as sw
@@ -51,7 +51,6 @@ class Attention:
     per_head: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check `qkv`."""
         names = (self.qkv,) * 3 if isinstance(self.qkv, str) else tuple(self.qkv)
         if len(names) != 3 or not all(isinstance(name, str) for name in names):
             one = f"qkv={names[0]!r}" if len(names) == 1 else 'qkv="c_attn"'
@@ -63,28 +62,30 @@ class Attention:
 
     @property
     def maps(self) -> tuple[str, ...]:
-        """Names of all linear maps."""
+        """The names of all linear layers."""
         return (*((self.qkv,) if isinstance(self.qkv, str) else self.qkv), self.out)
 
 
 def split_attention(name: str, module: nn.Module, how: Attention, parts: int) -> SplitGroup:
-    """Split attention `name` into `parts` of whole heads. Queries stay with their keys.
+    """Split the attention module `name` by heads into `parts` parts.
 
-    Raises ModelError if there are fewer heads than parts.
+    Queries stay on the same rank as their keys. Raises ModelError if there are fewer heads than
+    parts.
     """
     heads = _number(name, module, how.heads)
     kv_heads = heads if how.kv_heads is None else _number(name, module, how.kv_heads)
     of_kv = split_rules.even_split(f"{name} of {kv_heads} heads", kv_heads, parts)
-    # With grouped queries, each head of keys serves several heads of queries.
+    # In grouped-query attention, each key head serves several query heads.
     of_heads = [_scale(each, heads // kv_heads) for each in of_kv]
     out = _child(name, module, how.out)
-    # From the output map, because the heads together may be wider than the model (T5).
+    # Use the width of the output layer, because the total width of the heads may exceed the model's
+    # (T5).
     head_dim = split_rules.widths(out)[0] // heads
     group = SplitGroup("attention", name)
     if isinstance(how.qkv, str):
         fused = _child(name, module, how.qkv)
         query, key = heads * head_dim, kv_heads * head_dim
-        # The output features of the map: all queries, then all keys, then all values.
+        # The layer's output features are all queries, then all keys, then all values.
         ranges = [
             (
                 *_scale(own, head_dim),
@@ -109,7 +110,7 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
     rows = [_scale(part, head_dim) for part in of_heads]
     group.splits.append(split_rules.rowwise(f"{name}.{how.out}", out, rows))
     for child in how.per_head:
-        # Only one T5 layer of a stack has the table of relative positions.
+        # Only one T5 layer in a stack has the table of relative positions.
         if (table := module._modules.get(child)) is not None:
             tensors = {"weight": (1, of_heads)}
             group.splits.append(
@@ -120,11 +121,12 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
         for part in of_heads
     ]
     for attribute, ranges_by_rank in ((how.heads, of_heads), (how.kv_heads, of_kv)):
-        # A dotted name is in a config, which describes the whole model and stays unchanged.
+        # A dotted name belongs to a config, which describes the full model and stays unchanged.
         if isinstance(attribute, str) and "." not in attribute:
             for attributes, part in zip(local, ranges_by_rank, strict=True):
                 attributes[attribute] = range_length(part)
-    # The module reads these attributes in its forward, so each rank needs the values of its heads.
+    # The module's `forward` reads these attributes, so each rank needs the values for its own
+    # heads.
     if any(local):
         group.splits.append(split_rules.local_module(name, module, {}, local))
     return group

@@ -1,4 +1,4 @@
-"""Cross entropy over a split vocabulary: no rank ever has all scores of a token."""
+"""Computes cross entropy over a split vocabulary. No rank ever has all scores of a token."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """Compute torch's cross entropy from the output of `head`, the model's last linear map.
+    """Compute torch's cross entropy from the output of `head`, the model's last linear layer.
 
-    If `tensor_plan` splits the head "colwise", each rank has the scores of its classes only, and
-    ranks exchange three numbers per token (Megatron-LM, Shoeybi et al., 2019). Otherwise this calls
-    `torch.nn.functional.cross_entropy`. The result is the same on all ranks of a replica. 16-bit
-    scores are summed in fp32.
+    If `tensor_plan` splits the head "colwise", each rank has only the scores of its own classes,
+    and ranks exchange three numbers per token (Megatron-LM, Shoeybi et al., 2019). Otherwise this
+    calls `torch.nn.functional.cross_entropy`. The result is the same on all ranks of a replica.
+    16-bit scores are summed in fp32.
 
     Args:
-        scores: The output of `head`, of shape (..., classes); (..., classes of this rank) if it is
-            split.
-        target: The classes, int64 of shape (...).
+        scores: The output of `head`, of shape (..., classes), or (..., classes of this rank) if the
+            head is split.
+        target: The target classes, int64 of shape (...).
         head: The module that computed `scores`.
-        ignore_index: Targets with this value do not count.
+        ignore_index: Targets with this value are ignored.
         reduction: "mean", "sum" or "none".
 
     Returns:
-        A scalar, or the losses of shape (...) with `reduction="none"`.
+        A scalar, or the loss of each token, of shape (...), if `reduction` is "none".
 
     Raises:
-        UsageError: `scores` is not as wide as the output of `head`, or `reduction` is unknown.
-        IndexError: A target is not a class.
+        UsageError: The last dimension of `scores` does not match the output of `head`, or
+            `reduction` is unknown.
+        IndexError: A target is not a valid class.
 
     Example:
         >>> import torch, shardwise as sw
@@ -56,7 +57,7 @@ def cross_entropy(
         >>> sw.cross_entropy(scores, target, head, reduction="none").shape
         torch.Size([2, 5])
     """
-    # Scores of a pipeline stage, or split by tokens, must reach their own rules first.
+    # Scores that are a stage tensor, or split by tokens, are first handled by their own class.
     if has_torch_function((scores, target)):
         return handle_torch_function(
             cross_entropy,
@@ -89,11 +90,11 @@ def cross_entropy(
         )
     head._replica.close_region()  # the head opened it, and no row-wise layer follows
     flat, classes = scores.flatten(0, -2), target.flatten()
-    # Ignored targets may be out of range, so replace them by a valid class.
+    # Ignored targets may be out of range, so replace them with a valid class.
     is_counted = classes != ignore_index
     classes = classes.masked_fill(~is_counted, 0)
     check_in_range(classes, ranges[-1][1], "Target out of bounds")
-    # In fp32, because 16 bits are too few for a sum of exponentials over a vocabulary.
+    # Use fp32, because 16 bits are not enough for a sum of exponentials over a vocabulary.
     losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat.float() if flat.dtype in NARROW else flat, classes, first, group
     )
@@ -104,7 +105,7 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes the loss of each token. This rank's scores begin at class `first`."""
+    """Computes the loss of each token. This rank's scores start at class `first`."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, target: Tensor, first: int, group: Collectives) -> Tensor:
@@ -121,7 +122,7 @@ class _CrossEntropy(torch.autograd.Function):
         gathered = torch.stack(all_gather_tensors(own_terms, group, [own_terms.shape] * group.size))
         top = gathered[:, 0].amax(0)
         total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0)
-        # The softmax over the whole vocabulary, in the memory of `powers`.
+        # Compute the softmax over the full vocabulary in place, in the memory of `powers`.
         ctx.save_for_backward(powers.mul_(((highest - top).exp() / total).unsqueeze(-1)))
         ctx.local_target, ctx.elsewhere = local_target, elsewhere
         return total.log() + top - gathered[:, 2].sum(0)

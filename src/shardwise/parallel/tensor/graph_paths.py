@@ -1,8 +1,9 @@
-"""Checks the operations between two split layers against the operations in a trial.
+"""Checks the operations between two split layers against the operations that a trial recorded.
 
-A trial shows the operations of a forward at that moment. A forward may compute something else from
-some step on, or for some inputs. Its autograd graph shows that. An operation that is refused was
-not tried and may combine features; its result is never used.
+A trial records which operations a forward pass runs at that moment. Later forward passes may
+compute something else, for example from some step on or for some inputs. The autograd graph reveals
+this. An operation that no trial covered may combine features, so it is rejected and its result is
+never used.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _FEATURE_WISE = frozenset(
      "FusedDropout", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute",
      "Unsqueeze", "Squeeze", "Clone", "Alias"]
 )  # fmt: skip
-"""Operations that treat every feature separately, or do not move features."""
+"""Operations that treat each feature separately, or do not move features."""
 
 _ATTENTION = frozenset(["Bmm", "Softmax", "SafeSoftmax", "Expand", "Baddbmm", "Attention"])
-"""Operations of attention. Fused kernels do them in one operation."""
+"""Operations of attention. Fused kernels combine them into a single operation."""
 
 _OUTSIDE = "a value from outside"
 _MOST_NODES = 1000
@@ -34,8 +35,8 @@ _MOST_NODES = 1000
 
 
 def operations_between(value: Tensor, starts: Sequence[Any]) -> set[str]:
-    """Return the names of the operations between the nodes `starts` and `value`."""
-    # Autograd numbers nodes in order of creation.
+    """Return the names of the operations between the autograd nodes `starts` and `value`."""
+    # Autograd numbers nodes in the order of creation.
     first = min(node._sequence_nr() for node in starts)
     ends = set(starts)
     names: set[str] = set()
@@ -53,7 +54,7 @@ def operations_between(value: Tensor, starts: Sequence[Any]) -> set[str]:
         names.add(name)
         if name == "AccumulateGrad":
             continue
-        # Older than the first split layer, so the path leads out of the region.
+        # The node is older than the first split layer, so the path leads out of the region.
         if node._sequence_nr() < first:
             names.add(_OUTSIDE)
             continue
@@ -62,18 +63,20 @@ def operations_between(value: Tensor, starts: Sequence[Any]) -> set[str]:
 
 
 class AllowedOperations:
-    """Allows the operations that a trial saw (`tried`) and feature-wise ones before a row-wise
-    layer."""
+    """The operations that are allowed before a row-wise layer.
+
+    These are the operations that a trial recorded (`tried`), and feature-wise operations.
+    """
 
     def __init__(self, tried: Iterable[str] = ()) -> None:
         self.tried = set(tried)
         known = self.tried | _FEATURE_WISE
-        # A fused kernel may be replaced by its single operations later, for some shapes.
+        # For some shapes, a fused kernel may later be replaced with its individual operations.
         self._known = known | _ATTENTION if "Attention" in known else known
 
     def check(self, value: Tensor, starts: Sequence[Any]) -> None:
-        """Raise UsageError if an operation that is not allowed has produced `value`."""
-        # A recomputation in backward repeats a forward that was checked.
+        """Raise UsageError if an operation between `starts` and `value` is not allowed."""
+        # A recomputation during the backward pass repeats a forward pass that was already checked.
         if value.grad_fn is None or not starts or torch._C._current_graph_task_id() != -1:
             return
         if strange := operations_between(value, starts) - self._known:
@@ -88,9 +91,9 @@ class AllowedOperations:
 
 
 class RecordedOperations(AllowedOperations):
-    """Records the operations in a trial."""
+    """Records the operations during a trial instead of checking them."""
 
     def check(self, value: Tensor, starts: Sequence[Any]) -> None:
-        """Record the operations that produced `value`."""
+        """Record the operations between `starts` and `value`."""
         if value.grad_fn is not None and starts:
             self.tried |= operations_between(value, starts)

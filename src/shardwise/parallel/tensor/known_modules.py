@@ -1,4 +1,4 @@
-"""Finds splits for known attention and feed-forward modules, and tries splits of other modules."""
+"""Finds splits for known attention and feed-forward modules, and tests splits of other modules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PAIRS = {
     "TransformerEncoderLayer": (("linear1",), "linear2"),
     "TransformerDecoderLayer": (("linear1",), "linear2"),
 }
-"""Feed-forward modules by class name: the widening layers, and the narrowing one."""
+"""Feed-forward modules by class name: the widening layers and the narrowing layer."""
 
 QUERIES = ("q", "q_proj", "query", "wq", "to_q", "q_lin")
 KEYS = ("k", "k_proj", "key", "wk", "to_k", "k_lin")
@@ -54,7 +54,7 @@ VALUES = ("v", "v_proj", "value", "wv", "to_v", "v_lin")
 FUSED = ("qkv", "qkv_proj", "c_attn", "in_proj", "to_qkv", "Wqkv", "mix", "query_key_value")
 OUT = ("out", "o", "out_proj", "o_proj", "proj", "c_proj", "to_out", "wo", "dense", "merge")
 HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
-"""Usual names of the parts of attention in other modules. A trial decides whether they fit."""
+"""Common names for the parts of attention in other modules. A trial decides whether they fit."""
 
 
 NOT_BY_HEADS = (
@@ -67,8 +67,11 @@ TrialResults = dict[tuple[str, tuple[str, ...]], TrialResult]
 
 
 class SplitTrials:
-    """Tries splits, once for modules with the same signature. Given the results `reported` by
-    another rank, it repeats these."""
+    """Tests splits, once per module signature.
+
+    If `reported` is given, it uses these results, which another rank has reported, instead of
+    testing.
+    """
 
     def __init__(self, reported: TrialResults | None = None) -> None:
         self.results: TrialResults = {} if reported is None else reported
@@ -78,13 +81,16 @@ class SplitTrials:
     def accepts(
         self, name: str, module: nn.Module, children: tuple[str, ...], group: SplitGroup, parts: int
     ) -> bool:
-        """Return whether `module` computes the same with these children split as in `group`."""
-        # One rank tries, and the others repeat its results. So all split alike, even if a trial
-        # depends on the machine.
+        """Return whether `module` gives the same result if it is split as described by `group`.
+
+        `children` are the names of the split layers, `parts` is the number of parts.
+        """
+        # One rank runs the trials, and the other ranks use its results. All ranks therefore split
+        # in the same way, even if a trial's result depends on the machine.
         if not self._reported:
             tested = module
             if type(module).forward is nn.Sequential.forward:
-                # Try only the sequence from the first of `children` to the last. The rest of an
+                # Test only the sequence from the first to the last of `children`. The rest of an
                 # nn.Sequential does not matter for the split.
                 names = list(module._modules)
                 run = names[names.index(children[0]) : names.index(children[-1]) + 1]
@@ -107,7 +113,7 @@ class SplitTrials:
         return True
 
     def reasons_unsplit(self) -> dict[str, str]:
-        """Map the names of unsplit modules to the reason, if it is worth reporting."""
+        """Return the names of unsplit modules, mapped to the reason if it is worth reporting."""
         split_names = {name for (name, _), result in self.results.items() if result}
         return {
             name: result.why
@@ -123,18 +129,21 @@ def find(
     skip: set[nn.Module],
     trials: SplitTrials | None = None,
 ) -> list[SplitGroup]:
-    """Find the splits of `models` into `parts`. Ignores modules in `skip`, and adds split ones."""
+    """Find the splits of `models` into `parts` parts.
+
+    Ignores the modules in `skip`, and adds the split modules to it.
+    """
     groups_found: list[SplitGroup] = []
     trials = trials or SplitTrials()
     for model, prefix in zip(models, prefixes, strict=True):
-        # A transformers model may have a tp_plan that splits attention by heads.
+        # A transformers model may have its own tp_plan that splits attention by heads.
         plan: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
         styles = plan.items()
         has_own_plan = any(
             name.endswith(".q_proj") and "colwise" in style for name, style in styles
         ) and any(name.endswith(".o_proj") and style == "rowwise" for name, style in styles)
         for path, module in model.named_modules():
-            # torch.compile adds `_orig_mod` to the names of a module.
+            # torch.compile adds `_orig_mod` to module names.
             name = ".".join(part for part in (prefix, path) if part).replace("_orig_mod.", "")
             if has_own_plan and module not in skip and _is_as_llama(module):
                 groups = _known_attention(name, module, ATTENTION["LlamaAttention"], parts, skip)
@@ -147,8 +156,8 @@ def find(
 
 
 def _is_as_llama(module: nn.Module) -> bool:
-    """Return whether attention has exactly the four maps of Llama's, and no other parameters."""
-    # A parameter between the maps (a norm of queries) would get only a part of its gradient.
+    """Return whether attention `module` has exactly Llama's four linear layers."""
+    # A parameter between the layers, such as a query norm, would receive only part of its gradient.
     from_transformers = type(module).__module__.startswith("transformers.")
     trained = {name.split(".")[0] for name, _ in module.named_parameters()}
     four = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -160,7 +169,8 @@ def _groups_of(
 ) -> Iterator[SplitGroup]:
     if module in skip:
         return
-        # By name only for classes of torch and transformers. A user's class may reuse a name.
+        # Match names only for classes of torch and transformers, because a user's class may reuse a
+        # name.
     is_library_class = type(module).__module__.split(".")[0] in ("torch", "transformers")
     kind = type(module).__name__ if is_library_class else ""
     if type(module).forward is nn.MultiheadAttention.forward:
@@ -182,10 +192,10 @@ def _groups_of(
         for child, each in module.named_children()
         if split_rules.is_linear(each) and each not in skip
     ]
-    # Attention is tried before pairs, so that no pair takes one of its maps.
+    # Test attention before pairs, so that no pair claims one of its layers.
     used: set[str] = set()
     for group, children in _candidates(name, module, free, parts):
-        # A child can be in several candidates. The first accepted one keeps it.
+        # A child can be in several candidates. The first accepted candidate claims it.
         if used & set(children):
             continue
         if trials.accepts(name, module, children, group, parts):
@@ -196,9 +206,10 @@ def _groups_of(
 def _known_attention(
     name: str, module: nn.Module, how: Attention, parts: int, skip: set[nn.Module]
 ) -> Iterator[SplitGroup]:
-    """Split attention of a known class.
+    """Split an attention module of a known class.
 
-    Yields nothing if the plan names one of its maps, or if one was replaced, such as by an adapter.
+    Yields nothing if the plan names one of its layers, or if one was replaced, for example with an
+    adapter.
     """
     if not skip & set(module.children()) and _are_linear(module, how.maps):
         yield split_attention(name, module, how, parts)
@@ -210,10 +221,10 @@ def _are_linear(module: nn.Module, children: Sequence[str]) -> bool:
 
 
 def _signature(module: nn.Module) -> object:
-    """Return a value that is equal for modules that compute the same.
+    """Return a value that is equal for modules that perform the same computation.
 
-    It has the classes, shapes and attributes of all submodules. Attributes that cannot be compared
-    (a function, a buffer) count by identity.
+    It contains the classes, shapes and attributes of all submodules. Attributes that cannot be
+    compared (a function, a buffer) are compared by identity.
     """
     return tuple(
         (path, type(each), each.extra_repr(), *map(_value, _attributes_of(each)))
@@ -242,7 +253,7 @@ def _value(value: object) -> object:
 def _candidates(
     name: str, module: nn.Module, free: Sequence[str], parts: int
 ) -> Iterator[tuple[SplitGroup, tuple[str, ...]]]:
-    """Yield possible attention and feed-forward pairs, by names and widths of linear maps."""
+    """Yield possible splits, judged by the names and widths of linear layers."""
     if (how := _attention(module, free)) is not None:
         children = how.maps
         try:
@@ -252,11 +263,11 @@ def _candidates(
     for first, second in pairwise(free):
         up, down = (getattr(module, child) for child in (first, second))
         if split_rules.widths(up)[1] == split_rules.widths(down)[0] >= parts:
-            # An output as wide as the next layer's input: a widening and a narrowing layer.
+            # The output is as wide as the next layer's input: a widening and a narrowing layer.
             yield _pair(name, module, (first,), second, parts), (first, second)
     for first, gate, second in zip(free, free[1:], free[2:], strict=False):
         maps = [getattr(module, child) for child in (first, gate, second)]
-        # Two layers of the same shape before the narrowing one: a gated feed-forward.
+        # Two layers of the same shape before the narrowing layer: a gated feed-forward module.
         if len({split_rules.widths(maps[0]), split_rules.widths(maps[1])}) == 1:
             width = split_rules.widths(maps[0])[1]
             if width == split_rules.widths(maps[2])[0] >= parts:
@@ -278,8 +289,11 @@ def _attention(module: nn.Module, free: Sequence[str]) -> Attention | None:
 
 
 def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: int) -> SplitGroup:
-    """Split a feed-forward pair: the widening layers by output features, the narrowing one by input
-    features."""
+    """Split a feed-forward module.
+
+    The widening layers `into` are split by output features, the narrowing layer `out` by input
+    features.
+    """
     last = module._modules[out]
     assert last is not None
     width = split_rules.widths(last)[0]
@@ -298,9 +312,9 @@ def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: in
 def disable_fused_inference(
     models: Sequence[nn.Module], prefixes: Sequence[str], parts: int, groups: Sequence[SplitGroup]
 ) -> None:
-    """Turn off torch's fused inference of encoder layers with split modules inside.
+    """Turn off torch's fused inference for encoder layers that contain split modules.
 
-    The fused kernel takes the weights directly, and would compute with parts.
+    The fused kernel reads the weights directly, and would compute with this rank's parts.
     """
     group_of = {cut.module: group for group in groups for cut in group.splits}
     for model, prefix in zip(models, prefixes, strict=True):
@@ -308,7 +322,7 @@ def disable_fused_inference(
             inside = [group_of[each] for each in module.modules() if each in group_of]
             if inside and hasattr(module, "activation_relu_or_gelu"):
                 name = ".".join(part for part in (prefix, path) if part)
-                # With 0, torch's encoder layer takes its plain path.
+                # If this is 0, torch's encoder layer takes its regular path.
                 plain = [{"activation_relu_or_gelu": 0}] * parts
                 inside[0].splits.append(split_rules.local_module(name, module, {}, plain))
 

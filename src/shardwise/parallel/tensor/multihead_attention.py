@@ -1,4 +1,4 @@
-"""Splits nn.MultiheadAttention by heads."""
+"""Splits nn.MultiheadAttention modules by heads."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shardwise.parallel.tensor.split_rules import ModuleSplit, SplitGroup
 
 
 class SplitMultiheadAttention(TensorParallelModule):
-    """An nn.MultiheadAttention with this rank's heads only.
+    """An nn.MultiheadAttention with only this rank's heads.
 
-    torch's own function derives the width of all heads from its input, so it cannot compute some
-    heads. This class repeats its computation: projections, scaled_dot_product_attention (or softmax
-    if weights are requested), output map.
+    torch's own function derives the total width of all heads from its input, so it cannot compute
+    only some of the heads. This class repeats its computation: projections,
+    scaled_dot_product_attention (or softmax if weights are requested), output layer.
     """
 
     num_heads: int
@@ -39,7 +39,7 @@ class SplitMultiheadAttention(TensorParallelModule):
     in_proj_weight: Tensor
     in_proj_bias: Tensor | None
     ranges: Sequence[Span]
-    """Heads of each rank."""
+    """The range of heads on each rank."""
 
     def forward(
         self,
@@ -52,9 +52,9 @@ class SplitMultiheadAttention(TensorParallelModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the same as nn.MultiheadAttention.forward, with its shapes and masks.
+        """Compute the same result as nn.MultiheadAttention.forward, with its shapes and masks.
 
-        Raises RuntimeError for `is_causal` without `attn_mask`, like torch.
+        Like torch, raises RuntimeError if `is_causal` is true and `attn_mask` is None.
         """
         replica = self._replica
         if replica.is_whole:
@@ -73,8 +73,8 @@ class SplitMultiheadAttention(TensorParallelModule):
         drop = self.dropout if self.training else 0.0
         weights: Tensor | None = None
         if need_weights:
-            # Scores (N, heads of this rank, L, S). scaled_dot_product_attention does not return
-            # them.
+            # Compute the scores, (N, heads of this rank, L, S), here, because
+            # scaled_dot_product_attention does not return them.
             scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
             weights = F.softmax(scores if mask is None else scores + mask, -1)
             weights = F.dropout(weights, drop) if drop else weights
@@ -87,14 +87,14 @@ class SplitMultiheadAttention(TensorParallelModule):
         elif not self.batch_first:
             context = context.transpose(0, 1)
         out = replica.leave_region(lambda: F.linear(context, self.out_proj.weight))
-        # After the sum over ranks, which must include the bias once.
+        # Add the bias after the sum over ranks, which must include it only once.
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias.to(out.dtype)
         if weights is not None:
             # (N, heads of this rank, L, S) becomes (N, L, S), or (N, all heads, L, S).
             group, heads = self._replica.group, self.ranges[-1][1]
             if average_attn_weights:
-                # Each rank adds up its heads, and the average is over all heads.
+                # Each rank sums over its own heads, and the average is over all heads.
                 weights = reduce_from_region(weights.sum(1), group) / heads
             else:
                 sharded = ShardedDim(1 - weights.ndim, self.ranges)
@@ -129,7 +129,7 @@ class SplitMultiheadAttention(TensorParallelModule):
         *,
         batched: bool,
     ) -> Tensor | None:
-        """Join both masks into one that is added to the scores of this rank's heads."""
+        """Combine both masks into one that is added to the scores of this rank's heads."""
         joined: Tensor | None = None
         if mask is not None:
             joined = _additive(mask, q.dtype)
@@ -150,7 +150,10 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def split_multihead(name: str, module: nn.MultiheadAttention, parts: int) -> SplitGroup:
-    """Split nn.MultiheadAttention into `parts` of whole heads. Raises ModelError if impossible."""
+    """Split an nn.MultiheadAttention by heads into `parts` parts.
+
+    Raises ModelError if impossible.
+    """
     if module.bias_k is not None or module.add_zero_attn:
         raise ModelError(
             f"{name} has add_bias_kv or add_zero_attn, which --tensor cannot split. Leave it whole "
@@ -158,7 +161,7 @@ def split_multihead(name: str, module: nn.MultiheadAttention, parts: int) -> Spl
         )
     heads = split_rules.even_split(f"{name} of {module.num_heads} heads", module.num_heads, parts)
     width_ranges = split_rules.even_split(name, module.embed_dim, parts, grain=module.head_dim)
-    # in_proj_weight holds queries, keys and values, one block below the other.
+    # in_proj_weight holds the blocks for queries, keys and values, stacked along dimension 0.
     fused = split_rules.even_split(
         name, 3 * module.embed_dim, parts, grain=module.head_dim, blocks=3
     )

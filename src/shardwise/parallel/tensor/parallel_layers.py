@@ -1,7 +1,7 @@
-"""The classes of split modules. A split module keeps its name and attributes.
+"""Defines the classes of split modules.
 
-Copies and pickles of a split module have its unsplit class. While parameters are whole
-(`Replica.is_whole`), it runs the unsplit forward.
+A split module keeps its name and attributes. Copies and pickles of a split module have its unsplit
+class. While parameters are gathered (`Replica.is_whole`), it runs the unsplit `forward`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from shardwise.parallel.tensor.replica import Replica
 from shardwise.parallel.tensor.sequence_parallel import SequenceShard, shard_arguments
 
 on_local_tensors = torch._C.DisableTorchFunctionSubclass
-"""Inside this block every use of a parameter gets this rank's part."""
+"""Context manager that makes every use of a parameter refer to this rank's part."""
 
 
 class TensorParallelModule(nn.Module):
-    """A module that has one part on each rank.
+    """Base class of modules that have one part on each rank.
 
     `_size_attributes` maps attributes that depend on the size (out_features, num_heads) to their
-    values for the whole and for this rank's part.
+    values for the full module and for this rank's part.
     """
 
     _unsplit_class: type[nn.Module]
@@ -44,7 +44,7 @@ class TensorParallelModule(nn.Module):
     _size_attributes: Mapping[str, tuple[Any, Any]]
 
     def set_sizes(self, *, whole: bool) -> None:
-        """Set the size attributes for the whole module, or for this rank's part."""
+        """Set the size attributes for the full module (if `whole`) or for this rank's part."""
         for name, (of_whole, of_part) in self._size_attributes.items():
             setattr(self, name, of_whole if whole else of_part)
 
@@ -57,7 +57,7 @@ class TensorParallelModule(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def _refuse(self, call: str, how: str) -> None:
-        """Raise UsageError unless parameters are whole now."""
+        """Raise UsageError unless the full parameters are gathered."""
         if not self._replica.is_whole:
             raise UsageError(
                 f"{call} of a split {self._unsplit_class.__name__}: this rank has only a part of "
@@ -67,7 +67,7 @@ class TensorParallelModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._refuse("A copy", "to read or copy whole tensors")
-        # Unpickle as the unsplit class: the split class exists only in this process.
+        # Unpickle as the unsplit class, because the split class exists only in this process.
         reduced = list(super().__reduce_ex__(protocol))
         reduced[:2] = copyreg._reconstructor, (self._unsplit_class, object, None)  # type: ignore[attr-defined]
         reduced[2] = {k: v for k, v in dict(reduced[2]).items() if k not in _OWN_ATTRIBUTES}
@@ -78,20 +78,20 @@ _OWN_ATTRIBUTES = ("_replica", "_size_attributes", "_gather_output", "ranges", "
 
 
 class ColwiseParallel(TensorParallelModule):
-    """A linear map split by output features."""
+    """A linear layer split by output features."""
 
     takes_whole = True
-    """Whether the input is the same on all ranks."""
+    """True if the input is the same on all ranks."""
 
     _gather_output: bool
-    """Whether the output is gathered."""
+    """True if `forward` gathers the output."""
     ranges: Sequence[Span]
-    """Output features of each rank."""
+    """The range of output features on each rank."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """Compute this rank's features of the output.
+        """Compute this rank's output features.
 
-        `value` (..., in_features) is equal on all ranks, or split by tokens.
+        `value`, (..., in_features), is identical on all ranks or split by tokens.
         """
         replica = self._replica
         if replica.is_whole:
@@ -107,15 +107,18 @@ class ColwiseParallel(TensorParallelModule):
 
 
 class RowwiseParallel(TensorParallelModule):
-    """A linear map split by input features. Its bias is added once, to the sum."""
+    """A linear layer split by input features. Its bias is added once, to the sum over ranks."""
 
     weight: Tensor
     bias: Tensor | None
     allowed_operations: AllowedOperations | None
-    """Operations allowed before the module, if a trial accepted the split."""
+    """The operations allowed before the module if a trial accepted the split, otherwise None."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """Compute the output, summed over ranks. `value` is (..., in_features of this rank)."""
+        """Compute the output, summed over ranks.
+
+        `value` has shape (..., in_features of this rank).
+        """
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
@@ -125,7 +128,7 @@ class RowwiseParallel(TensorParallelModule):
         whole = replica.leave_region(
             lambda: value @ self.weight if columns else F.linear(value, self.weight)
         )
-        # Add the bias after the sum, which must include it once. Use the dtype of the product,
+        # Add the bias after the sum, which must include it only once. Use the product's dtype,
         # which autocast may have chosen.
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)
 
@@ -136,32 +139,38 @@ class VocabParallelEmbedding(TensorParallelModule):
     weight: Tensor
     padding_idx: int | None
     ranges: Sequence[Span]
-    """Rows of each rank."""
+    """The range of rows on each rank."""
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Look up `numbers` (any shape), which are equal on all ranks, in the whole vocabulary."""
+        """Look up the indices `numbers` in the full vocabulary.
+
+        `numbers` may have any shape, and must be identical on all ranks.
+        """
         replica = self._replica
         if replica.is_whole:
             return super().forward(numbers)  # type: ignore[no-any-return]
         check_in_range(numbers, self.ranges[-1][1], "index out of range in self")
         first, end = self.ranges[replica.group.rank]
         elsewhere = (numbers < first) | (numbers >= end)
-        # Rows on padding_idx get no gradient. Only the rank that has the row may name it.
+        # The row at padding_idx receives no gradient. Only the rank that has this row may pass its
+        # index.
         padding = self.padding_idx
         if padding is not None:
             padding = padding - first if first <= padding < end else None
-        # Each rank looks up its own rows and has zeros for the others. Exactly one rank contributes
-        # to each row, so the sum over ranks is the embedding.
+        # Each rank looks up its own rows and uses zeros for all others. Exactly one rank
+        # contributes to each row, so the sum over ranks is the embedding.
         rows = F.embedding((numbers - first).masked_fill(elsewhere, 0), self.weight, padding)
         return replica.reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
 class SequenceParallelModule(TensorParallelModule):
-    """A module that computes token by token, such as a norm. If its input is split, it runs on this
-    rank's tokens."""
+    """A module that computes token by token, such as a norm.
+
+    If its input is split by tokens, it runs on this rank's tokens.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute tensors (..., tokens, features) with the same tokens as the input."""
+        """Compute outputs of shape (..., tokens, features) for the same tokens as in the input."""
         shards = (
             each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, SequenceShard)
         )
@@ -170,14 +179,15 @@ class SequenceParallelModule(TensorParallelModule):
             return super().forward(*args, **kwargs)
         args, kwargs = shard_arguments(tokens, (args, kwargs))
         # Every rank has all parameters but only some of the tokens, so gradients must be summed
-        # over ranks. The backward of these copies does that.
+        # over ranks. The backward pass of these copies does that.
         before = dict(self._parameters)
         trained = {k: p for k, p in before.items() if p is not None and p.requires_grad}
         if trained and torch.is_grad_enabled():
             shared = copy_to_region(self._replica.group, *trained.values())
             self._parameters.update(zip(trained, shared, strict=True))  # type: ignore[arg-type]
         try:
-            # Dropout inside must draw per rank, because each rank has other tokens.
+            # Dropout inside must draw differently on each rank, because each rank has different
+            # tokens.
             with tokens.randomness.region() if self.training else nullcontext():
                 output = super().forward(*args, **kwargs)
         finally:
@@ -185,28 +195,28 @@ class SequenceParallelModule(TensorParallelModule):
         return pytree.tree_map_only(Tensor, tokens.like, output)
 
     def _refuse(self, call: str, how: str) -> None:
-        """Do nothing, because every rank has the whole module."""
+        """Do nothing, because every rank has the full module."""
 
 
 class LocalModule(TensorParallelModule):
-    """A module inside a region whose own forward also works on a part."""
+    """A module inside a region whose own `forward` also works on a part."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the unsplit forward on this rank's part."""
-        # Without split parameters nothing needs this rank's parts.
+        """Run the unsplit `forward` on this rank's part."""
+        # If no parameter is split, the context manager is not needed.
         own = any(getattr(type(p), "is_split", False) for p in self._parameters.values())
         with on_local_tensors() if own else nullcontext():
             return super().forward(*args, **kwargs)
 
 
 def check_in_range(numbers: Tensor, count: int, text: str) -> None:
-    """Raise IndexError, like torch, if `numbers` (any shape) are not all in [0, count).
+    """Raise IndexError, like torch, unless all `numbers` (any shape) are in [0, count).
 
-    On an accelerator a device-side assertion fails instead, so that the host does not wait.
+    On an accelerator, a device-side assertion fails instead, so that the host need not synchronise.
     """
     if is_fake(numbers):
         return
-    # Without the check, all ranks would mask such a number, and the result would be zeros.
+    # Without this check, all ranks would mask an invalid index, and the result would be zeros.
     within = ((numbers >= 0) & (numbers < count)).all()
     if numbers.device.type != "cpu":
         torch._assert_async(within, text)
@@ -215,8 +225,7 @@ def check_in_range(numbers: Tensor, count: int, text: str) -> None:
 
 
 def has_columns(unsplit: type[nn.Module]) -> bool:
-    """Return whether a class stores its weight as (in_features, out_features), like GPT-2's
-    Conv1D."""
+    """Return whether a class stores its weight as (in_features, out_features), as Conv1D does."""
     return unsplit.__name__ == "Conv1D" and not issubclass(unsplit, nn.modules.conv._ConvNd)
 
 
@@ -226,8 +235,8 @@ _classes: dict[tuple[type[nn.Module], type[TensorParallelModule]], type[TensorPa
 def _tensor_parallel_class(
     unsplit: type[nn.Module], style: type[TensorParallelModule]
 ) -> type[TensorParallelModule]:
-    """Return the split class of `unsplit`."""
-    # One class for each pair, because scripts compare the classes of modules.
+    """Return the class that splits `unsplit` in the style `style`."""
+    # Create each class only once, because scripts compare the classes of modules.
     if (unsplit, style) not in _classes:
         fields = {"_unsplit_class": unsplit, "__module__": unsplit.__module__}
         _classes[unsplit, style] = type(unsplit.__name__, (style, unsplit), fields)
@@ -244,20 +253,20 @@ def make_tensor_parallel(
     gather_output: bool = False,
     allowed: AllowedOperations | None = None,
 ) -> None:
-    """Change the class of `module` to a split one.
+    """Change the class of `module` to its split counterpart.
 
     Args:
-        module: The module, whose parameters are split already.
-        style: How it is split.
-        replica: The ranks that share it.
-        local: The attributes of this rank's part.
-        ranges: The range of each rank, such as its output features.
-        gather_output: Whether the forward gathers the output.
-        allowed: The operations allowed before it, if a trial accepted the split.
+        module: The module, whose parameters are already split.
+        style: The class that determines how it is split.
+        replica: The ranks that share the module.
+        local: The values of attributes for this rank's part.
+        ranges: The range on each rank, for example of output features.
+        gather_output: True if `forward` gathers the output.
+        allowed: The operations allowed before the module if a trial accepted the split, or None.
     """
     pairs = {name: (getattr(module, name), value) for name, value in local.items()}
-    # Change the class of the object, and do not replace the object: the user, optimizers and hooks
-    # hold references to it.
+    # Change the object's class rather than replacing the object, because the user, optimizers and
+    # hooks hold references to it.
     module.__class__ = _tensor_parallel_class(type(module), style)
     module.__dict__.update({"_replica": replica, "_size_attributes": pairs, "ranges": ranges})
     module.__dict__.update({"_gather_output": gather_output, "allowed_operations": allowed})

@@ -1,12 +1,14 @@
-"""Gathers a parameter for the user's own computations, if this rank does not have all of it.
+"""Gathers a parameter for the user's own computations if this rank does not have all of it.
 
 A split layer computes with its part, and a pipeline layer runs on its stage. Both bypass this
-module. Any other code (a weight penalty in the loss, a norm in a log) expects the whole parameter.
-For a split parameter it gets the gathered whole. For a parameter of another stage it gets a stage
-tensor, and the computation runs there. In backward each rank gets the gradient of its part.
+module. Any other code (a weight penalty in the loss, a norm in a log) expects the full parameter.
+If the parameter is split, such code gets the gathered parameter. If it belongs to another stage,
+the code gets a stage tensor, and the computation runs on that stage. In the backward pass each rank
+receives the gradient of its part.
 
-Such a parameter has a subclass of its original class, and torch calls the subclass's
-`__torch_function__` for every operation. Operations of the engine on parameters pass through.
+The class of such a parameter is changed to a subclass of its original class. torch calls the
+subclass's `__torch_function__` for every operation. The engine's own operations on parameters are
+not affected.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ _SHARD_WISE_NAMES = (
     "fill_", "__iadd__", "__isub__", "__imul__", "__itruediv__",
 )  # fmt: skip
 _SHARD_WISE_WRITES = {getattr(Tensor, name) for name in _SHARD_WISE_NAMES}
-"""Functions that write each element from its old value and from numbers."""
+"""Functions that compute each element from its old value and from scalars."""
 
 
 class ParameterUses:
-    """Intercepts the user's operations on parameters that are split or owned by one stage."""
+    """Intercepts user operations on parameters that are split or owned by one stage."""
 
     def __init__(self, split: TensorParallelModels | None, pipeline: PipelineGroup | None) -> None:
         self._split = split
@@ -60,14 +62,17 @@ class ParameterUses:
             parameter.__class__ = self._class(original, parameter in shards)
 
     def unwatch(self) -> None:
-        """Restore their original classes."""
+        """Restore the parameters' original classes."""
         for parameter, original in self._watched:
             parameter.__class__ = original
         self._watched = []
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Restore the original classes inside the block, while all ranks have whole parameters."""
+        """Context manager that gives parameters their original classes.
+
+        Use it while all ranks have full parameters.
+        """
         ours = set(self._classes.values())
         parameters = [(p, original, type(p)) for p, original in self._watched if type(p) in ours]
         for parameter, original, _ in parameters:
@@ -79,7 +84,7 @@ class ParameterUses:
                 parameter.__class__ = before
 
     def _class(self, original: type[nn.Parameter], is_split: bool) -> type[nn.Parameter]:
-        # One class per original class, because scripts compare the classes of parameters.
+        # Create one class per original class, because scripts compare the classes of parameters.
         if (original, is_split) not in self._classes:
 
             def torch_function(
@@ -115,23 +120,24 @@ class ParameterUses:
         self, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         pipeline = self._pipeline
-        # In backward, too: a layer that is recomputed there runs on its own stage.
+        # This includes the backward pass, because a layer that is recomputed there runs on its own
+        # stage.
         inside = pipeline is not None and (
             pipeline.within_stage_depth > 0 or torch._C._current_graph_task_id() != -1
         )
-        # Inside a stage, parameters that tensor parallelism does not split are whole.
+        # Inside a stage, parameters that tensor parallelism does not split have their full values.
         if func in MEMORY or (
             inside
             and all(_is_watched(kind) and not getattr(kind, "is_split", False) for kind in types)
         ):
             return _call_plain(func, args, kwargs)
-        # The engine works on this rank's parts. Only the user's code expects whole parameters.
-        # Frame 2 is the caller of `torch_function`.
+        # The engine works on this rank's parts. Only user code expects full parameters. Frame 2 is
+        # the caller of `torch_function`.
         if _called_by_this_library(sys._getframe(2)):
             return _call_plain(func, args, kwargs)
         if func in METADATA:
             return self._form(func, args, kwargs)
-        # With ==, because torch returns a new method wrapper for each access to
+        # Compare with ==, because torch returns a new method wrapper for each access to
         # `Tensor.data.__set__`.
         if func == _SET_DATA:
             parameter, value = args
@@ -148,11 +154,11 @@ class ParameterUses:
         target = _write_target(func, args, kwargs)
         if isinstance(target, Sequence) and any(map(_is_watched, map(type, target))):
             return self._write_list(func, target, args, kwargs)
-        # Writes go into the part itself: a gathered copy would be dropped.
+        # Write to the part itself, because a gathered copy would be dropped.
         if self._is_split(target):
             return self._write(func, args, kwargs)
         if pipeline is not None and not inside:
-            # A use after a backward belongs to a new run.
+            # A use after a backward pass belongs to a new run.
             pipeline.renew_run()
             return apply_to_parameters(
                 pipeline, Tensor.detach if func == _GET_DATA else func, args, kwargs
@@ -163,7 +169,7 @@ class ParameterUses:
         return getattr(type(value), "is_split", False)
 
     def _form(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return metadata about the part inside a region, else about the whole."""
+        """Return metadata of the part inside a region, otherwise of the full parameter."""
         split, first = self._split, args[0]
         if func not in SIZES or split is None or split.replica.randomness.in_region:
             return _call_plain(func, args, kwargs)
@@ -175,7 +181,10 @@ class ParameterUses:
         return func(whole, *args[1:], **kwargs)
 
     def _call_on_full(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call `func` with whole parameters. Collective over the replica if any is split."""
+        """Call `func` with full parameters.
+
+        Collective over the replica if any parameter is split.
+        """
         split = self._split
         if func == _GET_DATA or split is None:
             return _call_plain(func, args, kwargs)
@@ -191,14 +200,14 @@ class ParameterUses:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         if not has_torch_function(others):
             return _read_only(_call_plain(func, args, kwargs), wholes.values())
-        # Another tensor subclass decides. It must not get watched parameters.
+        # The other tensor subclass handles the operation. It must not receive watched parameters.
         with _without_torch_function():
             leaves = [e.view_as(e) if _is_watched(type(e)) else e for e in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return func(*args, **kwargs)
 
     def _grad(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
-        """Return gradients of whole parameters, like torch.autograd.grad."""
+        """Return gradients with respect to the full parameters, like torch.autograd.grad."""
         parameters = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         grads = _call_plain(torch.autograd.grad, (outputs, parameters, *rest), options)
         split = self._split
@@ -209,8 +218,10 @@ class ParameterUses:
         )
 
     def _write(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Write into a split parameter. Raises UsageError if the result depends on more than each
-        element and numbers."""
+        """Apply a write to a split parameter.
+
+        Raises UsageError unless each element depends only on its old value and on scalars.
+        """
         leaves = pytree.tree_leaves((args[1:], kwargs))
         if func in _SHARD_WISE_WRITES and not any(isinstance(e, Tensor) and e.ndim for e in leaves):
             is_here = self._pipeline is None or self._pipeline.owns(args[0])
@@ -221,8 +232,11 @@ class ParameterUses:
     def _write_list(
         self, func: Callable[..., Any], targets: Sequence[Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Write into a list of parameters (torch._foreach_mul_). Raises UsageError if other stages
-        own some, because they have no values here."""
+        """Apply a write to a list of parameters, such as torch._foreach_mul_.
+
+        Raises UsageError unless each element depends only on its old value and on scalars, or if
+        there is a pipeline, because parameters of other stages have no values here.
+        """
         leaves = pytree.tree_leaves((args[1:], kwargs))
         is_shard_wise = func.__name__.removeprefix("_foreach_") in _SHARD_WISE_NAMES
         has_tensors = any(isinstance(e, Tensor) for e in leaves)
@@ -262,7 +276,7 @@ def _call_plain(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _write_target(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the tensor, or list of tensors, that `func` writes into; None if it writes nothing."""
+    """Return the tensor or list of tensors that `func` writes to, or None if it does not write."""
     name = getattr(func, "__name__", "")
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]
@@ -274,14 +288,17 @@ def _write_target(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
 
 
 class _ReadOnlyFull(Tensor):
-    """A view of a gathered parameter. Writes would not reach the parameter, so they are refused."""
+    """A view of a gathered parameter.
+
+    It rejects writes, because they would not reach the parameter.
+    """
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(map(_is_watched, types)):
-            return NotImplemented  # parameters decide first, and call again with whole tensors
+            return NotImplemented  # parameters first: they call again with full tensors
         target = _write_target(func, args, kwargs or {})
         parameters = target if isinstance(target, Sequence) else (target,)
         for each in parameters:
@@ -293,7 +310,7 @@ class _ReadOnlyFull(Tensor):
 
 
 def _read_only(result: Any, wholes: Iterable[Tensor]) -> Any:
-    """Make tensors of `result` read-only if they share memory with one of `wholes`."""
+    """Make the tensors in `result` read-only if they share memory with one of `wholes`."""
     with _without_torch_function():
         memory = {e.untyped_storage().data_ptr() for e in wholes if _has_memory(e)}
 
@@ -312,7 +329,7 @@ _CHANGES_NOTHING = ("__invert__", "__index__", "__int__")
 
 
 def _repr(parameter: nn.Parameter) -> str:
-    """Return a repr without any communication, because tracebacks contain it too."""
+    """Return a repr without communicating, because a traceback may call it on a single rank."""
     with _without_torch_function():
         return (
             f"<parameter of shape {tuple(parameter.shape)}, {parameter.dtype}, split over several "

@@ -1,4 +1,4 @@
-"""Matches the patterns of the user's tensor_plan with modules, and splits these modules."""
+"""Matches the patterns in the user's tensor_plan with modules, and splits these modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TensorPlan = Mapping[str, "str | Attention"]
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """A module that a pattern of the plan matches."""
+    """A module that matches a pattern of the plan."""
 
     name: str
     module: nn.Module
@@ -41,9 +41,9 @@ class PlannedModule:
 def match_modules(
     models: Sequence[nn.Module], prefixes: Sequence[str], plan: TensorPlan
 ) -> list[PlannedModule]:
-    """Return the modules that match `plan`.
+    """Return the modules that match a pattern of `plan`.
 
-    Raises ModelError if a pattern matches no module, or if several patterns match one.
+    Raises ModelError if a pattern matches no module, or if several patterns match the same module.
     """
     _check_styles(plan)
     matches: dict[nn.Module, PlannedModule] = {}
@@ -51,7 +51,7 @@ def match_modules(
     named_modules = list(_modules(models, prefixes))
     for name, module in named_modules:
         for pattern in plan:
-            # Compare part by part, because a star must not match across a dot.
+            # Compare part by part, because `*` must not match across a dot.
             parts, pattern_parts = name.split("."), pattern.split(".")
             if len(parts) != len(pattern_parts) or not all(map(fnmatchcase, parts, pattern_parts)):
                 continue
@@ -64,7 +64,7 @@ def match_modules(
             matches[module] = PlannedModule(name, module, pattern, plan[pattern])
     for pattern, count in hits.items():
         if not count:
-            # Only modules with parameters, because activations and dropout cannot be split.
+            # List only modules with parameters, because activations and dropout cannot be split.
             tops = [
                 name
                 for name, module in named_modules
@@ -98,7 +98,7 @@ def _check_styles(plan: TensorPlan) -> None:
 
 
 def modules_in_plan(planned: Sequence[PlannedModule]) -> set[nn.Module]:
-    """Return the modules in the plan, with all submodules of modules that stay whole."""
+    """Return the modules in the plan, including all submodules of "whole" modules."""
     modules: set[nn.Module] = set()
     for each in planned:
         modules |= set(each.module.modules()) if each.style == WHOLE else {each.module}
@@ -106,12 +106,12 @@ def modules_in_plan(planned: Sequence[PlannedModule]) -> set[nn.Module]:
 
 
 def uses_sequence_parallel(plan: TensorPlan) -> bool:
-    """Return whether `plan` has a module that runs on each rank's tokens."""
+    """Return whether `plan` contains a module that runs on each rank's own tokens."""
     return SEQUENCE_PARALLEL in plan.values()
 
 
 def split_by_plan(planned: Sequence[PlannedModule], parts: int) -> list[SplitGroup]:
-    """Split the modules of the plan into `parts`."""
+    """Describe how to split the modules of the plan into `parts` parts."""
     groups = []
     for each in planned:
         if each.style == WHOLE:
@@ -129,7 +129,7 @@ def _split_of(each: PlannedModule, parts: int) -> split_rules.ModuleSplit:
     if each.style == "embedding":
         return split_rules.embedding(each.name, each.module, parts)
     if not split_rules.is_linear(each.module):
-        # `colwise` raises the error that names the module and its class.
+        # `colwise` raises an error that names the module and its class.
         return split_rules.colwise(each.name, each.module, ())
     into, out = split_rules.widths(each.module)
     if each.style == "rowwise":

@@ -1,9 +1,9 @@
-"""Collectives at the borders of tensor-parallel regions, each with its backward.
+"""Implements the collectives at the boundaries of tensor-parallel regions.
 
 Inside a region each rank has a part of an activation. Outside, all ranks have the same tensor. The
-backward of a copy is a sum, and the other way around. The first four are Megatron-LM's (Shoeybi et
-al., 2019, where f and g are the first two). The last two are its sequence parallelism (Korthikanti
-et al., 2022).
+backward pass of a copy is a sum, and vice versa. The first four are from Megatron-LM (Shoeybi et
+al., 2019, where f and g are the first two). The last two are from its sequence parallelism
+(Korthikanti et al., 2022).
 
                                 forward              backward
     copy_to_region              identity             all-reduce
@@ -31,27 +31,30 @@ from shardwise.layout.bucket_layout import Span
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """A dimension of a tensor, counted from the last, that is split into one range per rank."""
+    """A tensor dimension that is split into one range per rank.
+
+    `dim` is negative, which means that it counts from the last dimension.
+    """
 
     dim: int
     ranges: Sequence[Span]
 
     @property
     def size(self) -> int:
-        """Length of the whole dimension."""
+        """The full length of the dimension."""
         return self.ranges[-1][1]
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the part of `rank`, as a view."""
+        """Return the part of rank `rank`, as a view of the full tensor."""
         first, end = self.ranges[rank]
         return whole.narrow(self.dim, first, end - first)
 
     def shapes(self, like: Sequence[int]) -> list[list[int]]:
-        """Return the shape of each rank's part. All other dimensions are from `like`."""
+        """Return the shape of each rank's part. The other dimensions are taken from `like`."""
         return [self._shape(like, end - first) for first, end in self.ranges]
 
     def whole_shape(self, like: Sequence[int]) -> list[int]:
-        """Return the shape of the whole tensor. All other dimensions are from `like`."""
+        """Return the shape of the full tensor. The other dimensions are taken from `like`."""
         return self._shape(like, self.size)
 
     def _shape(self, like: Sequence[int], length: int) -> list[int]:
@@ -66,7 +69,10 @@ def is_fake(value: Tensor) -> bool:
 
 
 def all_reduced(value: Tensor, group: Collectives) -> Tensor:
-    """Return the sum of `value` (any shape) over `group` in new memory, bit-equal on all ranks."""
+    """Return the sum of `value` (any shape) over `group`, bit-identical on all ranks.
+
+    The result is in new memory.
+    """
     total = value.detach().clone(memory_format=torch.contiguous_format)
     if is_fake(value):
         return total
@@ -75,11 +81,11 @@ def all_reduced(value: Tensor, group: Collectives) -> Tensor:
 
 
 def all_gathered(part: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
-    """Return the whole tensor on all ranks, gathered from each rank's `part`."""
+    """Return the full tensor on all ranks, gathered from each rank's `part`."""
     shapes = sharded.shapes(part.shape)
     whole = part.new_empty(sharded.whole_shape(part.shape))
-    # If the leading dimension is split, the parts in rank order are the whole tensor. Gather in
-    # place, without the copy of `cat`.
+    # If the leading dimension is split, the concatenated parts are the full tensor. Gather in
+    # place, which avoids the copy in `cat`.
     in_order = part.shape[: sharded.dim].numel() == 1
     flat = whole.view(-1) if in_order else torch.empty_like(whole).view(-1)
     shards = all_gather_tensors(part, group, shapes, flat)
@@ -89,9 +95,10 @@ def all_gathered(part: Tensor, group: Collectives, sharded: ShardedDim) -> Tenso
 def all_gather_tensors(
     shard: Tensor, group: Collectives, shapes: Sequence[Sequence[int]], flat: Tensor | None = None
 ) -> list[Tensor]:
-    """Return every rank's `shard` on all ranks.
+    """All-gather `shard` from all ranks. Return the shards in rank order.
 
-    `shapes` has the shape of each rank's shard. The results are views of `flat` or of new memory.
+    `shapes` holds the shape of each rank's shard. The results are views of `flat`, or of new memory
+    if it is None.
     """
     edges = _edges(shapes)
     flat = shard.new_empty(edges[-1]) if flat is None else flat
@@ -102,12 +109,13 @@ def all_gather_tensors(
 
 
 def reduce_scattered(value: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
-    """Return this rank's part of the sum of all ranks' `value`."""
+    """Return this rank's part of the sum of `value` over all ranks."""
     shards = [sharded.shard(value.detach(), rank) for rank in range(group.size)]
     own = torch.empty_like(shards[group.rank], memory_format=torch.contiguous_format)
     if is_fake(value):
         return own
-    # In rank order, because a shard of a middle dimension is not contiguous in the whole.
+    # Copy the shards in rank order, because a shard of a middle dimension is not contiguous in the
+    # full tensor.
     flat = torch.cat([shard.reshape(-1) for shard in shards])
     edges = _edges([shard.shape for shard in shards])
     group.reduce_scatter(flat, edges, into=own.view(-1)).wait()
@@ -115,19 +123,19 @@ def reduce_scattered(value: Tensor, group: Collectives, sharded: ShardedDim) -> 
 
 
 def _edges(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Return the offsets of tensors with these shapes in one flat buffer."""
+    """Return the offsets in a flat buffer of consecutive tensors with these shapes."""
     edges = [0]
     for shape in shapes:
         edges.append(edges[-1] + torch.Size(shape).numel())
     return edges
 
 
-# Each backward calls another Function, and does not compute directly, so that it can be
+# Each `backward` calls another Function instead of computing directly, so that it can be
 # differentiated again (create_graph=True).
 
 
 class _CopyToRegion(torch.autograd.Function):
-    """Copies several values at once, so that one all-reduce sums all their gradients."""
+    """Copies several values at once, so that a single all-reduce sums all their gradients."""
 
     @staticmethod
     def forward(ctx: Any, group: Collectives, *values: Tensor) -> tuple[Tensor, ...]:
@@ -138,7 +146,7 @@ class _CopyToRegion(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if len(grads) == 1:
             return None, reduce_from_region(grads[0], ctx.group)
-        # One collective for all gradients, because its latency costs more than the copy.
+        # Use one collective for all gradients, because its latency costs more than the copy.
         flat = reduce_from_region(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
         sums = torch.split(flat, [grad.numel() for grad in grads])
         return None, *(
@@ -154,14 +162,16 @@ class _ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # All ranks have the same gradient of the sum, so nothing is communicated. With
-        # create_graph, each rank may use it differently, and the second backward must sum.
+        # All ranks have the same gradient of the sum, so no communication is needed. With
+        # create_graph, each rank may use it differently, so the second backward pass must sum.
         return (copy_to_region(ctx.group, grad)[0] if torch.is_grad_enabled() else grad), None
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gathers parts. With `sums` each rank uses the result differently, so the backward sums
-    the gradients."""
+    """All-gathers parts.
+
+    If `sums` is true, ranks use the result differently, so the backward pass sums the gradients.
+    """
 
     @staticmethod
     def forward(
@@ -176,7 +186,10 @@ class _AllGather(torch.autograd.Function):
 
 
 class _TakeShard(torch.autograd.Function):
-    """Takes this rank's part: of the sum over ranks with `sums`, else of a replicated value."""
+    """Takes this rank's part of a value.
+
+    If `sums` is true, it takes the part of the sum over ranks, otherwise of a replicated value.
+    """
 
     @staticmethod
     def forward(
@@ -193,30 +206,33 @@ class _TakeShard(torch.autograd.Function):
 
 
 def copy_to_region(group: Collectives, *values: Tensor) -> tuple[Tensor, ...]:
-    """Return `values`, which are equal on all ranks, for different use by each rank."""
+    """Return copies of `values` that each rank may use differently.
+
+    `values` must be identical on all ranks.
+    """
     return _CopyToRegion.apply(group, *values)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_from_region(value: Tensor, group: Collectives) -> Tensor:
-    """Return the sum of the ranks' `value` on all ranks."""
+    """Return the sum of `value` over all ranks, on all ranks."""
     return _ReduceFromRegion.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_from_region(part: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
-    """Gather a split tensor, for the same use on all ranks."""
+    """Gather a split tensor that all ranks then use in the same way."""
     return _AllGather.apply(part, group, sharded, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def scatter_to_region(value: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
-    """Return this rank's part of `value`, which is equal on all ranks."""
+    """Return this rank's part of `value`. `value` must be identical on all ranks."""
     return _TakeShard.apply(value, group, sharded, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_from_sequence(part: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
-    """Gather a split tensor, for different use by each rank."""
+    """Gather a split tensor that each rank then uses differently."""
     return _AllGather.apply(part, group, sharded, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_scatter_to_sequence(value: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
-    """Return this rank's part of the sum of the ranks' `value`."""
+    """Return this rank's part of the sum of `value` over all ranks."""
     return _TakeShard.apply(value, group, sharded, True)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,4 +1,4 @@
-"""The tensor-parallel ranks of one model replica. Enters and leaves regions of split layers."""
+"""Represents a replica's tensor-parallel ranks, and enters and leaves regions of split layers."""
 
 from __future__ import annotations
 
@@ -26,37 +26,40 @@ from shardwise.parallel.tensor.user_hooks import HookGuard
 
 @dataclass(frozen=True)
 class RegionInput:
-    """The input of a layer at the start of a region, saved for backward whole or by tokens."""
+    """The input of a layer at the start of a region.
+
+    For the backward pass it is saved either in full or by tokens.
+    """
 
     whole: Tensor
     regathered: RegatheredInput | None = None
 
     def run(self, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the output of `layer` on the value."""
-        # Without gradients nothing is saved, so a plain call is enough.
+        """Return the output of `layer` for this input."""
+        # Without gradients nothing is saved, so a plain call suffices.
         if self.regathered is None or not torch.is_grad_enabled():
             return layer(self.whole)
         return self.regathered.run(layer, self.whole)
 
 
 class ForwardHooks:
-    """Hooks on the forwards of a replica's models. A copy of a model has hooks that do nothing."""
+    """Forward hooks on a replica's models. The hooks of a copied model do nothing."""
 
     def __init__(self, replica: Replica | None = None) -> None:
         self._replica = replica
 
     def begin(self, model: nn.Module, args: Any) -> None:
-        """Count a forward that begins."""
+        """Forward pre-hook: increment the number of running forward passes."""
         del model, args
         if self._replica is not None:
             self._replica.running_forwards += 1
 
     def end(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Gather the output of a model. Called after a failed forward too."""
+        """Forward hook: gather the output of a model. Also called after a failed forward pass."""
         del model, args
         if self._replica is None:
             return None
-        # Not below 0: if a hook fails before `begin`, torch still calls this one.
+        # Do not go below 0: if a hook fails before `begin`, torch still calls this one.
         self._replica.running_forwards = max(0, self._replica.running_forwards - 1)
         self._replica.end_forward(failed=output is None)
         return gather_nested(output) if self._replica.sequence_parallel else None
@@ -67,66 +70,69 @@ class ForwardHooks:
 
 @dataclass(eq=False)
 class Replica:
-    """The ranks of `group`, which share split layers, and the state of the open region."""
+    """The ranks in `group`, which share split layers, and the state of the open region."""
 
     group: Collectives
     randomness: ReplicaRandomness
     sequence_parallel: bool = False
-    """Whether the output of a split layer stays split by tokens."""
+    """True if the output of a split layer stays split by tokens."""
     is_whole: bool = False
-    """Whether parameters are whole on every rank now, and modules run their unsplit forwards."""
+    """True while every rank has the full parameters, and modules run their unsplit `forward`."""
     hooks: HookGuard = field(default_factory=HookGuard)
     _inputs: dict[tuple[int, int, bool], tuple[Tensor, RegionInput]] = field(default_factory=dict)
     region_starts: list[Any] = field(default_factory=list)
-    """Autograd nodes at the beginning of the open region."""
+    """The autograd nodes at the start of the open region."""
     running_forwards: int = 0
-    """Number of nested model forwards in progress."""
+    """The number of nested forward passes of models in progress."""
 
     def enter_region(self, value: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Begin a region: run `layer` on the whole `value`, differently on each rank.
+        """Start a region: run `layer` on the full `value`, differently on each rank.
 
-        Layers of a region with the same input (queries, keys, values) share it, so that it is
-        gathered, and its gradient summed, once. A forward that autograd does not record shares
-        nothing with one that it records.
+        Layers of a region with the same input (queries, keys, values) share it, so that the input
+        is gathered once and its gradient is summed once. Calls with and without gradient recording
+        never share an input.
         """
         if is_fake(value):
             return layer(value)
-        # From here to the end of the region each rank draws its own random numbers.
+        # From here until the end of the region, each rank draws its own random numbers.
         self.randomness.enter_region()
         self.hooks.open()
         recorded = torch.is_grad_enabled() and value.requires_grad
         if not recorded and not isinstance(value, SequenceShard):
-            # There is no gradient to sum and nothing to gather, so nothing to share.
+            # There is neither a gradient to sum nor anything to gather, so there is nothing to
+            # share.
             return self._record_start(layer(value))
         local = value.local if isinstance(value, SequenceShard) else value
-        # A write in place makes another value, so the version is part of the key. `_inputs` holds
-        # the tensor, so that no other tensor can get the same id.
+        # The version is part of the key, because an in-place write changes the value. `_inputs`
+        # holds a reference to the tensor, so that no other tensor can get the same id.
         key = id(local), 0 if local.is_inference() else local._version, recorded
         if key not in self._inputs:
             self._inputs[key] = local, self.region_input(value)
         return self._record_start(self._inputs[key][1].run(layer))
 
     def _record_start(self, part: Tensor) -> Tensor:
-        """Record the autograd node of `part`, the beginning of the region."""
+        """Record the autograd node of `part`, which is at the start of the region."""
         if part.grad_fn is not None:
             self.region_starts.append(part.grad_fn)
         return part
 
     def region_input(self, value: Tensor) -> RegionInput:
-        """Prepare `value` for different use by each rank, without a region."""
+        """Prepare `value` to be used differently by each rank, without starting a region."""
         if not isinstance(value, SequenceShard):
             return RegionInput(copy_to_region(self.group, value)[0])
         part = value.local
         if part.dtype == torch.float32 and torch.is_autocast_enabled(part.device.type):
-            # Autocast in the layer would cast it anyway. Before the gather, it halves the traffic.
+            # Autocast in the layer would cast it anyway. Casting before the gather halves the
+            # traffic.
             part = part.to(torch.get_autocast_dtype(part.device.type))
         whole = gather_from_sequence(part, self.group, value.sharded)
         return RegionInput(whole, RegatheredInput(part, self.group, value.sharded))
 
     def leave_region(self, part: Callable[[], Tensor]) -> Tensor:
-        """End the region: sum the ranks' `part()`.
+        """Sum `part()` over the ranks, and end the region.
 
-        The region also ends if `part` raises, which torch does to end a recomputation early.
+        The region also ends if `part` raises, because torch stops a recomputation early with an
+        exception.
         """
         sequence_parallel = self._outputs_tokens()
         try:
@@ -135,19 +141,21 @@ class Replica:
             self.close_region()
 
     def reduce_output(self, value: Tensor) -> Tensor:
-        """Sum the ranks' `value` without a region."""
+        """Sum `value` over the ranks, without a region."""
         return self._reduce(value, self._outputs_tokens())
 
     def _outputs_tokens(self) -> bool:
-        """Return whether the output may stay split by tokens: a forward or a recomputation runs,
-        which gathers it at its end."""
-        # Through `once`, because a recomputation must decide as its forward did.
+        """Return whether the output may stay split by tokens.
+
+        It may in a forward pass or recomputation of a model, which gathers it at the end.
+        """
+        # Use `once`, because a recomputation must decide in the same way as its forward pass.
         return self.sequence_parallel and once(
             lambda: self.running_forwards > 0 or torch._C._current_graph_task_id() != -1
         )
 
     def _reduce(self, value: Tensor, sequence_parallel: bool) -> Tensor:
-        """Return the sum of the ranks' `value`: whole, or this rank's tokens."""
+        """Return the sum of `value` over the ranks, either in full or this rank's tokens."""
         parts = token_sharding(value, self.group) if sequence_parallel else None
         if parts is None:
             return reduce_from_region(value, self.group)
@@ -156,7 +164,7 @@ class Replica:
         )
 
     def end_forward(self, *, failed: bool) -> None:
-        """Drop the inputs of a forward that has ended. If it `failed`, close its region."""
+        """Drop the inputs of a completed forward pass. If it failed, close its region."""
         self._inputs.clear()
         self._close_hooks()
         if failed:
@@ -167,7 +175,7 @@ class Replica:
         self.region_starts.clear()
 
     def close_region(self) -> None:
-        """End the region."""
+        """End the open region."""
         self._inputs.clear()
         self._close_hooks()
         self.randomness.leave_region()

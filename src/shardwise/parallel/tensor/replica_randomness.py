@@ -1,4 +1,4 @@
-"""Random numbers of a replica's ranks: equal outside tensor-parallel regions, different inside."""
+"""Controls a replica's random numbers: the same on all ranks outside regions, different inside."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from shardwise.world.randomness import generator_of, seed_from
 
 
 class ReplicaRandomness:
-    """Seeds each rank differently inside a region, and returns to the common state after it.
+    """Seeds each rank differently inside a region, and restores the common state afterwards.
 
-    A region begins with one draw that is equal on all ranks. Each rank derives its seed from this
-    draw and its rank. At the end of the region, all ranks restore their common state. So dropout
-    has the same mask on all ranks for a replicated tensor, and different masks for the parts of a
-    split tensor.
+    A region starts with one draw that is the same on all ranks. Each rank derives its seed from
+    this draw and its rank. At the end of the region, all ranks restore their common state. Dropout
+    therefore uses the same mask on all ranks for a replicated tensor, and different masks for the
+    parts of a split tensor.
 
-    A recomputation repeats the beginnings and ends of its forward's regions. It leaves no region
-    open, although it stops at the last tensor that backward needs, which may be inside of one.
+    A recomputation enters and leaves the same regions as its forward pass. It leaves no region
+    open, although it stops at the last tensor that the backward pass needs, which may be inside a
+    region.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -31,8 +32,8 @@ class ReplicaRandomness:
 
     @property
     def in_region(self) -> bool:
-        """Whether a region is open, where each rank computes something different."""
-        # Through `once`, because a recomputation must answer as its forward did.
+        """True inside a region, where each rank computes something different."""
+        # Use `once`, because a recomputation must return the same as its forward pass.
         return once(lambda: self._common_state is not None)
 
     @property
@@ -40,9 +41,9 @@ class ReplicaRandomness:
         return generator_of(self._device)
 
     def enter_region(self) -> None:
-        """Switch to this rank's random numbers."""
+        """Switch to this rank's own random numbers."""
         if not self.in_region:
-            # A recomputation must draw this again, so that later draws on the host are the same.
+            # A recomputation must repeat this draw, so that later draws on the host are the same.
             common = int(torch.randint(2**31, (), generator=torch.default_generator))
             once(self._save_state)
             self._generator.manual_seed(seed_from("split", common, self._rank))
@@ -51,23 +52,23 @@ class ReplicaRandomness:
         self._common_state = self._generator.get_state()
 
     def leave_region(self) -> None:
-        """Switch back to the random numbers that are equal on all ranks."""
+        """Switch back to the random numbers that are the same on all ranks."""
         common = once(self._take_state)
         if common is not None:
             self._generator.set_state(common)
 
     def _take_state(self) -> Tensor | None:
-        """Return the common state at the beginning of the region, or None outside of regions."""
+        """Return and clear the common state at the start of the region, or None outside regions."""
         common, self._common_state = self._common_state, None
         return common
 
     def reset(self) -> None:
-        """Drop the common state, because all generators get new seeds."""
+        """Drop the common state, because all generators are about to be reseeded."""
         self._common_state = None
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Run the block inside a region: the open one, or a new one."""
+        """Context manager that runs its block inside the open region, or inside a new region."""
         if self.in_region:
             yield
             return

@@ -1,15 +1,16 @@
-"""Sequence parallelism: tensors that are split by tokens over the ranks of a replica.
+"""Implements sequence parallelism: tensors that are split by tokens over a replica's ranks.
 
-The output of a split layer is a sum over the ranks. If each rank keeps only some tokens of it, then
-norms, dropout and residuals are computed once and not on every rank, and much less is saved for
-backward (Korthikanti et al., 2022). The token dimension is the last but one. It may have another
-meaning to the user, because token-wise operations give the same result for any meaning.
+The output of a split layer is a sum over the ranks. If each rank keeps only some of its tokens,
+norms, dropout and residuals are computed once instead of on every rank, and much less is saved for
+the backward pass (Korthikanti et al., 2022). The token dimension is the second to last. It may mean
+something else to the user, because token-wise operations give the same result regardless of its
+meaning.
 
-    whole ─ split layer ═ reduce-scatter ═▷ tokens ─ + ─ dropout ─ norm ═ all-gather ═▷ split layer
+    full ─ split layer ═ reduce-scatter ═▷ tokens ─ + ─ dropout ─ norm ═ all-gather ═▷ split layer
 
-A `SequenceShard` stands for the whole tensor. Token-wise operations run on the parts. Any other
-operation gets the gathered tensor, so every forward gives the same result. Writes into the gathered
-tensor, or into a view of it, reach the parts when they are next read.
+A `SequenceShard` represents the full tensor. Token-wise operations run on the parts. Any other
+operation gets the gathered tensor, so every forward pass gives the same result. Writes to the
+gathered tensor, or to a view of it, are transferred to the parts when the parts are next read.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from shardwise.parallel.tensor.torch_functions import (
 )
 
 TOKEN_DIM = -2
-"""The split dimension, counted from the last."""
+"""The dimension that is split, counted from the last dimension."""
 
 
 def token_sharding(value: Tensor, group: Collectives) -> ShardedDim | None:
-    """Return the split of `value` (..., tokens, features) over the ranks.
+    """Return how `value`, (..., tokens, features), is split by tokens over the ranks.
 
     Returns None if it has no token dimension, fewer tokens than ranks, or no data (fake tensors).
     """
@@ -64,7 +65,7 @@ def token_sharding(value: Tensor, group: Collectives) -> ShardedDim | None:
 
 
 class SequenceShard(StandsForPart):
-    """This rank's part of a tensor (..., tokens, features), split along the tokens."""
+    """A tensor (..., tokens, features) split along the tokens. This rank holds one part."""
 
     sharded: ShardedDim
     group: Collectives
@@ -72,7 +73,7 @@ class SequenceShard(StandsForPart):
     _local: Tensor
     _full: Tensor | None
     _versions: tuple[int, int]
-    """Versions of the whole and of the part at their last synchronisation."""
+    """Versions of the full tensor and of the part when they were last synchronised."""
 
     @staticmethod
     def __new__(
@@ -87,8 +88,8 @@ class SequenceShard(StandsForPart):
         )
         shard._local, shard._full, shard._versions = local, None, (0, 0)
         shard.group, shard.randomness, shard.sharded = group, randomness, sharded
-        # A gradient arrives here only from an operation that used the wrapper and not the part. The
-        # part would never get it.
+        # A gradient arrives here only if an operation used the wrapper instead of the part, which
+        # would then never receive it.
         if local.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 shard.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -99,13 +100,13 @@ class SequenceShard(StandsForPart):
         """This rank's part.
 
         Raises UsageError if autograd has recorded an operation on the wrapper, because the part
-        lacks its result.
+        does not include its result.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self.grad_fn is not None:
                 raise _untracked_error()
             full = self._full
-            # The user may have written into the whole tensor, or a view of it. Split it again.
+            # The user may have written to the full tensor or a view of it, so split it again.
             if full is not None and (full.is_inference() or full._version != self._versions[0]):
                 with torch.set_grad_enabled(full.requires_grad):
                     self._local = scatter_to_region(full, self.group, self.sharded)
@@ -114,24 +115,28 @@ class SequenceShard(StandsForPart):
 
     @property
     def has_full(self) -> bool:
-        """Whether the whole tensor exists, so that the user may read or write it."""
+        """True if the full tensor exists, so that the user may read or write it."""
         return self._full is not None
 
     def full(self) -> Tensor:
-        """Return the whole tensor on all ranks, the same object each time. Collective."""
+        """Return the full tensor on all ranks. It is the same object each time. Collective."""
         local = self.local
         with torch._C.DisableTorchFunctionSubclass():
             full = self._full
-            # An operation in place on the wrapper has changed the part since. Gather again.
+            # Gather again if an in-place operation on the wrapper has changed the part since.
             if full is None or _version(local) != self._versions[1]:
-                # With gradients even under no_grad: writes into the whole must keep their graph.
+                # Enable gradients even under no_grad, because writes to the full tensor must keep
+                # their graph.
                 with torch.set_grad_enabled(local.requires_grad):
                     full = self._full = gather_from_region(local, self.group, self.sharded)
                 self._versions = _version(full), _version(local)
             return full
 
     def like(self, local: Tensor) -> SequenceShard:
-        """Return a tensor split like this one; this one itself if `local` is its part."""
+        """Return a tensor with the part `local`, split like this one.
+
+        If `local` is this tensor's own part, return this tensor itself.
+        """
         return (
             self
             if local is self._local
@@ -139,7 +144,7 @@ class SequenceShard(StandsForPart):
         )
 
     def constructor(self) -> Callable[[Tensor], Tensor]:
-        """Return a function that makes a tensor split like this one from a part."""
+        """Return a function that creates a tensor from a part, split like this one."""
         return partial(
             SequenceShard, group=self.group, randomness=self.randomness, sharded=self.sharded
         )
@@ -153,7 +158,7 @@ class SequenceShard(StandsForPart):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(getattr(kind, "is_split", False) for kind in types):
-            # A split parameter is involved. ParameterUses gathers it first.
+            # A split parameter is involved, which ParameterUses must gather first.
             return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             return _apply(func, args, kwargs or {})
@@ -174,8 +179,10 @@ def _version(value: Tensor) -> int:
 
 
 def gather_nested(values: Any) -> Any:
-    """Replace split tensors by whole ones in a pytree and in the objects inside it. Collective if
-    any tensor is split."""
+    """Replace split tensors with full tensors in a pytree and the objects in it.
+
+    Collective if any tensor is split.
+    """
     return pytree.tree_map(_gather_leaf, values)
 
 
@@ -212,12 +219,12 @@ def _untracked_error() -> UsageError:
 
 
 def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func`, with SequenceShards among its arguments."""
+    """Run `func`, which has SequenceShards among its arguments."""
     if func in METADATA:
         return func(*args, **kwargs)
     if func in GRAPH:
         return func(args[0].local, *args[1:], **kwargs)
-    # On the part, because the wrapper itself never gets a gradient.
+    # Register on the part, because the wrapper itself never receives a gradient.
     if func is Tensor.register_hook:
         return args[0].local.register_hook(_GradientHook(args[1], args[0].constructor()))
     if func is Tensor.requires_grad_:
@@ -228,11 +235,11 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             "tokens (--sequence-parallel). Create a new tensor, or start without "
             "--sequence-parallel."
         )
-    # The remaining functions run on parts if they are token-wise, else on whole tensors.
+    # The remaining functions run on parts if they are token-wise, otherwise on full tensors.
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tokens = next(leaf for leaf in leaves if isinstance(leaf, SequenceShard))
     if func in CASTS_LIKE and not isinstance(args[0], SequenceShard):
-        # x.type_as(tokens) takes only the dtype and device of its argument.
+        # x.type_as(tokens) uses only the dtype and device of its argument.
         return func(
             args[0], *(leaf.local if isinstance(leaf, SequenceShard) else leaf for leaf in args[1:])
         )
@@ -240,7 +247,7 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         local_leaves = _local_arguments(tokens, leaves, casts=func in CASTS_LIKE)
         if local_leaves is not None:
             local_args, local_kwargs = pytree.tree_unflatten(local_leaves, spec)
-            # Each rank has other tokens, which need another mask. So dropout draws per rank.
+            # Each rank has different tokens, which need a different dropout mask, so draw per rank.
             is_random = (
                 func is F.dropout and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
             )
@@ -254,9 +261,12 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _call_on_full(func: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """Call `func` with whole tensors. A whole tensor in its result becomes its SequenceShard."""
+    """Call `func` with full tensors.
+
+    A full tensor in its result is replaced with its SequenceShard.
+    """
     # The result may contain an argument, and the caller must get its own object back. The id of the
-    # whole tensor identifies it.
+    # full tensor identifies it.
     shards_by_id = {}
     for leaf in leaves:
         if isinstance(leaf, SequenceShard):
@@ -268,7 +278,10 @@ def _call_on_full(func: Callable[..., Any], leaves: Sequence[Any], spec: pytree.
 
 
 class _GradientHook:
-    """A user's hook on the gradient of a part. The hook gets a tensor that stands for the whole."""
+    """A user's hook on the gradient of a part.
+
+    The hook receives a SequenceShard of the gradient.
+    """
 
     def __init__(
         self, hook: Callable[[Tensor], Any], constructor: Callable[[Tensor], Tensor]
@@ -299,11 +312,11 @@ def _has_same_tokens(result: Any, local: Tensor) -> bool:
 
 
 def _is_token_wise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether `func` computes each token from its own values alone."""
+    """Return whether `func` computes each token only from that token's values."""
     if kwargs.get("out") is not None or not (args and isinstance(args[0], Tensor)):
         return False
     if func in ELEMENTWISE_IN_PLACE or kwargs.get("inplace"):
-        # If the whole tensor exists, a write must go there, so that its views see it.
+        # If the full tensor exists, a write must go there, so that its views see the change.
         return isinstance(args[0], SequenceShard) and not args[0].has_full
     if func in ELEMENTWISE:
         return True
@@ -317,13 +330,16 @@ def _is_token_wise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     if func in FEATURE_REDUCTIONS:
         dim = kwargs.get("dim", second)
         keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
-        # Without keepdim, the token dimension would have another position.
+        # Without keepdim, the token dimension would change its position.
         return keepdim is True and dim in (-1, (-1,), [-1])
     return func in CASTS_LIKE
 
 
 def shard_arguments(tokens: SequenceShard, nest: Any) -> Any:
-    """Split the tensors of a pytree like `tokens`. Raises UsageError if that is impossible."""
+    """Split the tensors of the pytree `nest` like `tokens`.
+
+    Raises UsageError if that is impossible.
+    """
     leaves, spec = pytree.tree_flatten(nest)
     local_leaves = _local_arguments(tokens, leaves)
     if local_leaves is None:
@@ -337,22 +353,23 @@ def shard_arguments(tokens: SequenceShard, nest: Any) -> Any:
 def _local_arguments(
     tokens: SequenceShard, leaves: Sequence[Any], *, casts: bool = False
 ) -> list[Any] | None:
-    """Return the arguments for this rank's part of `tokens`, or None if it is impossible.
+    """Return the arguments for this rank's part of `tokens`, or None if that is impossible.
 
-    Tensors with tokens are replaced by their parts. Other arguments are kept, and the gradients of
-    such tensors are summed over ranks. With `casts`, tensors only provide a dtype and are kept.
+    Tensors with tokens are replaced with their parts. Other arguments stay unchanged, but the
+    gradients of other tensors are summed over ranks. If `casts` is true, tensors only provide a
+    dtype and stay unchanged.
     """
     arguments: list[Any] = []
     replicated: list[int] = []
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, SequenceShard):
-            # Parts of another length, or of another replica, do not match token by token.
+            # Parts of a different length, or from a different replica, do not match token by token.
             if leaf.group is not tokens.group or leaf.sharded != tokens.sharded:
                 return None
             arguments.append(leaf.local)
         elif not isinstance(leaf, Tensor) or casts:
             arguments.append(leaf)
-        # No token dimension, or broadcast over the tokens.
+        # The tensor has no token dimension, or is broadcast over the tokens.
         elif leaf.ndim < 2 or leaf.shape[TOKEN_DIM] == 1:
             if leaf.requires_grad and torch.is_grad_enabled():
                 replicated.append(place)
@@ -361,7 +378,7 @@ def _local_arguments(
             arguments.append(scatter_to_region(leaf, tokens.group, tokens.sharded))
         else:
             return None
-    # One all-reduce sums the gradients of all replicated tensors.
+    # A single all-reduce sums the gradients of all replicated tensors.
     if replicated:
         copies = copy_to_region(tokens.group, *(arguments[place] for place in replicated))
         for place, value in zip(replicated, copies, strict=True):

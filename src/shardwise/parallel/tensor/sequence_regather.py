@@ -1,5 +1,7 @@
-"""Saves a rank's tokens for backward, and not the gathered input of a split layer. Backward gathers
-them again (Korthikanti et al., 2022)."""
+"""Saves only a rank's tokens for the backward pass, not the gathered input of a split layer.
+
+The backward pass gathers the input again (Korthikanti et al., 2022).
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class RegatheredInput:
-    """The gathered input of split layers. This rank saves only its `part`.
+    """The gathered input of split layers. This rank saves only its own part of it.
 
-    Layers that share the input gather it once per backward.
+    Layers that share the input gather it once per backward pass.
     """
 
     def __init__(self, part: Tensor, group: Collectives, sharded: ShardedDim) -> None:
@@ -34,14 +36,17 @@ class RegatheredInput:
         self._backward, self._served = -1, 0
 
     def run(self, layer: Callable[[Tensor], Tensor], whole: Tensor) -> Tensor:
-        """Run `layer` on `whole`. If autograd saves `whole`, save a reference to this object."""
+        """Run `layer` on the gathered input `whole`.
+
+        Where autograd would save it, save a reference.
+        """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or _NO_HOOKS
         memory = whole.untyped_storage().data_ptr()
 
         def pack(tensor: Tensor) -> Any:
             if type(tensor) is Tensor and tensor.untyped_storage().data_ptr() == memory:
-                # Save the part once, however often the layer saves `whole`. Pass it through the
-                # hooks outside of these, which may offload it.
+                # Save the part only once, no matter how often the layer saves `whole`. Pass it
+                # through the outer hooks, which may offload it.
                 if self._part is not None:
                     self._saved, self._hooks, self._part = outer[0](self._part), outer, None
                 self._uses += 1
@@ -55,13 +60,16 @@ class RegatheredInput:
             return layer(whole)
 
     def whole(self) -> Tensor:
-        """Gather the whole tensor, and keep it until its last use in this backward. Collective."""
-        # A retained graph can run several backwards, and each gathers again.
+        """Gather the full input, and keep it until its last use in this backward pass.
+
+        Collective.
+        """
+        # A retained graph can run several backward passes. Each one gathers again.
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward, self._served, self._gathered = backward, 0, None
         whole = self._gathered
-        if whole is None:  # ranks run the same graph, and so gather in the same order
+        if whole is None:  # ranks run the same graph, so they gather in the same order
             whole = all_gathered(self._hooks[1](self._saved), self._group, self._sharded)
         self._served += 1
         self._gathered = whole if self._served < self._uses else None
@@ -70,7 +78,7 @@ class RegatheredInput:
 
 @dataclass(frozen=True)
 class _SavedView:
-    """Represents a saved view of the whole tensor."""
+    """Represents a saved view of the full input."""
 
     owner: RegatheredInput
     size: Sequence[int]
@@ -82,4 +90,4 @@ class _SavedView:
 
 
 _NO_HOOKS: SavedTensorHooks = (Kept, Kept.value)
-"""The behaviour of torch without hooks."""
+"""Hooks that behave like torch without hooks."""

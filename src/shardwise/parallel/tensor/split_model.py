@@ -1,4 +1,4 @@
-"""Splits models over the ranks of a replica, gathers whole parameters, and restores the models."""
+"""Splits models over the ranks of a replica, gathers full parameters, and restores the models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.parallel.tensor.user_hooks import HookGuard
 
 
 class TensorParallelModels:
-    """The tensor-parallel state of some models: their split parameters, and this rank's parts."""
+    """The tensor-parallel state of models: their split parameters, and this rank's parts."""
 
     def __init__(
         self, group: Collectives, device: torch.device, *, sequence_parallel: bool = False
@@ -37,18 +37,18 @@ class TensorParallelModels:
         self.shards: dict[nn.Parameter, Shard] = {}
         self.groups: list[SplitGroup] = []
         self.reasons_unsplit: dict[str, str] = {}
-        """Maps names of modules that a trial rejected to the reason, if it is worth reporting."""
+        """Maps modules that a trial rejected to the reason, if it is worth reporting."""
         self._modules: list[TensorParallelModule] = []
         self._models: Sequence[nn.Module] = ()
         self._handles: list[Hooked] = []
         self._versions: dict[nn.Parameter, int] = {}
-        """Versions of gathered parameters when they were gathered, to detect writes."""
+        """Versions of parameters at the time they were gathered, to detect writes."""
         self.writes = False
-        """Whether changes to gathered parameters are kept."""
+        """True if changes to gathered parameters are kept."""
 
     @property
     def group(self) -> Collectives:
-        """Ranks of the replica."""
+        """The ranks of the replica."""
         return self.replica.group
 
     # -- cutting --------------------------------------------------------------------------
@@ -59,24 +59,25 @@ class TensorParallelModels:
         models: Sequence[nn.Module],
         optimizers: Iterable[optim.Optimizer],
     ) -> None:
-        """Reduce this rank's models, and the optimizers' state, to its parts of `groups`.
+        """Split the models and the optimizers' state as described by `groups`.
 
-        Raises ModelError before anything is split if two groups name the same module, if modules
-        share a parameter and split it differently, or if only the output map of torch's attention
+        Raises ModelError before anything is split if two groups contain the same module, if modules
+        share a parameter but split it differently, or if only the output layer of torch's attention
         would be split.
         """
         cuts = [cut for group in groups for cut in group.splits]
-        # Check everything first, so that a refused split leaves the models unchanged.
+        # Check everything first, so that a rejected split leaves the models unchanged.
         shards = self._shards_of(cuts)
         _check_unsplit_modules(shards, {cut.module for cut in cuts}, models)
         self.groups, self.shards, self._models = list(groups), shards, models
         for optimizer in optimizers:
             state: dict[Any, Any] = optimizer.state
-            # Moments have the shape of their parameter, and are split like it. A step count stays.
+            # Moments have the same shape as their parameter, and are split like it. A step count is
+            # not split.
             for parameter in [p for p in state if p in shards]:
                 shard = shards[parameter]
                 state[parameter] = _map_state(state[parameter], shard.shape, shard.of)
-        # Assign `.data`, so that the parameter stays the object that optimizers and the user hold.
+        # Assign `.data`, because optimizers and the user hold references to the parameter object.
         with torch.no_grad():
             for parameter, shard in shards.items():
                 parameter.data = shard.of(parameter.detach())
@@ -86,7 +87,7 @@ class TensorParallelModels:
         for model in models:
             self._handles += [
                 attach(model.register_forward_pre_hook, forwards.begin),
-                # After a failed forward too, because its region must be closed.
+                # Call it after a failed forward pass too, because its region must be closed.
                 attach(model.register_forward_hook, forwards.end, always_call=True),
             ]
 
@@ -138,7 +139,10 @@ class TensorParallelModels:
     # -- putting together -----------------------------------------------------------------
 
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """Gather a tensor from each rank's `part`, split like `parameter`. Collective."""
+        """Gather the full tensor from each rank's `part`, which is split like `parameter`.
+
+        Collective.
+        """
         shard = self.shards[parameter]
         shapes = [shard.part_shape(rank) for rank in range(self.group.size)]
         staged = (
@@ -149,10 +153,10 @@ class TensorParallelModels:
         return shard.joined(all_gather_tensors(staged, self.group, shapes)).to(part.device)
 
     def whole_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the whole of `parameter` for use by all ranks in the same way.
+        """Return the full value of `parameter`, which all ranks must use in the same way.
 
-        Collective. In backward each rank gets the gradient of its part. Raises UsageError between
-        split layers, where each rank computes something else.
+        Collective. In the backward pass each rank receives the gradient of its part. Raises
+        UsageError between split layers, where each rank computes something different.
         """
         shard = self.shards.get(parameter)
         if shard is None:
@@ -166,7 +170,7 @@ class TensorParallelModels:
         return self.joined_as(parameter, parameter)
 
     def joined_as(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """Gather a tensor from each rank's `part`, split like `parameter`, keeping its graph.
+        """Gather the full tensor from each rank's `part`, split like `parameter`. Differentiable.
 
         All ranks must use the result in the same way. Returns `part` if the parameter is not split.
         Collective.
@@ -177,7 +181,7 @@ class TensorParallelModels:
         return _GatherParameter.apply(part, self, parameter)  # type: ignore[no-any-return, no-untyped-call]
 
     def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...] | None:
-        """Return the whole shape of a parameter, or None if it is not split."""
+        """Return the full shape of a parameter, or None if it is not split."""
         shard = self.shards.get(parameter)
         return None if shard is None else shard.shape
 
@@ -190,13 +194,17 @@ class TensorParallelModels:
         group: Collectives | None = None,
         is_here: Callable[[Tensor], bool] = lambda parameter: True,
     ) -> Iterator[None]:
-        """Gather the split parameters among `chosen`, and run unsplit forwards, inside the block.
+        """Context manager that gathers the split parameters among `chosen`. Collective.
 
-        Collective. Only parameters with `is_here` are gathered. With `write` their new values are
-        kept: they are split again at the end. If `group` is given, its first rank's values are
-        used.
+        Inside the block, modules run their unsplit `forward`.
+
+        Args:
+            chosen: The parameters to gather. Parameters that are not split are ignored.
+            write: True to keep values written inside the block, which are split again at the end.
+            group: If given, the values written by this group's first rank are kept.
+            is_here: Parameters are gathered only if this returns True for them.
         """
-        # In the same order on all ranks, because each gather is collective.
+        # Keep the same order on all ranks, because each gather is collective.
         split = [p for p in dict.fromkeys(chosen) if p in self.shards]
         parts = {p: p.data for p in split if is_here(p)}
         with torch.no_grad():
@@ -219,21 +227,21 @@ class TensorParallelModels:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a block of `wholes` is open."""
+        """True inside a block of `wholes`."""
         return self.replica.is_whole
 
     def written(self) -> list[nn.Parameter]:
-        """Return the gathered parameters that were written since."""
+        """Return the parameters that have been written to since they were gathered."""
         return [p for p, version in self._versions.items() if p._version != version]
 
     def _split_again(self, parts: Mapping[nn.Parameter, Tensor], group: Collectives | None) -> None:
         with torch.no_grad():
             for parameter, part in parts.items():
                 value = parameter.data.contiguous()
-                # Ranks may have written different values, such as a random initialisation.
+                # Ranks may have written different values, for example from a random initialisation.
                 if group is not None:
                     group.broadcast(value.view(-1)).wait()
-                # Into the old memory of the part, which flat buckets refer to.
+                # Copy into the part's old memory, because flat buckets refer to it.
                 part.copy_(self.shards[parameter].of(value))
 
     def _set_whole(self, *, whole: bool) -> None:
@@ -242,7 +250,7 @@ class TensorParallelModels:
             module.set_sizes(whole=whole)
 
     def whole_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        """Gather an optimizer's state of a parameter. Collective."""
+        """Gather the optimizer state `state` of a parameter. Collective."""
         shard = self.shards.get(parameter)
         if shard is None:
             return state
@@ -256,9 +264,9 @@ class TensorParallelModels:
         optimizers: Iterable[optim.Optimizer],
         is_here: Callable[[Tensor], bool] = lambda parameter: True,
     ) -> None:
-        """Restore the whole models on every rank. Only parameters with `is_here` are gathered.
+        """Restore the full models and optimizer state on every rank. Collective.
 
-        Collective.
+        Parameters are gathered only if `is_here` returns True for them.
         """
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -277,7 +285,7 @@ class TensorParallelModels:
 
 
 class _GatherParameter(torch.autograd.Function):
-    """Gathers a parameter from its parts, for the same use on all ranks."""
+    """Gathers a parameter from its parts. All ranks must use it in the same way."""
 
     @staticmethod
     def forward(
@@ -292,7 +300,7 @@ class _GatherParameter(torch.autograd.Function):
 
 
 class _TakeParameterShard(torch.autograd.Function):
-    """Takes this rank's part of a whole parameter."""
+    """Takes this rank's part of a full parameter."""
 
     @staticmethod
     def forward(
@@ -309,7 +317,7 @@ class _TakeParameterShard(torch.autograd.Function):
 def _check_unsplit_modules(
     shards: Mapping[nn.Parameter, Shard], split: set[nn.Module], models: Iterable[nn.Module]
 ) -> None:
-    """Raise ModelError if a module that is not split uses a split parameter."""
+    """Raise ModelError if an unsplit module uses a split parameter."""
     for path, module in (pair for model in models for pair in model.named_modules()):
         if module in split:
             continue
@@ -328,7 +336,7 @@ def _check_unsplit_modules(
 
 
 def _map_state(state: Mapping[str, Any], shape: tuple[int, ...], change: Any) -> dict[str, Any]:
-    """Apply `change` to every tensor of `shape` in an optimizer's state of a parameter."""
+    """Apply `change` to every tensor of shape `shape` in a parameter's optimizer state."""
     return {
         key: change(value)
         if isinstance(value, Tensor) and value.ndim and tuple(value.shape) == tuple(shape)

@@ -1,4 +1,4 @@
-"""Describes splits of modules: the tensors, their split dimensions, and the resulting class."""
+"""Describes how modules are split: which tensors, along which dimension, into which class."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ from shardwise.parallel.tensor.parallel_layers import (
 
 @dataclass(frozen=True)
 class ModuleSplit:
-    """The split of module `name`.
+    """Describes how a module is split.
 
-    `tensors` maps a parameter's key to its split dimension and the ranges of each rank.
-    `local_attributes` has the attributes of each rank's part. `ranges` has the output range of each
-    rank. With `gather_output`, outputs are gathered.
+    Args:
+        name: The name of the module.
+        module: The module.
+        style: The class of the split module.
+        tensors: Maps each split parameter's key to its split dimension and each rank's ranges.
+        local_attributes: The attributes of each rank's part.
+        ranges: The output range on each rank, or None.
+        gather_output: True if `forward` gathers the output.
     """
 
     name: str
@@ -40,12 +45,12 @@ class ModuleSplit:
     ranges: Sequence[Span] | None = None
     gather_output: bool = False
     allowed: AllowedOperations | None = None
-    """Operations allowed before the module, if a trial accepted the split."""
+    """The operations allowed before the module if a trial accepted the split, otherwise None."""
 
 
 @dataclass(frozen=True)
 class SplitGroup:
-    """Modules that are split together, with their kind and a name for messages."""
+    """Splits of modules that must be split together. `kind` and `name` are for messages."""
 
     kind: str
     name: str
@@ -53,29 +58,29 @@ class SplitGroup:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether `module` is a linear map with a known forward and its own weight.
+    """Return whether `module` is a linear layer with a known `forward` and its own weight.
 
-    A weight that is computed for each forward (a parametrization) does not count.
+    A weight that is computed in each forward pass (a parametrization) does not count.
     """
     known = type(module).forward is nn.Linear.forward or has_columns(type(module))
     return known and module._parameters.get("weight") is not None
 
 
 def widths(module: nn.Module) -> tuple[int, int]:
-    """Return in_features and out_features of a linear map."""
+    """Return (in_features, out_features) of a linear layer."""
     rows, columns = module.weight.shape  # type: ignore[misc]
     return (rows, columns) if has_columns(type(module)) else (columns, rows)
 
 
 def range_length(ranges: Ranges) -> int:
-    """Return the number of elements in several ranges."""
+    """Return the total number of elements in the ranges."""
     return sum(end - first for first, end in ranges)
 
 
 def even_split(
     what: str, size: int, parts: int, *, grain: int = 1, blocks: int = 1
 ) -> list[Ranges]:
-    """Call even_ranges. Raises ModelError, naming `what`, if it cannot be split."""
+    """Split `size` elements with even_ranges. Raises ModelError, naming `what`, if impossible."""
     try:
         return even_ranges(size, parts, grain=grain, blocks=blocks)
     except ValueError as error:
@@ -88,8 +93,10 @@ def even_split(
 def colwise(
     name: str, module: nn.Module, parts: Sequence[Ranges], *, gather_output: bool = False
 ) -> ModuleSplit:
-    """Split a linear map by output features into `parts`. With `gather_output`, its forward gathers
-    the output."""
+    """Split a linear layer by output features into `parts`.
+
+    If `gather_output` is true, its `forward` gathers the output.
+    """
     _check_linear(name, module)
     columns = has_columns(type(module))
     tensors = {"weight": (1 if columns else 0, parts)}
@@ -97,34 +104,34 @@ def colwise(
         tensors["bias"] = (0, parts)
     attribute = "nf" if columns else "out_features"
     local = [{attribute: range_length(part)} for part in parts]
-    # A fused map (queries, keys, values) has several ranges per rank. `ranges` serves only to
-    # gather outputs, and fused maps are never gathered, so the first range is enough.
+    # A fused layer (queries, keys, values) has several ranges per rank. `ranges` is used only to
+    # gather outputs. A fused layer's outputs are never gathered, so the first range suffices.
     ranges = [part[0] for part in parts]
     return ModuleSplit(name, module, ColwiseParallel, tensors, local, ranges, gather_output)
 
 
 def rowwise(name: str, module: nn.Module, parts: Sequence[Ranges]) -> ModuleSplit:
-    """Split a linear map by input features into `parts`."""
+    """Split a linear layer by input features into `parts`."""
     _check_linear(name, module)
     columns = has_columns(type(module))
     attribute = "nx" if columns else "in_features"
     local = [
         {attribute: range_length(part)} if hasattr(module, attribute) else {} for part in parts
     ]
-    # The bias is not split: every rank adds it once, after the sum.
+    # The bias is not split, because every rank adds it once, after the sum.
     weight = {"weight": (0 if columns else 1, parts)}
     return ModuleSplit(name, module, RowwiseParallel, weight, local)
 
 
 def embedding(name: str, module: nn.Module, parts: int) -> ModuleSplit:
-    """Split an embedding by its vocabulary."""
+    """Split an embedding by its vocabulary. Raises ModelError if it is not supported."""
     if type(module).forward is not nn.Embedding.forward:
         raise ModelError(
             f"{name} is a {type(module).__name__}, but only torch.nn.Embedding can be split by its "
             "vocabulary."
         )
     assert isinstance(module, nn.Embedding)
-    # These need rows of other ranks, or produce gradients that cannot be sharded.
+    # These options need rows of other ranks, or produce gradients that cannot be sharded.
     options = ("max_norm", "scale_grad_by_freq", "sparse")
     unsupported = next((key for key in options if getattr(module, key)), None)
     if unsupported is not None:
@@ -145,12 +152,15 @@ def local_module(
     tensors: Mapping[str, tuple[int, Sequence[Ranges]]],
     local_attributes: Sequence[Mapping[str, Any]],
 ) -> ModuleSplit:
-    """Split a module whose own forward also works on a part."""
+    """Split a module whose own `forward` also works on a part."""
     return ModuleSplit(name, module, LocalModule, tensors, local_attributes)
 
 
 def sequence_parallel(name: str, module: nn.Module) -> ModuleSplit:
-    """Run a module without submodules on each rank's tokens. It must compute token by token."""
+    """Run a module on each rank's own tokens.
+
+    The module must compute token by token. Raises ModelError if it has submodules.
+    """
     if next(module.children(), None) is not None:
         raise ModelError(
             f"{name} is a {type(module).__name__} with submodules. The style sequence_parallel is "

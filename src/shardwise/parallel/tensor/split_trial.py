@@ -1,9 +1,10 @@
-"""Tries whether a module computes the same if it is split, before it is split permanently.
+"""Tests whether a module gives the same result if it is split, before it is split permanently.
 
-All ranks' parts run in this process on the CPU, in one thread each, in evaluation and in training
-mode, with fixed numbers instead of random ones. Their outputs, and the gradients of inputs and of
-all parameters, must equal the whole module's. The gradients matter because an unsplit parameter
-between split layers would get only a part of its gradient. A layer that did not run proves nothing.
+The parts of all ranks run in this process on the CPU, in one thread each, in evaluation and
+training mode, with fixed numbers instead of random ones. Their outputs, and the gradients of inputs
+and of all parameters, must match the unsplit module's. The gradients matter because an unsplit
+parameter between split layers would receive only part of its gradient. A split is rejected if some
+of its layers did not run, because the test then proves nothing about them.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from shardwise.world.randomness import preserved
 
 ROWS, LENGTH = 2, 5
 LIMIT = 60.0
-"""Maximum number of seconds for each part."""
+"""Time limit for each part, in seconds."""
 
 
 class _ThreadGroup(Solo):
-    """A group of threads of this process, with the one collective that regions use."""
+    """A group of threads in this process, with the only collective that regions use."""
 
     def __init__(self, rank: int, size: int, barrier: Barrier, board: list[Any]) -> None:
         super().__init__()
@@ -46,9 +47,10 @@ class _ThreadGroup(Solo):
         self._board = board
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        """Sum in rank order."""
+        """Sum `buffer` over the threads, in rank order."""
         del how
-        # Two waits: no thread may read before all have written, or write before all have read.
+        # Two waits are needed: no thread may read before all have written, or write before all have
+        # read.
         self._board[self.rank] = buffer.clone()
         self._barrier.wait(LIMIT)
         total = sum(self._board[1:], self._board[0])
@@ -58,7 +60,7 @@ class _ThreadGroup(Solo):
 
 
 class _NoRandomness(ReplicaRandomness):
-    """Tracks regions without seeding, because a trial has no random numbers."""
+    """Tracks regions without seeding, because a trial uses no random numbers."""
 
     def enter_region(self) -> None:
         self._common_state = (
@@ -71,12 +73,12 @@ class _NoRandomness(ReplicaRandomness):
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Whether a module computes the same if split, and a reason if it is worth reporting."""
+    """Whether a split module gives the same result, and why not, if that is worth reporting."""
 
     accepted: bool
     why: str | None = None
     operations: frozenset[str] = frozenset()
-    """Operations that the forward runs between the split layers."""
+    """The operations that the forward pass runs between the split layers."""
 
     def __bool__(self) -> bool:
         return self.accepted
@@ -87,21 +89,19 @@ HOOKED = "a hook is registered between its layers"
 
 
 def try_split(module: nn.Module, group: SplitGroup, parts: int) -> TrialResult:
-    """Try whether `module` computes the same if split by `group`.
+    """Test whether `module` gives the same result if it is split as described by `group`.
 
-    The split is also rejected if the module does not run on one input of shape (rows, length,
-    features) or (rows, features), if its split layers do not run, or if a user's hook would see a
-    part.
+    The split is also rejected if the module runs on no input of shape (rows, length, features) or
+    (rows, features), if its split layers do not run, or if a user's hook would see only a part.
     """
     first = next(cut.module for cut in group.splits if split_rules.is_linear(cut.module))
-    # A trial must not advance the generators, or the script would draw other numbers than without.
+    # A trial must not advance the generators, because the script's own draws would then change.
     with preserved(), torch.random.fork_rng(devices=[]):
         whole = _copy(module)
         if whole is None:
             return TrialResult(accepted=False)
         features = _width_of(module, split_rules.widths(first)[0])
-        # With a token dimension first. A module that does not accept it fails, and gets the other
-        # shape.
+        # Try a shape with a token dimension first. If the module fails on it, try the other shape.
         for shape in ((ROWS, LENGTH, features), (ROWS, features)):
             draw = torch.Generator().manual_seed(0)
             x = torch.randn(shape, generator=draw, dtype=torch.float64)
@@ -112,7 +112,10 @@ def try_split(module: nn.Module, group: SplitGroup, parts: int) -> TrialResult:
 
 
 class _TrialMode:
-    """Runs `whole`, a copy of `module`, and its parts on `x`, in training or evaluation mode."""
+    """Tests the split in one mode, training or evaluation.
+
+    It runs `whole`, a copy of `module`, and the module's parts on the input `x`.
+    """
 
     def __init__(
         self,
@@ -134,12 +137,12 @@ class _TrialMode:
 
     @property
     def reached_parameters(self) -> set[str]:
-        """Names of the parameters that get a gradient."""
+        """The names of the parameters that receive a gradient."""
         assert self.expected is not None
         return {name for name, grad in self.expected.grads.items() if grad is not None}
 
     def is_passed(self) -> bool:
-        """Return whether the parts compute the same as the whole."""
+        """Return whether the parts give the same result as the unsplit module."""
         assert self.expected is not None
         self._whole.train(self._training)
         outputs = self._run_parts()
@@ -169,7 +172,8 @@ class _TrialMode:
             if outputs[rank] is None:
                 barrier.abort()  # otherwise the other threads wait for LIMIT seconds
 
-        # Threads, and not one part after the other, because all-reduces need all parts at once.
+        # Use threads instead of running the parts in turn, because all-reduces need all parts at
+        # once.
         threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(self._parts)]
         for thread in threads:
             thread.start()
@@ -182,7 +186,7 @@ class _TrialMode:
 def _compare(modes: Sequence[_TrialMode]) -> TrialResult:
     assert modes[0].expected is not None
     reached = set().union(*(mode.reached_parameters for mode in modes))
-    # Parameters without a dot are the module's own. It may have parameters that nothing uses.
+    # Parameters without a dot are the module's own, which may be unused.
     if any("." in name and name not in reached for name in modes[0].expected.grads):
         return TrialResult(accepted=False, why=NOT_RUN)
     if all(mode.is_passed() for mode in modes):
@@ -195,7 +199,7 @@ def _compare(modes: Sequence[_TrialMode]) -> TrialResult:
 
 @dataclass(frozen=True)
 class _TrialOutputs:
-    """The outputs with the gradient of the input, and the gradient of each parameter by name."""
+    """The outputs followed by the input's gradient, and each parameter's gradient by name."""
 
     outputs: list[Tensor]
     grads: dict[str, Tensor | None]
@@ -204,7 +208,7 @@ class _TrialOutputs:
 def _expected_on_rank(
     whole: _TrialOutputs, splits: Sequence[ModuleSplit], paths: dict[int, str], rank: int
 ) -> _TrialOutputs:
-    """Return the outputs that a rank must have if the split is right."""
+    """Return the outputs and gradients that a rank must have if the split is correct."""
     grads = dict(whole.grads)
     for cut in splits:
         for key, (dim, ranges) in cut.tensors.items():
@@ -216,7 +220,7 @@ def _expected_on_rank(
 
 
 def _width_of(module: nn.Module, narrow: int) -> int:
-    """Return the input width of `module`, by its first layer; `narrow` if that is unknown."""
+    """Return the input width of `module`'s first layer, or `narrow` if it is unknown."""
     for each in module.children():
         if split_rules.is_linear(each):
             return split_rules.widths(each)[0]
@@ -234,7 +238,8 @@ def _copy(module: nn.Module) -> nn.Module | None:
     for parameter in clone.parameters():
         parameter.requires_grad_(True)
     with torch.no_grad():
-        # Initial values may hide errors: with norms of one and biases of zero, gradients agree.
+        # Add noise, because initial values may hide errors: if norm weights are one and biases are
+        # zero, gradients agree.
         draw = torch.Generator().manual_seed(1)
         for parameter in clone.parameters():
             noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
@@ -248,16 +253,16 @@ def _run(
     fixed: WithoutRandomness,
     refused: Callable[[], None] = lambda: None,
 ) -> _TrialOutputs | None:
-    """Run on `x`; return outputs and gradients, or None if the forward fails.
+    """Run `module` on `x`. Return its outputs and gradients, or None if the forward pass fails.
 
-    `refused` is called if the reason is a hook.
+    If a hook is the reason, `refused` is called.
     """
     x = x.clone().requires_grad_()
     named = dict(module.named_parameters())
     try:
         with fixed:
             outputs = [t for t in pytree.tree_leaves(module(x)) if isinstance(t, Tensor)]
-        # Squares, so that the gradient depends on the values of the outputs.
+        # Sum squares, so that the gradient depends on the values of the outputs.
         total = sum(t.square().sum() for t in outputs if t.requires_grad)
         assert isinstance(total, Tensor)
         grad, *rest = torch.autograd.grad(total, [x, *named.values()], allow_unused=True)
@@ -265,7 +270,7 @@ def _run(
     except UsageError:
         refused()
         return None
-    except Exception:  # any error of the user's forward means that it does not run on this input
+    except Exception:  # any error in the user's forward means that it does not run on this input
         return None
     return _TrialOutputs(
         [*(t.detach() for t in outputs), grad], dict(zip(named, rest, strict=True))
@@ -279,7 +284,7 @@ def _split_copy(
     replica: Replica,
     allowed: RecordedOperations,
 ) -> nn.Module:
-    """Copy `whole`, and split the copy as on one rank of `replica`."""
+    """Copy `whole`, and split the copy for the rank of `replica`."""
     clone = copy.deepcopy(whole)
     rank = replica.group.rank
     for cut in splits:
@@ -314,8 +319,8 @@ def _matches(actual: _TrialOutputs, expected: _TrialOutputs) -> bool:
             if value is not reference:
                 return False
             continue
-        # In fp64, so that rounding cannot explain a difference. Sums may
-        # cancel, so the tolerance scales with the largest value.
+        # The trial uses fp64, so rounding cannot explain a difference. Sums may cancel, so the
+        # tolerance scales with the largest value.
         scale = reference.abs().max().item() if reference.numel() else 0.0
         if value.shape != reference.shape:
             return False

@@ -1,4 +1,4 @@
-"""Tables of torch functions by their effect on a tensor that is split over ranks."""
+"""Lists torch functions by their effect on a tensor that is split over ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = {
 } | {
     Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel,
 }  # fmt: skip
-"""Functions of METADATA whose result differs between a part and the whole."""
+"""The functions in METADATA whose result differs between a part and the full tensor."""
 
 MEMORY = {
     getattr(Tensor, name).__get__
@@ -35,21 +35,21 @@ MEMORY = {
     Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_, Tensor.retain_grad,
     Tensor.is_shared, Tensor.is_inference,
 }  # fmt: skip
-"""Functions that read or set flags of a leaf of the graph, and compute nothing."""
+"""Functions that read or set attributes of a leaf in the graph, and do not compute values."""
 
 CASTS = {
     Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.float, Tensor.double, Tensor.half,
     Tensor.bfloat16, Tensor.contiguous,
 }  # fmt: skip
-"""Functions that return the tensor itself if there is nothing to change."""
+"""Functions that return the tensor itself if nothing has to change."""
 
 GRAPH = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf", "requires_grad")}
-"""Functions that read the tensor's place in the autograd graph. Only the part has one."""
+"""Functions that read the tensor's position in the autograd graph. Only the part is in a graph."""
 
 UNTRACKED_WRITES = {Tensor.retain_grad} | {
     getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")
 }
-"""Functions whose changes cannot be tracked. They are refused."""
+"""Functions whose changes cannot be tracked. They raise an error."""
 
 CASTS_LIKE = {Tensor.to, Tensor.type_as}
 """Functions that use only the dtype and device of their other arguments."""
@@ -72,7 +72,7 @@ ELEMENTWISE_IN_PLACE = {
 }
 
 NORMS = {F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm}
-"""Functions over the features, if their second argument names only those."""
+"""Functions that are token-wise if their second argument covers only the feature dimension."""
 
 FEATURE_REDUCTIONS = {torch.mean, Tensor.mean, torch.sum, Tensor.sum}
-"""Functions over the features, if they reduce the last dimension and keep it."""
+"""Functions that are token-wise if they reduce only the last dimension and keep it."""

@@ -1,6 +1,6 @@
-"""Refuses the user's hooks on modules between split layers, in the first forward that calls one.
+"""Rejects user hooks on modules between split layers, in the first forward pass that calls one.
 
-Such a hook would see a part of the features, and treat it as the whole.
+Such a hook would see only part of the features, and mistake it for the full tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORDS = {
 
 
 class HookGuard:
-    """Checks modules whose forwards begin or end while a region is open.
+    """Checks modules whose forward pass starts or ends while a region is open.
 
     `name_of` returns a module's name for messages.
     """
@@ -43,8 +43,8 @@ class HookGuard:
         self._thread = 0
 
     def open(self) -> None:
-        """Start checking at the first split layer of a region."""
-        # Not in a recomputation during backward: its forward was checked.
+        """Start checking modules. Called at the first split layer of a region."""
+        # Skip recomputations during the backward pass, because their forward pass was checked.
         if self._handles or torch._C._current_graph_task_id() != -1:
             return
         for name in _GLOBAL:
@@ -53,7 +53,7 @@ class HookGuard:
                     f"{_WORDS[name.removeprefix('_global')]} on every module",
                     "Register hooks on single modules, or start without --tensor.",
                 )
-        # These hooks are global, so record the thread whose region is open.
+        # The hooks are global, so record the thread whose region is open.
         self._thread = get_ident()
         self._handles = [
             of_torch.register_module_forward_pre_hook(self._begins),
@@ -61,13 +61,16 @@ class HookGuard:
         ]
 
     def close(self) -> None:
-        """Stop checking at the end of a region, where all ranks have the same tensors again."""
+        """Stop checking.
+
+        Called at the end of a region, where all ranks have the same tensors again.
+        """
         while self._handles:
             self._handles.pop().remove()
 
     def _begins(self, module: nn.Module, args: Any) -> None:
         del args
-        # The input of a column-wise layer is whole, so a pre-hook on it is fine.
+        # The input of a column-wise layer is not split, so a pre-hook on the layer is fine.
         gets_whole = getattr(module, "takes_whole", False)
         self._check(module, _BEFORE[1:] if gets_whole else _BEFORE)
 
@@ -76,7 +79,8 @@ class HookGuard:
         self._check(module, _AFTER)
 
     def _check(self, module: nn.Module, kinds: tuple[str, ...]) -> None:
-        # Hooks on all modules are global. Another thread may run another model.
+        # Global hooks are called for all modules, and another thread may be running a different
+        # model.
         if get_ident() != self._thread:
             return
         attributes = vars(module)
@@ -104,18 +108,20 @@ def _has_user_hooks(hooks: Any) -> bool:
 
 def _is_user_hook(hook: Any) -> bool:
     package = (getattr(hook, "__module__", None) or "").partition(".")[0]
-    # Hooks of torch and of this library know about parts.
+    # Hooks of torch and of this library can handle parts.
     return hook is silent_hook or package not in ("torch", "shardwise")
 
 
 def silent_hook(*_: Any) -> None:
-    """Replace a user's hook that must not run."""
+    """Do nothing. Replaces a user's hook that must not run."""
 
 
 @contextmanager
 def silence_hooks(module: nn.Module) -> Iterator[None]:
-    """Silence the user's hooks on `module` and its submodules inside the block. Copies that are
-    made inside have the silenced hooks."""
+    """Context manager that silences the user's hooks on `module` and its submodules.
+
+    Copies made inside the block have the silenced hooks.
+    """
     hooks_by_module = [
         (inner, kind, vars(inner)[kind]) for inner in module.modules() for kind in _ALL
     ]

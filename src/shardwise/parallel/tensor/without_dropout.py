@@ -1,5 +1,7 @@
-"""Runs forwards with fixed numbers instead of random ones, so that a whole module and its parts can
-be compared."""
+"""Runs forward passes with fixed numbers instead of random ones.
+
+This makes an unsplit module and its parts comparable.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,17 @@ _FILLS: dict[Any, float] = {
 
 
 class SharedRandomness(Exception):
-    """Raised if each rank would draw a number that is drawn once in the whole module."""
+    """Raised if every rank would draw a number that the unsplit module draws only once."""
 
 
 class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces random numbers by fixed ones inside the block.
+    """Replaces random numbers with fixed ones inside the block.
 
-    `shapes` records the shapes of random tensors in order. `whole` has the shapes that the whole
-    module has recorded. A tensor with the shape of the whole's raises SharedRandomness while
-    `in_region`. All features would share its numbers (a dropped token), but each rank has other
-    features and draws its own numbers.
+    `shapes` records the shapes of random tensors, in order. `whole` holds the shapes that the
+    unsplit module has recorded. Inside a region (if `in_region` returns True), a random tensor of
+    the same shape as in the unsplit module raises SharedRandomness. In the unsplit module all
+    features share its numbers (a dropped token), but in a region each rank has different features
+    and draws its own numbers.
     """
 
     def __init__(
@@ -62,13 +65,14 @@ class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value, rate, train = args
             self._note(value.shape)
             mask = torch.ones_like(value, dtype=torch.bool)
-            # Scale as dropout does, but drop nothing.
+            # Scale like dropout, but drop nothing.
             return (value / (1 - rate) if train and rate < 1 else value.clone()), mask
         fill = _FILLS.get(func.overloadpacket)
         if fill is None:
             return func(*args, **kwargs)
         in_place = func.overloadpacket.__name__.endswith("_")
-        # Run the operation for its shape and dtype. The fixed number replaces its values.
+        # Run the operation to get its shape and dtype, and replace its values with the fixed
+        # number.
         result: Tensor = args[0] if in_place else func(*args, **kwargs)
         self._note(result.shape)
         return result.fill_(fill)
