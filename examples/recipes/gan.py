@@ -2,7 +2,7 @@
 
     shardwise run -n 2 --zero 2 examples/recipes/gan.py
 
-Learns points on a circle. Prints the losses, and the mean radius of generated points.
+The GAN learns points on a circle. Prints the losses, and the mean radius of generated points.
 """
 
 import torch

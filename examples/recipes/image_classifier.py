@@ -1,4 +1,4 @@
-"""Train an image classifier with BatchNorm, an average of the weights, and early stopping.
+"""Train an image classifier with BatchNorm, averaged weights and early stopping.
 
     shardwise run -n 2 --sync-batch-norm --ema-decay 0.9 examples/recipes/image_classifier.py
 

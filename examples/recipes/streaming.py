@@ -2,7 +2,7 @@
 
     shardwise run -n 2 examples/recipes/streaming.py
 
-Run it twice: the second run continues after the samples of the first. Prints the samples seen.
+Run it twice: the second run continues where the first one stopped. Prints the samples seen.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     shardwise run -n 2 examples/recipes/token_loss.py
 
-Prints the loss per token and the number of tokens of each epoch.
+Prints the loss per token and the number of tokens in each epoch.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Train one model on two losses, each a mean over another number of items.
+"""Train a model on two losses that are means over different numbers of items.
 
     shardwise run -n 2 examples/recipes/two_losses.py
 
-A classifier with a decoder beside it: cross-entropy over the labelled rows, squared error over
-all pixels. Prints both means.
+The model is a classifier with an additional decoder. Its losses are the cross-entropy over the
+labelled rows and the squared error over all pixels. Prints both means.
 """
 
 import torch
