@@ -69,9 +69,7 @@ class HybridShard(Collectives):
     def _then_between(
         self, first: Handle, free: Callable[[], None], own: Tensor, how: Sum
     ) -> Handle:
-        """Sum `own` between hosts after `first` and `free`, when no rank of this host reads `own` any
-        more.
-        """
+        """Sum `own` between hosts after `first` and `free`, when no rank here reads `own`."""
         second: list[Handle] = []
 
         def advance() -> None:
