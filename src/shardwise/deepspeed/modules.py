@@ -1,4 +1,4 @@
-"""`import deepspeed` and its submodules, without that package: `--adopt deepspeed`."""
+"""Implements `--adopt deepspeed`: `import deepspeed` works without that package."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ MODULES = {
     "ops.adam.cpu_adam": "ops.adam",
     "ops.adam.fused_adam": "ops.adam",
 }
-"""The module of this package that has the public names of each module of DeepSpeed."""
+"""The module of this package that provides the public names of each DeepSpeed module."""
 
 
 class _Missing(MetaPathFinder):
-    """Raises the error for a submodule of DeepSpeed that Shardwise lacks."""
+    """Raises an error for a DeepSpeed submodule that Shardwise does not have."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return None for other modules. Raises ModuleNotFoundError for one of DeepSpeed."""
+        """Return None for other modules. Raises ModuleNotFoundError for a DeepSpeed module."""
         del path, target
         if name.partition(".")[0] != NAME:
             return None
@@ -65,7 +65,7 @@ class _Missing(MetaPathFinder):
 
 
 class _Part(ModuleType):
-    """A package that only holds other modules."""
+    """A package that only contains other modules."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
