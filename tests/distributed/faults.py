@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The error that a surviving rank raised, and the seconds from the fault until then.
+    """The error that a surviving rank raised, and the seconds between the fault and that error.
 
     `code` is the exit code of its process, negative for a signal.
     """

@@ -25,7 +25,7 @@ ENDS = {"fp32": 1e-5, "fp64": 1e-8}
 
 
 def ranks(group, size):
-    """Ranks whose generators are the script's own, as under an Accelerator that joins by itself."""
+    """Return ranks that do not reseed generators, as if an Accelerator had joined the run."""
     return group(size, reseed=False)
 
 
@@ -54,7 +54,7 @@ def ours(**options):
 
 
 def split():
-    """The total batch, and its order, is what the script says, on any number of processes."""
+    """Return a config that keeps the global batch and its order on any number of processes."""
     return accelerate.utils.DataLoaderConfiguration(
         split_batches=True, use_seedable_sampler=True, data_seed=7
     )
@@ -523,7 +523,7 @@ def compiled_case(world):
     accelerator = ours(dynamo_backend="inductor")
     model = net()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+        warnings.simplefilter("ignore")  # torch's compiler warns about its own code
         assert accelerator.prepare(model, optimizer_of(model))[0] is model
     assert accelerator.engines[0].settings.compile
     assert all(block._compiled_call_impl is not None for block in model[1:4])
@@ -563,7 +563,7 @@ def test_data_without_a_length(group):
 
 
 def named_case(world, zero, folder):
-    """Checkpoints in numbered folders, the oldest of which are removed; models for others."""
+    """Save to numbered folders and remove the oldest; save models for other libraries."""
     import safetensors.torch
 
     config = accelerate.utils.ProjectConfiguration(
@@ -630,8 +630,11 @@ def test_clipping_names_parameters_without_an_optimizer(group):
 
 
 def by_hand_case(world, accumulation):
-    """A model that is prepared without an optimizer has the gradients of DistributedDataParallel:
-    those of one process. An unprepared one has plain gradients."""
+    """Train a model that is prepared without an optimizer, as with DistributedDataParallel.
+
+    Its gradients are those that a single process would have. An unprepared model has plain
+    gradients.
+    """
     accelerator = ours(gradient_accumulation_steps=accumulation, zero=3)
     torch.manual_seed(world.rank)  # the values of rank 0 become everyone's
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1), nn.Linear(1, 1))
@@ -723,7 +726,7 @@ def one_step(accelerator, model, optimizer):
 
 
 def taken_over_case(world, zero):
-    """The second Accelerator goes on where the first one was."""
+    """Let a second Accelerator continue from the state of the first."""
     x, y = data().tensors
     plain = net()
     alone = optimizer_of(plain)

@@ -12,7 +12,7 @@ accelerate = pytest.importorskip("accelerate", reason="the accelerate package is
 
 
 def idle(accelerator):
-    """Steps and clippings without a backward: what they give, and the weights in the end."""
+    """Step and clip without a backward pass. Return the results and the final weights."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -119,7 +119,7 @@ def test_models_are_saved_inside_a_block_of_whole_weights(group, tmp_path):
 
 
 def test_models_in_parts_are_refused_before_a_run_is_joined(monkeypatch):
-    """In words of their own, where the run would speak of seeds."""
+    """The error is specific, although the run's own check would complain about seeds."""
     from shardwise.bridging.joining import join
 
     fresh()

@@ -1,4 +1,4 @@
-"""DeepSpeed's interface over engines, beside plain PyTorch with DeepSpeed's arithmetic."""
+"""DeepSpeed's API on engines, compared with plain PyTorch that uses DeepSpeed's arithmetic."""
 
 import copy
 from pathlib import Path
@@ -166,7 +166,7 @@ def whole_weights(engine):
 
 
 def checkpoint_case(world, folder):
-    """A run that goes on in another stage does what it would have done."""
+    """Resume with a different ZeRO stage, with the same result as an uninterrupted run."""
     expected, _ = plain(world.size, 1, 1.0)
     engine, _ = trained(world, json_of(2), steps=range(2))
     assert engine.save_checkpoint(folder, client_state={"epoch": 7, "seen": torch.arange(3)})

@@ -89,7 +89,7 @@ def accelerate_case(world):
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 7.0)  # the JSON's counts
                 optimizer.step()
-                for _ in range(step % 3):  # it steps with the optimizer, whatever the loop does
+                for _ in range(step % 3):  # steps with the optimizer, not when the loop calls step
                     schedule.step()
                 optimizer.zero_grad()
             seen += [float(each) for each in world.gather(loss.detach())]
@@ -137,7 +137,7 @@ def launched_case(world):
 
 
 def accumulation_case(world):
-    """GradientAccumulationPlugin beside the JSON's own number."""
+    """Combine GradientAccumulationPlugin with the config's own number of steps."""
     from accelerate.utils import GradientAccumulationPlugin
 
     for tree, given in ((JSON, 3), (JSON | {"gradient_accumulation_steps": 3}, 1)):
@@ -156,7 +156,7 @@ def test_a_plugin_of_accumulation_beside_the_json(group):
 
 
 def both_case(world, folder):
-    """What the JSON says, and the script too, or what no loop of these libraries does."""
+    """Test settings in both the config and the script, and keys that these loops do not support."""
     from shardwise.bridging.deepspeed_json import without_effect
     from shardwise.transformers.deepspeed_argument import job_of
 
@@ -238,7 +238,7 @@ def test_the_trainer_takes_settings_of_the_json(group, tmp_path):
 
 
 def launched_trainer_case(world, folder):
-    """The variables of `accelerate launch`: the JSON is the Trainer's, its Accelerator has none."""
+    """With `accelerate launch`, the config belongs to the Trainer and not to its Accelerator."""
     options = {"gradient_accumulation_steps": 3, "max_steps": 2, "max_grad_norm": 0.1}
     before = stock(folder, 4, **options)
     before.train()
@@ -302,7 +302,7 @@ SAYS = [
     ({"warmup_max_lr": 0.5}, {}, r"warmup_max_lr 0.5, but .*learning_rate=.*has 0.01"),
     ({"warmup_num_steps": 7}, {}, r"warmup_num_steps 7, but .*warmup_steps=.*has 2"),
 ]
-"""A key of the JSON, by its last word, another word of the arguments, and what is said."""
+"""Config keys by their last word, conflicting arguments, and the expected message."""
 
 
 def contradictions_case(world, folder):

@@ -1,4 +1,4 @@
-"""PipelineModule over our pipeline, beside the same layers in plain PyTorch."""
+"""PipelineModule on Shardwise's pipeline, compared with the same layers in plain PyTorch."""
 
 import pytest
 import torch
@@ -147,7 +147,8 @@ def parity_case(world, stages, zero, method, interval):
     if world.is_main:
         assert state.keys() == after.keys()
         for name, value in after.items():
-            # The last bits of fp32 gradients decide how AdamW moves what has nearly none.
+            # Where gradients are almost zero, the last fp32 bits decide in which direction AdamW
+            # moves.
             assert torch.allclose(state[name], value, atol=2e-3), name
     close(engine, world)
 

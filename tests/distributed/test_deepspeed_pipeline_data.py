@@ -1,4 +1,4 @@
-"""What a PipelineModule is given: data, losses with weights, precisions, models without memory."""
+"""Inputs of a PipelineModule: data, losses with weights, precisions, unallocated models."""
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def test_unlike_batches_of_one_pipeline_are_refused(group):
 
 
 class Scaled(nn.Module):
-    """A loss with weights of its own."""
+    """A loss that has trainable weights."""
 
     def __init__(self):
         super().__init__()
@@ -194,8 +194,7 @@ def test_a_topology_says_where_workers_stand(group):
 
 
 def interleaved_case(world):
-    """The environment wins over num_stages, also for a second model beside an engine; a worker has
-    two stages."""
+    """The environment overrides num_stages, even for a second model. A worker has two stages."""
     import shardwise.deepspeed as deepspeed
 
     with pytest.MonkeyPatch.context() as patch:

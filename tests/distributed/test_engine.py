@@ -998,7 +998,7 @@ class Blocks(nn.Module):
 def compile_case(world, how):
     model, plain = seeded(Blocks), seeded(Blocks)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+        warnings.simplefilter("ignore")  # torch's compiler warns about its own code
         used = torch.compile(model, backend="aot_eager") if how == "before" else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         engine = sw.Engine(used, optimizer, zero=2, bucket_mb=0.001)
@@ -1022,7 +1022,7 @@ def test_compile(group, how):
 def compiled_units_case(world):
     model, plain = seeded(Blocks), seeded(Blocks)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+        warnings.simplefilter("ignore")  # torch's compiler warns about its own code
         train(world, model, squares, zero=2, compile=True)
     assert all(block._compiled_call_impl is not None for block in model.blocks)
     assert list(model.state_dict()) == list(plain.state_dict())

@@ -1,4 +1,4 @@
-"""`exact_mean=True` of the Accelerator: every sample counts once and alike, as in plain PyTorch."""
+"""`exact_mean=True` of the Accelerator: every sample counts once, as in plain PyTorch."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_means_of_plain_pytorch(group, size, split):
 
 
 class Centred(nn.Module):
-    """A linear layer on what is left without a running mean."""
+    """A linear layer on the input minus its running mean."""
 
     def __init__(self):
         super().__init__()

@@ -35,7 +35,7 @@ def equal(found, expected):
 
 
 def forms_of_allreduce(tensor, **how):
-    """What each form makes of `tensor`; those in place leave their input changed, others do not."""
+    """Return the result of each form of allreduce. Only in-place forms may change their input."""
     kept = tensor.clone()
     yield hvd.allreduce(tensor, **how)
     yield hvd.synchronize(hvd.allreduce_async(tensor, **how))
@@ -243,7 +243,9 @@ def test_alltoall_and_reducescatter(group, size):
 
 
 def _gradients(world):
-    """Horovod's rules: those of an average are averaged, of a sum summed, others averaged."""
+    """Check Horovod's rules: gradients of an average are averaged, of a sum summed, of others
+    averaged.
+    """
     size, rank = world.size, world.rank
     with initialized():
         x = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)

@@ -61,7 +61,7 @@ def _fresh(world, make, wrap):
             assert not model.weight.grad.any()
         if wrap == "plain":
             optimizer = hvd.DistributedOptimizer(optimizer)
-        for number in range(3):  # alike on all ranks, so their mean is each one's
+        for number in range(3):  # identical on all ranks, so the mean equals each rank's
             step(model, optimizer, number)
             step(plain, expected, number)
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
@@ -95,7 +95,7 @@ def test_a_root_that_has_a_state(group):
 
 
 def _others(world):
-    """Sparse gradients are zeros of their own kind; LBFGS, which Horovod refuses, is left alone."""
+    """Broadcast state for sparse zero gradients. Skip the step for LBFGS, which needs a closure."""
     with initialized(), torch.sparse.check_sparse_tensor_invariants():
         tables = [nn.Embedding(4, 2, sparse=True) for _ in range(2)]
         optimizer = torch.optim.SparseAdam(tables[0].parameters(), lr=0.1)

@@ -50,7 +50,7 @@ def samples(rows, seed=1):
 
 
 class Model(pl.LightningModule):
-    """Blocks, a parameter of its own that training_step uses, and a frozen layer."""
+    """Blocks, a separate parameter that training_step uses, and a frozen layer."""
 
     def __init__(self, share=1):
         super().__init__()
@@ -194,7 +194,7 @@ class Batches:
 
 
 class ReadsOn(Model):
-    """Reads on where a resumed epoch has stopped, as stateful loaders do."""
+    """Continues reading at the position where a resumed epoch stopped, as stateful loaders do."""
 
     def train_dataloader(self):
         done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -272,7 +272,7 @@ def test_a_resumed_run_in_bf16_goes_on_from_the_masters(group, tmp_path, zero, e
 
 
 def in_bf16_elsewhere_case(world, path):
-    """One worker begins with what was saved; stock Lightning has no masters."""
+    """One worker starts from the saved weights. Stock Lightning has no fp32 masters."""
     saved = torch.load(path, weights_only=False)
     weights, (state,) = list(saved["state_dict"].values()), saved["optimizer_states"]
     assert all(value.dtype == torch.bfloat16 for value in weights)
@@ -366,7 +366,7 @@ def gan_case(world, zero, toggles):
         _, model, _ = fitted(ours(zero), model=Gan(world.size, toggles))
     assert model.seen == pytest.approx(expected.seen, rel=1e-5)
     alike(model, expected)
-    assert len(laid_out) == 2  # one for each engine: nothing was laid out anew
+    assert len(laid_out) == 2  # one for each engine: no state was laid out a second time
 
 
 @contextmanager
@@ -687,7 +687,7 @@ def fabric_case(world, folder):
 
 
 def adopted_case(world):
-    """A script for `fabric run`, which does not launch by itself; one that does, after it."""
+    """Run a script for `fabric run`, which does not call launch, then a script that does."""
     from shardwise.lightning import adoption
 
     with calm(), pytest.MonkeyPatch.context() as patch:
@@ -748,7 +748,7 @@ def launched(precision, strategy):
 
 
 def fabric_resumed_case(world, folder, precision, zero, exact):
-    """What a resumed run saves last is what the whole one has saved."""
+    """The last save of a resumed run is identical to that of an uninterrupted run."""
     from shardwise.lightning import ShardwiseFabricStrategy
 
     def run(name, start=None):

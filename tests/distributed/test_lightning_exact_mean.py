@@ -20,7 +20,7 @@ def net():
 
 
 def kept(x):
-    """Which elements count, where a loss is a mean over some: of each row another number."""
+    """Return which elements count in a loss that averages a different number of them per row."""
     return x > x.sum(1, keepdim=True) / 3
 
 
@@ -83,7 +83,7 @@ def far(model, expected):
 
 
 def trainer_case(world, zero, rows):
-    """Lightning's own mean is another one; the exact one is that of plain PyTorch."""
+    """Lightning's own mean differs. The exact mean matches plain PyTorch."""
     each = BATCH // world.size
     _, expected = plain(rows)
     options = {"accumulate_grad_batches": WINDOW}

@@ -1,4 +1,4 @@
-"""The Loader on real ranks: one order, every sample once, whatever the number of ranks."""
+"""The Loader on real ranks: the same order and every sample once, for any number of ranks."""
 
 import random
 from itertools import pairwise

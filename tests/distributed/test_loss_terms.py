@@ -59,7 +59,7 @@ def boxes(out, kept):
 
 
 class Fused(torch.autograd.Function):
-    """A custom autograd.Function, of which only the saved tensors are known."""
+    """A custom autograd.Function that exposes only its saved tensors."""
 
     @staticmethod
     def forward(ctx, out, classes, labels):

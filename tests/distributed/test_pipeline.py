@@ -761,7 +761,7 @@ def test_several_losses_in_a_plain_loop(group, how):
 
 
 def ignores(world):
-    """Run a last micro-batch in which nothing counts, so that its mean is NaN."""
+    """Run a last micro-batch without items that count, so that its mean is NaN."""
     model = gpt()
     engine = sw.Engine(model, adamw(model), microbatches=2)
     x = batch(0)

@@ -26,7 +26,7 @@ def sections():
 
 
 def side(code, sign):
-    """The script of a diff: with the lines marked by `sign`, without those of the other."""
+    """Return one side of a diff: unmarked lines and the lines marked with `sign`."""
     return "".join(
         line[1:] for line in code.splitlines(keepends=True) if line[0] in (" ", sign, "\n")
     )

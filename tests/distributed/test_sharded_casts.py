@@ -268,7 +268,7 @@ def same_in_each_row(world, make, how):
     """Rows with whole parameters and rows with sharded ones give the same bits."""
     with warnings.catch_warnings():
         if make is Compiled:
-            warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+            warnings.simplefilter("ignore")  # torch's compiler warns about its own code
         wanted, kept = by_row(world, make, how, 2)
         losses, values = by_row(world, make, how, 3)
     assert losses == wanted

@@ -164,7 +164,7 @@ def test_a_group_that_is_closed_leaves_nothing(group):
 
 
 def sums_under_random_delays(world, seed):
-    """The bytes of some sums of numbers that do not add up exactly, whoever is late."""
+    """Return the bytes of sums that would show a change of order, with random delays."""
     group, draw = world.collectives, torch.Generator().manual_seed(world.rank)
     late = random.Random(100 * seed + world.rank)
     kept = [group.allocate(LARGE, torch.float32, CPU) for _ in range(4)]
@@ -326,7 +326,7 @@ def test_a_dead_rank_is_found_although_a_forked_worker_lives(group):
 
 
 def forks(world):
-    """What a forked child closes is its own copy: the ranks go on."""
+    """A forked child closes only its own copy, so the ranks continue."""
     child = os.fork()
     if child == 0:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""What the tests on a GPU train, by the engine and by plain PyTorch on the same device."""
+"""Models that the GPU tests train, with the engine and with plain PyTorch on the same device."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def train(world, *, dtype=torch.float32, micro=1, scales=None, **settings) -> Tr
         told.values = [parameter.detach().cpu().clone() for parameter in model.parameters()]
     told.scale = engine.loss_scale
     engine.close()
-    for parameter in model.parameters():  # plain again, where the user put it
+    for parameter in model.parameters():  # plain again, on the user's device
         states = optimizer.state[parameter]
         assert parameter.device == states["exp_avg"].device == world.device
     return told
@@ -140,7 +140,7 @@ def assert_close(ours: Trained, plain: Trained, tolerance: float, *, values: boo
 
 
 def tiers(**named: str) -> dict[str, str]:
-    """Settings that let states rest where they are named: device, cpu or nvme."""
+    """Return settings that place states on the named tiers: device, cpu or nvme."""
     places = {"cpu": "cpu", "device": "device", "nvme": f"nvme:{on_a_disk()}"}
     return {f"offload_{name}": places[tier] for name, tier in named.items()}
 

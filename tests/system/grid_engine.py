@@ -1,7 +1,8 @@
 """A Grid Engine cell of two hosts, n1 and n2, in namespaces of this machine.
 
-sge_qmaster and both sge_execd are the real ones. Debian's installer makes one cell for a whole
-machine; here the cell is made by hand, in a folder of its own, as `inst_sge` makes it.
+sge_qmaster and both sge_execd are the real programs. Debian's installer creates one cell for an
+entire machine. Here the cell is created manually, in a separate folder, in the same way as
+`inst_sge` does.
 """
 
 import re

@@ -86,7 +86,7 @@ def test_contenders_do_the_same_work(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_layers_shared_out_do_the_same_work(tmp_path: Path) -> None:
-    """Also those of torch's pipelining by hand: it fails where losses differ."""
+    """This includes torch's manual pipelining. The benchmark fails if losses differ."""
     tiny = [*TINY, "--layers", "4", "--microbatches", "4"]
     tiny += ["--schedules", "1f1b", "--stages", "blocks.3"]
     path = tmp_path / "figures.json"
@@ -198,7 +198,7 @@ def test_documents_show_what_the_results_say(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_bridges_do_the_work_of_the_engine(tmp_path: Path) -> None:
-    """Each library over DDP and over a row of ours, beside the engine's own loop."""
+    """Run each library with DDP and with Shardwise, and compare with the engine's own loop."""
     for name in ("accelerate", "transformers", "lightning"):
         pytest.importorskip(name, reason=f"the {name} package is not there")
     path = tmp_path / "result.json"

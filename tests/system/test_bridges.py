@@ -58,7 +58,7 @@ def test_other_launchers_start_them(shardwise: Launcher, launcher: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["--multi_gpu", "--cpu"])
 def test_accelerates_own_launcher(shardwise: Launcher, kind: str) -> None:
-    """It starts the processes, or one of them, where a line says how more are started."""
+    """It starts all processes, or only one, in which case a message explains how to start more."""
     launch = str(Path(sys.executable).with_name("accelerate"))
     words = [launch, "launch", kind, "--num_processes", "2", "-m", "shardwise.adopt"]
     settings = ["env", "SHARDWISE_ZERO=2", "SHARDWISE_QUIET=off"]

@@ -26,7 +26,7 @@ print(f"rank {world.rank} of {world.size} from {sw.__file__}")
 
 
 def run(*words: str | Path, cwd: Path) -> str:
-    """What a command writes; it must end well, and knows nothing of the checkout."""
+    """Run a command that must succeed without access to the checkout, and return its output."""
     environ = {
         name: value
         for name, value in os.environ.items()

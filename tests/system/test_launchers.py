@@ -368,7 +368,7 @@ class TestSlurm:
         out = on(*inside, mpirun(component), sys.executable, script("parity"))
         assert out == f"{expected} by {name} of 2\n"
 
-    @pytest.mark.full  # that of two hosts is in test_hosts.py
+    @pytest.mark.full  # for two hosts, see test_hosts.py
     def test_doctor_on_two_hosts(self, on: Callable[..., str]) -> None:
         out = on("srun", "-N2", "-n2", sys.executable, "-m", "shardwise", "doctor")
         rows = [line.split() for line in out.splitlines()]

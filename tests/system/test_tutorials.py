@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 def start(*words: str, folder: Path) -> str:
-    """What a command says, run in `folder`."""
+    """Run a command in `folder` and return its output."""
     ran = subprocess.run(
         words,
         cwd=folder,
@@ -130,7 +130,10 @@ class TestPtb:
 
     @pytest.mark.skipif(PTB not in os.environ, reason=f"{PTB} names no folder of text")
     def test_the_first_losses_are_those_of_one_worker(self, tmp_path: Path) -> None:
-        """At full size. In fp32 what differs in the last bit has grown to 0.7 % by then."""
+        """Runs at full size.
+
+        Differences in the last bit of fp32 have grown to 0.7 % at this point.
+        """
         alone = self.losses(1, tmp_path)
         assert len(alone) == 40
         assert alone[-1] < 0.9 * alone[0]

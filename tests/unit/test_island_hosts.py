@@ -1,4 +1,4 @@
-"""Islands on several hosts, some of which are lost: the launcher's side, and an agent's."""
+"""Islands on several hosts when some hosts are lost, for the launcher and for an agent."""
 
 import json
 import os

@@ -315,7 +315,7 @@ def clipped(trained: list[nn.Parameter], clip: float | None) -> float:
 
 
 class Averaged:
-    """A context in which parameters hold their averages."""
+    """Context manager that sets parameters to their averages."""
 
     def __init__(self, parameters: list[nn.Parameter], averages: list[Tensor]) -> None:
         self.pairs = list(zip(parameters, averages, strict=True))

@@ -17,7 +17,7 @@ SPLITTABLE |= {"attention", "multi_head", "encoder", "decoder", "experts:3", "ex
 
 
 def looks_across(program: Program) -> bool:
-    """Return whether a forward depends on which rows it gets together, or on their number."""
+    """Return whether a forward pass depends on the combination or number of its rows."""
     names = {name for net in program.nets for name in net.blocks}
     return bool(names & (blocks.ACROSS_ROWS | blocks.COUNT_FORWARDS))
 

@@ -23,7 +23,7 @@ CROWD = 30
 
 
 class Payload:
-    """What runs in whoever reads its pickle."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -107,7 +107,7 @@ import torch  # noqa: E402
 
 import shardwise.horovod  # noqa: E402, F401
 
-torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # what is imported late is by now
+torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # complete all lazy imports first
 become_nobody()
 wait_for(port)
 held = crowd(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", port))

@@ -44,7 +44,7 @@ def sent(place: str) -> int:
 
 
 def counted() -> int:
-    """What the interface has counted."""
+    """Return the interface's counter of sent bytes."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     line = next(line for line in lines if line.strip().startswith(f"{os.environ['LINK']}:"))
     return int(line.partition(":")[2].split()[8])

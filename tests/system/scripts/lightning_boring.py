@@ -57,7 +57,7 @@ def run():
         enable_progress_bar=False,
     )
     trainer.fit(model)
-    valid = trainer.callback_metrics["valid"].item()  # a test forgets what a fit has measured
+    valid = trainer.callback_metrics["valid"].item()  # a test discards the metrics of a fit
     (tested,) = trainer.test(model, verbose=False)
     if trainer.is_global_zero:
         weights = " ".join(f"{value:.4f}" for value in model.layer.weight[0, :4].tolist())

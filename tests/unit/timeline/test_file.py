@@ -1,4 +1,4 @@
-"""The file of a timeline: many writers, valid JSON whatever happens to them."""
+"""The timeline file: many writers, and valid JSON at all times."""
 
 import fcntl
 import json
@@ -142,8 +142,10 @@ while True:
 
 
 def test_kills_leave_valid_json(tmp_path: Path) -> None:
-    """Writers are killed at random moments, half of them while the file is written anew: it has
-    whole events, each writer's from the first on."""
+    """Kill writers at random moments, half of them while they replace the file.
+
+    The file must contain only complete events, and each writer's events from the first one on.
+    """
     chance = random.Random(0)
     for turn in range(6):
         path = tmp_path / f"{turn}.json"
