@@ -154,7 +154,7 @@ class Accelerator(Clipping, Stock):
         """Return whether an engine of this Accelerator or another one trains `model`."""
         return self._trained.of_model(model) is not None
 
-    # -- preparing ----------------------------------------------------------------------------
+    # -- preparation --------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, data loaders and schedulers, as Accelerate does. Collective.
@@ -320,7 +320,7 @@ class Accelerator(Clipping, Stock):
             for sampler, before in found:
                 sampler.even_batches = before
 
-    # -- whole weights ----------------------------------------------------------------------
+    # -- full weights -----------------------------------------------------------------------
 
     @contextmanager
     def uneven(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -377,7 +377,7 @@ class Accelerator(Clipping, Stock):
             return [value for each in found for value in each]
         return send_to_device(concatenate(found), self.device)
 
-    # -- checkpoints and the end ------------------------------------------------------------
+    # -- checkpoints and shutdown -----------------------------------------------------------
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any

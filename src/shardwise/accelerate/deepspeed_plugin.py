@@ -164,7 +164,7 @@ class PluginJson:
         clips = f"each step clips to {norm:g}" if norm else "nothing is clipped"
         world.say_once(f"{self.job.document.name}: {clips}")
 
-    # -- optimizers and schedules of the JSON ------------------------------------------------
+    # -- optimizers and schedules of the config ----------------------------------------------
 
     def replace_dummies(self, objects: tuple[Any, ...], accelerator: Any) -> tuple[Any, ...]:
         """Return `objects` with dummies replaced by the config's optimizer and schedule.

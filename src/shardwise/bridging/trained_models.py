@@ -132,7 +132,7 @@ class TrainedModels:
             "prepare it again with this one"
         )
 
-    # -- a step, piece by piece -------------------------------------------------------------
+    # -- parts of a step --------------------------------------------------------------------
 
     def backward(
         self,

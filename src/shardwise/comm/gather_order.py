@@ -122,7 +122,7 @@ class GatherOrder:
         return self._uneven > 0
 
     def end_dead_pass(self) -> None:
-        """End a pass that failed unclosed, in a backward pass that user code started."""
+        """End a pass left open by a failed backward pass that user code started."""
         if self._opener is not None:
             self._opener.end_dead_pass()
 

@@ -55,7 +55,7 @@ class Gloo(Collectives):
         timeout: timedelta | None = None,
         status_server: StatusServer | None = None,
     ) -> None:
-        """Create the transport of a torch process group. None stands for the default group.
+        """Create the transport of a torch process group; None means the default group.
 
         `group_ranks` maps this group's ranks to ranks in the run, if the run has further ranks.
         `timeout` limits the waits of groups that `split` creates.
@@ -203,7 +203,7 @@ class Gloo(Collectives):
 
         return gathered_rows(self, row, gather)
 
-    # -- other groups ---------------------------------------------------------------------
+    # -- subgroups ------------------------------------------------------------------------
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:

@@ -87,7 +87,7 @@ class Hierarchical(MappedMemory):
         """The Gloo group that contains the same ranks."""
         return self._under
 
-    # -- the verbs ------------------------------------------------------------------------
+    # -- collectives ----------------------------------------------------------------------
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         buffer, cuts = real_buffer(buffer, even_cuts(buffer.numel(), self.size))
@@ -132,7 +132,7 @@ class Hierarchical(MappedMemory):
         call = self._between.messages.number()
         return self._inside.start(begin, self._all_gather(begin, call, buffer, cuts))
 
-    # -- how they go ----------------------------------------------------------------------
+    # -- steps of the calls ---------------------------------------------------------------
 
     def _reduce_scatter(
         self,
@@ -296,7 +296,7 @@ class Hierarchical(MappedMemory):
             for rank in self._peers:
                 interval(public, cuts, rank).copy_(interval(buffer, cuts, rank))
 
-    # -- other groups ---------------------------------------------------------------------
+    # -- subgroups ------------------------------------------------------------------------
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         check_groups(groups, self.size)

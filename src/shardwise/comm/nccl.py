@@ -51,7 +51,7 @@ class Nccl(Collectives):
         group_ranks: GroupRanks | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        """Create the transport of a torch process group. None stands for the default group.
+        """Create the transport of a torch process group; None means the default group.
 
         `group_ranks` maps this group's ranks to ranks in the run, if the run has further ranks.
         `timeout` limits the waits of groups that `split` creates.

@@ -142,7 +142,7 @@ class SharedMemory(MappedMemory):
         """The group that agreed on this transport, or None if `split` created this group."""
         return self._under
 
-    # -- the verbs ------------------------------------------------------------------------
+    # -- collectives ----------------------------------------------------------------------
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         buffer = real_view(buffer)
@@ -181,7 +181,7 @@ class SharedMemory(MappedMemory):
         begin = self.opening(kind, buffer, hash(tuple(cuts)))
         return self._work.start(begin, self._all_gather(begin, buffer, cuts))
 
-    # -- how they go ----------------------------------------------------------------------
+    # -- steps of the calls ---------------------------------------------------------------
 
     def _exchange(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
         """All-reduce a small buffer in one exchange: every rank sends its values to all others."""
@@ -280,7 +280,7 @@ class SharedMemory(MappedMemory):
         if self.rank != 0:
             made.append(self.buffers.read(0, messages[0], 0, like))
 
-    # -- for calls of a larger group ------------------------------------------------------
+    # -- used by calls of a larger group --------------------------------------------------
 
     @property
     def poll(self) -> MeshPoll:
@@ -307,7 +307,7 @@ class SharedMemory(MappedMemory):
         self.buffers.announce_freed()
         return first_message(self._calls, kind, buffer, check)
 
-    # -- other groups ---------------------------------------------------------------------
+    # -- subgroups ------------------------------------------------------------------------
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         check_groups(groups, self.size)

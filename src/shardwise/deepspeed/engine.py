@@ -327,7 +327,7 @@ class DeepSpeedEngine(Configured):
         if self._parts.engine is not None:
             self._parts.engine.zero_grad()
 
-    # -- data, whole weights, checkpoints, the end ------------------------------------------
+    # -- data, full weights, checkpoints, shutdown ------------------------------------------
 
     def deepspeed_io(
         self,
@@ -423,7 +423,7 @@ class DeepSpeedEngine(Configured):
         The weights have the dtype in which they are trained.
 
         Args:
-            save_dir: Folder to create.
+            save_dir: Folder to save to. Created if necessary.
             save_filename: Name of the file in the folder.
             exclude_frozen_parameters: Leave out parameters that are not trained.
 
@@ -448,7 +448,7 @@ class DeepSpeedEngine(Configured):
         The checkpoint can be loaded at any placement and world size.
 
         Args:
-            save_dir: Folder to create.
+            save_dir: Folder to save to. Created if necessary.
             tag: Name of the checkpoint in the folder (default: "global_step" and the number of
                 steps).
             client_state: Numbers, strings, tensors, and dicts and lists of them.

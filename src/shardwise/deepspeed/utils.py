@@ -73,7 +73,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set a full parameter to rank 0's `value`. Collective.
+    """Set the full value of a parameter to rank 0's `value`. Collective.
 
     Raises:
         UsageError: If weights are bf16.

@@ -106,7 +106,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Args:
         checkpoint_dir: The folder that was passed to save_checkpoint.
-        output_dir: Folder to create.
+        output_dir: Folder to write to. Created if necessary.
         max_shard_size: Maximum size of the file, such as "5GB", or None.
         safe_serialization: Write `model.safetensors` instead of `pytorch_model.bin`.
         tag: Name of the checkpoint (default: the latest).

@@ -110,7 +110,7 @@ class BackgroundThread:
         self._thread.start()
         _living.add(self)
 
-    # -- for other threads ----------------------------------------------------------------
+    # -- called from other threads --------------------------------------------------------
 
     def submit(self, handle: OperationHandle) -> OperationHandle:
         """Queue an operation for the thread.
@@ -191,7 +191,7 @@ class BackgroundThread:
         if not self._ended:
             os.eventfd_write(self._wakeup, 1)
 
-    # -- the thread -----------------------------------------------------------------------
+    # -- communication thread -------------------------------------------------------------
 
     def _run(self) -> None:
         enter(self._device)
@@ -368,7 +368,7 @@ class BackgroundThread:
             self._groups.pop(number).close()
             del self._members[number]
 
-    # -- time and ends --------------------------------------------------------------------
+    # -- timeouts and shutdown ------------------------------------------------------------
 
     def _check_stalls(self) -> None:
         """Warn about operations that have waited for long, and fail those beyond the timeout."""

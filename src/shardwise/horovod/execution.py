@@ -165,7 +165,7 @@ _REDUCED_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# -- the others -------------------------------------------------------------------------------
+# -- other operations -------------------------------------------------------------------------
 
 
 def _allgather(operation: AgreedOperation) -> list[Tensor]:

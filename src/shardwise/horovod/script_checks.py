@@ -145,7 +145,7 @@ class ScriptComparison:
 _KEYS = ("weights", "state", "samples", "rate", "device")
 
 
-# -- on each rank ---------------------------------------------------------------------------------
+# -- reports of each rank -------------------------------------------------------------------------
 
 
 def describe_rank(

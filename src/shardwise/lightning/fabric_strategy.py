@@ -157,7 +157,7 @@ class FabricStrategy(OverEngines):
         del module
         self.training.clip_value(optimizer, float(clip_val))
 
-    # -- whole states -----------------------------------------------------------------------
+    # -- full states ------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the module's full state_dict. Collective.

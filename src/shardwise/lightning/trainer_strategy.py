@@ -163,7 +163,7 @@ class TrainerStrategy(OverEngines):
         plugin.clip_grad_by_norm = self.training.clip_norm
         plugin.clip_grad_by_value = self.training.clip_value
 
-    # -- setup and the end ------------------------------------------------------------------
+    # -- setup and teardown -----------------------------------------------------------------
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -365,7 +365,7 @@ class TrainerStrategy(OverEngines):
             return self.training.exact.watch(dataloader)
         return count_once(dataloader) if stage in _EVALUATIONS else dataloader
 
-    # -- whole states -----------------------------------------------------------------------
+    # -- full states ------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's full state_dict. Collective.

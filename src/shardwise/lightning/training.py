@@ -316,7 +316,7 @@ class StrategyTraining:
         if self._optimizers:
             self.engines.step(optimizer, closure)
 
-    # -- whole tensors ----------------------------------------------------------------------
+    # -- full tensors -----------------------------------------------------------------------
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return a CPU copy of the full state_dict of `module`. Collective.

@@ -210,7 +210,7 @@ class PipelineEngine(DeepSpeedEngine):
         over_all = [self.world.sum(each) / self.world.size for each in mean]
         return pytree.tree_unflatten(over_all, shape)
 
-    # -- calls of a plain engine --------------------------------------------------------------
+    # -- calls that a plain engine supports ---------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
         """Raises UsageError, because stages run different micro-batches at a time."""

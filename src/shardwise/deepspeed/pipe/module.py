@@ -171,7 +171,7 @@ class PipelineModule(nn.Module):
             forward_input = stage(forward_input)
         return forward_input
 
-    # -- queries of scripts -----------------------------------------------------------------
+    # -- queries from scripts ---------------------------------------------------------------
 
     def loss_of(self, inputs: Any, labels: Any) -> Any:
         """Return the loss of a micro-batch."""
