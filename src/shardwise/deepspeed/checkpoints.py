@@ -88,6 +88,7 @@ def save(
     try:
         path = inner.save(place)
     finally:
+        # Reset it, because the engine's own saves have no client file.
         engine._parts.schedules_file.file = None
     inner.leave_folders()
     if path is None:
@@ -137,6 +138,7 @@ def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
         "counts": asdict(engine._counts),
     }
     buffer = io.BytesIO()
+    # Check now, and not when a run resumes, that loading it needs no code execution.
     try:
         torch.save(content, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
@@ -166,6 +168,7 @@ def load(
     """Load a checkpoint; see DeepSpeedEngine.load_checkpoint."""
     world, inner = engine.world, engine._engine("load_checkpoint")
     found: Any = None
+    # Only the main rank reads the folder, so that all ranks load the same checkpoint.
     if world.is_main:
         try:
             found = _found(Path(folder), tag)
@@ -311,6 +314,7 @@ def _found(
             f"{path} is a checkpoint of engine.save, which has no counts, schedule or "
             "client_state for load_checkpoint: load it with engine.load."
         )
+    # Use only the last component, because a checkpoint must not refer to files outside its folder.
     beside = place / Path(name).name
     if not beside.is_file():
         return BrokenCheckpoint(f"{place} lacks {beside.name}: load another tag.")

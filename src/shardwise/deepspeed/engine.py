@@ -159,6 +159,7 @@ class DeepSpeedEngine(Configured):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Use __dict__, because `self.module` would recurse here before __init__ has set it.
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
@@ -291,6 +292,7 @@ class DeepSpeedEngine(Configured):
         if self._job.manages_accumulation:
             counts.global_samples += self.train_batch_size()
         else:
+            # The script decides when to step, so the number of backward passes per update may vary.
             per_backward = self._batches.micro * self.world.data_size
             counts.global_samples += per_backward * self._unmanaged_backwards
         self._unmanaged_backwards = 0

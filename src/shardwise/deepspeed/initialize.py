@@ -189,6 +189,7 @@ def _build(
     _place(model, world, precision)
     parameters = list(model.parameters()) if model_parameters is None else list(model_parameters)
     made = _optimizers(job, model, optimizer, parameters)
+    # Before the engine, so that its hook runs before the engine's hook.
     outputs = OutputTypes(model, restores=precision.startswith("bf16"))
     parts = EngineParts(optimizers=made)
     if made:

@@ -50,11 +50,14 @@ def lead_backwards(trained: Callable[[], Iterable[Engine]]) -> None:
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
+        # Leave second derivatives and `inputs` to torch's own backward.
         engines = [] if create_graph or inputs is not None else _reached(self, list(trained()))
         if not engines:
             stock(self, gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
             return
+        # As in torch, `gradient` weights the elements of a loss that is not a scalar.
         loss = self if gradient is None else (self * gradient).sum()
+        # Each engine runs a backward pass over the same graph, so only the last may free it.
         for number, each in enumerate(engines, 1):
             each(loss, retain_graph=bool(retain_graph) or number < len(engines))
 
@@ -83,6 +86,8 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # Autograd disables gradients here, but the product needs a graph for the engine's backward
+        # pass.
         with torch.enable_grad():
             ctx.backward_of_engine(ctx.loss * gradients[0])
         return None, None

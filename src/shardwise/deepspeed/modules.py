@@ -75,12 +75,14 @@ class _Part(ModuleType):
 
 def adopt() -> None:
     """Make `import deepspeed` and its submodules import Shardwise's modules in this process."""
+    # Drop imported modules of an installed DeepSpeed, so that later imports find ours.
     for name in [n for n in sys.modules if n.partition(".")[0] == NAME]:
         del sys.modules[name]
     sys.modules[NAME] = import_module(_OURS)
     for name, ours in MODULES.items():
         if (module := _ours(ours)) is not None:
             _put(f"{NAME}.{name}", module)
+    # Put it first, so that no submodule of an installed DeepSpeed is mixed with ours.
     if not any(isinstance(each, _Missing) for each in sys.meta_path):
         sys.meta_path.insert(0, _Missing())
 
@@ -89,6 +91,7 @@ def _ours(name: str) -> ModuleType | None:
     try:
         return import_module(f"{_OURS}.{name}")
     except ModuleNotFoundError as error:
+        # A missing import inside our module is a real error.
         if error.name != f"{_OURS}.{name}":
             raise
         return None
@@ -103,5 +106,6 @@ def _put(name: str, module: ModuleType) -> None:
     parent = sys.modules[package]
     if not hasattr(parent, last) or isinstance(parent, _Part):
         setattr(parent, last, module)
+    # The import system requires `__path__` to import submodules.
     if isinstance(parent, _Part) and not hasattr(parent, "__path__"):
         parent.__path__ = []

@@ -62,6 +62,7 @@ class _CsvWriter:
 
     def add_scalar(self, name: str, value: float, samples: int) -> None:
         path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+        # Reopen the file for each value, so that a killed process loses none.
         with path.open("a", newline="") as file:
             writer = csv.writer(file)
             if name not in self._begun:

@@ -102,11 +102,13 @@ class GatheredParameters:
                     meta.make_real(parameter, meta.materialise(parameter))
             return
         inner, writes = engine._engine("GatheredParameters"), self._modifier_rank is not None
+        # Gather only the smallest module that contains the parameters, to save memory.
         part = _smallest(engine.module, self._parameters)
         self._blocks.enter_context(inner.full_parameters(part, write=writes))
         self._blocks.enter_context(marked_whole(self._parameters))
 
     def __exit__(self, *error: Any) -> None:
+        # If the block raised on this rank, do not enter a collective that others may not reach.
         if error[0] is None and self._modifier_rank is not None and dist.is_initialized():
             with torch.no_grad():
                 for parameter in self._parameters:

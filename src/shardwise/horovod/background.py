@@ -147,6 +147,7 @@ class BackgroundThread:
             except Exception as error:  # re-raised in the caller
                 future.set_exception(error)
 
+        # Register the future, so that `_fail_all` can fail it if the thread stops.
         with self._lock:
             if self._failure is not None:
                 raise HorovodInternalError(self._failure)
@@ -188,6 +189,7 @@ class BackgroundThread:
 
     def _post(self, what: Callable[[], None]) -> None:
         self._inbox.put(what)
+        # After the end no thread reads the eventfd and, in a forked child, the parent would.
         if not self._ended:
             os.eventfd_write(self._wakeup, 1)
 

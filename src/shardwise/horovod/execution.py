@@ -91,6 +91,7 @@ def _allreduce(operation: AgreedOperation) -> list[Tensor]:
             for tensor in same_dtype:
                 tensor.copy_(adasum_reduce(tensor, operation.group, scale))
         elif len(same_dtype) == 1 and same_dtype[0].is_contiguous():
+            # A single contiguous tensor needs no flat copy.
             _reduce(operation, same_dtype[0].view(-1))
         else:
             flat = torch.cat([tensor.reshape(-1) for tensor in same_dtype])
@@ -152,6 +153,7 @@ def _divide(operation: AgreedOperation, total: Tensor) -> None:
 
 def _scale(flat: Tensor, factor: float) -> None:
     """Multiply integers by `factor`, truncating towards zero."""
+    # fp64 represents integers exactly up to 2**53.
     if factor != 1.0:
         flat.copy_(flat.to(torch.float64) * factor)
 
@@ -226,6 +228,7 @@ def _reducescatter(operation: AgreedOperation) -> list[Tensor]:
             flat, how = given.contiguous().view(-1), Sum(scale=then)
             operation.wait(operation.group.reduce_scatter(flat, cuts, how, into=out.view(-1)))
         else:
+            # Scale a copy, because the caller's tensor must not change.
             _scale(flat := _copy(tensor).view(-1), before)
             operation.wait(operation.group.reduce_scatter(flat, cuts, into=out.view(-1)))
             _divide(operation, out)
