@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def trained(world, settings, *, rows=13, micro=4, two_at_once=False):
-    """Return the whole state after some steps, and the next random numbers of each rank."""
+    """Return the full state after some steps, and the next random numbers of each rank."""
     activation_offload.LEAST = 64
     if settings.get("compile"):
         torch.compiler.reset()  # else torch runs a block eagerly after too many compilations

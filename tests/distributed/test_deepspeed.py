@@ -43,7 +43,7 @@ def json_of(zero, **more):
 
 
 def plain(size, accumulation, max_norm, *, averages=True):
-    """Losses, norms and weights of one process that does what DeepSpeed does."""
+    """Return losses, norms and weights of a single process that imitates DeepSpeed."""
     from shardwise.deepspeed.schedules import WarmupLR
 
     model = net()
@@ -158,7 +158,7 @@ def test_boundaries(group):
 
 
 def whole_weights(engine):
-    """Copies of the weights, whole on every rank."""
+    """Return copies of the full weights, on every rank."""
     import shardwise.deepspeed as deepspeed
 
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
@@ -246,7 +246,7 @@ def test_whole_parameters_and_states(group, size):
 
 
 def copied_case(world, folder):
-    """What scripts of adapters do to copy weights out, and a save as a plain state_dict in fp32."""
+    """Copy weights as adapter scripts do, and save them as a plain fp32 state_dict."""
     import shardwise.deepspeed as deepspeed
     from shardwise.deepspeed import zero_to_fp32
     from shardwise.deepspeed.zero import ZeroParamStatus
@@ -407,7 +407,7 @@ def test_set_random_seed_seeds_all_generators(group):
 
 
 def bf16_case(world, zero):
-    """Weights are rounded before masters begin, outputs are bf16 as the module computed them."""
+    """Round weights before creating masters. Outputs are bf16, as the module computed them."""
     import shardwise.deepspeed as deepspeed
 
     model = net().float()
@@ -432,7 +432,7 @@ def test_bf16_begins_as_deepspeed_does(group):
 
 
 def several_case(world):
-    """Two engines, each with its own optimizer: a loss of one moves the other not."""
+    """Train two engines with separate optimizers. A loss of one must not change the other."""
     import shardwise.deepspeed as deepspeed
 
     one, other = net(), net()

@@ -48,7 +48,7 @@ def loss_of(model, x, y):
 
 
 def plain(size):
-    """Losses and rates of one process that does what DeepSpeed does with this JSON."""
+    """Return losses and learning rates of a single process that imitates DeepSpeed."""
     from shardwise.deepspeed.schedules import WarmupLR
 
     model = net()
@@ -113,7 +113,7 @@ VARIABLES = {
 
 
 def launched_case(world):
-    """What `accelerate launch --use_deepspeed --zero_stage 3 ...` sets."""
+    """Set the variables of `accelerate launch --use_deepspeed --zero_stage 3 ...`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
@@ -220,7 +220,7 @@ def trainer_of(folder, tree, each, optimizers=(None, None), **options):
 
 
 def trainer_case(world, folder):
-    """With the trainer's own optimizer and schedule it is the stock Trainer's result."""
+    """With the trainer's own optimizer and schedule, the result is the stock Trainer's."""
     options = {"gradient_accumulation_steps": 2, "max_steps": 4}
     before = stock(folder, 4, **options)
     before.train()

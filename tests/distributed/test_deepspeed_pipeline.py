@@ -76,7 +76,7 @@ def weights():
 
 
 def plain(replicas, max_norm, data=None, loss_fn=loss_fn):
-    """Losses and norms of one process, then an evaluation, then the weights."""
+    """Return losses and norms of a single process, then an evaluation, then the weights."""
     model = Plain()
     model.load_state_dict(weights())
     trained = [*model.parameters(), *getattr(loss_fn, "parameters", list)()]
@@ -170,7 +170,7 @@ def test_a_tied_model_in_stages_trains_as_plain_pytorch(
 
 
 def saved_case(world, folder):
-    """A run in two stages goes on in one, with an iterator that is given once."""
+    """Resume a two-stage run with one stage, using an iterator that is passed once."""
     expected, _ = plain(1, 0.5)
     engine = made(world, 2, json_of())
     with pytest.raises(UsageError, match="has no batches on worker"):

@@ -150,7 +150,7 @@ def test_bf16(group):
 
 
 def on_meta_case(world):
-    """A model that is built without memory; a stage has its own layers only."""
+    """Train a model that is built without allocating it. A stage allocates only its own layers."""
     import shardwise.deepspeed as deepspeed
 
     losses = []
@@ -213,7 +213,7 @@ def test_stages_under_the_interleaved_schedule(group):
 
 
 def late_case(world):
-    """An engine of one worker alone, which another's garbage collector has removed."""
+    """Keep an engine on one worker that another worker's garbage collector has removed."""
     from shardwise.bridging.joining import divide
     from shardwise.engine.user_objects import living
 

@@ -63,7 +63,7 @@ def test_what_cannot_be_saved_is_said_by_all(group, tmp_path):
 
 
 def schedule_case(world, folder):
-    """A schedule of another kind is refused before anything changes, or left out."""
+    """Load a different kind of schedule: an error before any change, or skipped on request."""
     engine, _ = trained(world, json_of(0), steps=range(1))
     engine.save_checkpoint(folder)
     close(engine, world)

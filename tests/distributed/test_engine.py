@@ -62,7 +62,7 @@ def train(world, model, loss_of, *, steps=5, zero=1, optimizer=None, **settings)
 
 
 def train_plain(model, loss_of_rank, *, size, steps=5, optimizer=None):
-    """Train in one process, calling `loss_of_rank` for each rank's rows."""
+    """Train in a single process, calling `loss_of_rank` for each rank's rows."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         optimizer.zero_grad()
@@ -75,7 +75,7 @@ def train_plain(model, loss_of_rank, *, size, steps=5, optimizer=None):
 
 
 def agree(world, zero, make, loss_of, **options):
-    """Assert that training `make()` over the ranks and in one process gives the same weights."""
+    """Assert that training `make()` on all ranks and in a single process gives the same weights."""
     model, plain = make(), make()
     engine = train(world, model, loss_of, zero=zero, **options)
     train_plain(plain, loss_of, size=world.size)

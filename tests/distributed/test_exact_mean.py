@@ -73,7 +73,7 @@ def parity_case(world, zero, rows, split):
     [(1, False), (2, False), (2, True), pytest.param(4, False, marks=pytest.mark.full)],
 )
 def test_means_of_plain_pytorch(group, size, split):
-    """Of the last batches rank 1 has one sample, or none, which 17 and 18 rows show."""
+    """With 17 and 18 rows, rank 1 has one sample or none in the last batches."""
     for zero, rows in ((0, ROWS), (3, 17 if split else 18))[:size]:
         ranks(group, size)(parity_case, zero, rows, split)
 
@@ -133,7 +133,7 @@ def test_data_without_a_length(group):
 
 
 class Texts(Dataset):
-    """Rows of other lengths: a mean over words is no mean of means."""
+    """Rows of different lengths, for which a mean over words is not a mean of means."""
 
     def __len__(self):
         return ROWS
@@ -217,8 +217,10 @@ def test_what_a_loss_is_a_mean_over_is_read_from_its_graph(group, size):
 
 
 def several_losses_case(world):
-    """Two backwards of one batch add up; the loss of the step is exact; an evaluation in between
-    has every sample once."""
+    """Accumulate two losses of one batch.
+
+    The step's loss is exact, and an evaluation in between uses every sample once.
+    """
     x, y = data(torch.float64, ROWS).tensors
     expected = net(torch.float64)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)

@@ -1,5 +1,7 @@
-"""A forked child has the model as it was at the fork, as in plain PyTorch, and its parent keeps
-its own."""
+"""A forked child sees the model as it was at the fork, as in plain PyTorch.
+
+Its parent is not affected by the child's writes.
+"""
 
 import errno
 import faulthandler

@@ -21,7 +21,7 @@ from tests.distributed.horovod import (
 )
 
 OFTEN = (2, 3)
-"""One is alone, and four are no other case than two and three."""
+"""Numbers of ranks to test often. A single rank is a special case, and four adds nothing new."""
 
 every_size = pytest.mark.parametrize(
     "size", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.full) for n in SIZES]
@@ -286,7 +286,9 @@ def test_gradients_flow(group, size):
 
 
 def _handles(world):
-    """100 operations, asked for in another order on each rank, waited for in another one."""
+    """Request 100 operations in a different order on each rank, and wait for them in yet another
+    order.
+    """
     with initialized():
         order = list(range(100))
         random.Random(world.rank).shuffle(order)

@@ -1,4 +1,4 @@
-"""Sparse tensors and gradients over all ranks, against one plain process that has all of them."""
+"""Sparse tensors and gradients on all ranks, compared with a single process."""
 
 import copy
 

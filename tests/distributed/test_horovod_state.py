@@ -33,7 +33,7 @@ def step(model, optimizer, number):
 
 
 def horovods(make, model):
-    """What Horovod leaves of a fresh optimizer: it has made a step with gradients of zero."""
+    """Return a fresh optimizer as Horovod leaves it: after a step with zero gradients."""
     optimizer = make(model.parameters())
     if not optimizer.state:
         for param in model.parameters():
@@ -117,7 +117,7 @@ def test_sparse_states_and_lbfgs(group):
 
 
 def _by_value(world):
-    """What only one rank has: a function without a name, and a class of its script."""
+    """Send objects that only one rank has: a lambda, and a class of its script."""
     with initialized():
         more = world.rank + 2
         double = hvd.broadcast_object(lambda x: more * x, root_rank=1)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric over engines: the results of the stock ones in one process."""
+"""Lightning's Trainer and Fabric on engines, compared with the stock ones in a single process."""
 
 import copy
 import itertools
@@ -35,7 +35,7 @@ def ranks(group, size):
 
 @contextmanager
 def calm():
-    """Lightning's warnings are its own; RANK and the like are another test's."""
+    """Silence Lightning's own warnings and remove variables such as RANK."""
     before = {name: os.environ.pop(name, None) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -112,7 +112,7 @@ class Rates(pl.Callback):
 
 
 def trainer(strategy, callbacks=(), **options):
-    """Our Trainer; with strategy "auto" the stock one, of one process."""
+    """Create our Trainer or, with strategy "auto", the stock one in a single process."""
     options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False} | options
     return pl.Trainer(
         accelerator="cpu",
@@ -174,7 +174,7 @@ def test_results_of_the_stock_trainer(group, size, dtype):
 
 
 CUTS = (0, 8, 16, 22, 30, 40)
-"""Where batches of several sizes begin and end: 8, 8, 6, 8, 10 rows."""
+"""Boundaries of batches with different sizes: 8, 8, 6, 8, 10 rows."""
 
 
 class Batches:
@@ -240,7 +240,9 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("zero", [3, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("every", [3, 5])
 def test_a_resumed_run_goes_on_with_the_same_bits(group, tmp_path, zero, every):
-    """In the middle of an epoch and at its end; then at another size, and in stock Lightning."""
+    """Resume in the middle of an epoch and at its end, at a different world size, and in stock
+    Lightning.
+    """
     seen = ranks(group, 2)(resume_case, str(tmp_path), zero, every)[0]
     ranks(group, 1)(elsewhere_case, str(tmp_path / f"step={every}.ckpt"), seen[every:])
 
@@ -266,7 +268,7 @@ def test_resumed_runs_of_every_precision(group, tmp_path, precision, zero):
 
 @pytest.mark.parametrize(("zero", "exact"), [(0, False), (3, True)])
 def test_a_resumed_run_in_bf16_goes_on_from_the_masters(group, tmp_path, zero, exact):
-    """In the middle of an epoch; then at another size, and in stock Lightning."""
+    """Resume in the middle of an epoch, at a different world size, and in stock Lightning."""
     ranks(group, 2)(resume_case, str(tmp_path), zero, 3, "bf16-true", exact)
     ranks(group, 1)(in_bf16_elsewhere_case, str(tmp_path / "step=3.ckpt"))
 
@@ -292,7 +294,7 @@ def in_bf16_elsewhere_case(world, path):
 
 
 def best_case(world, folder):
-    """The best weights, whole at ZERO_3, are what `test` and load_from_checkpoint read."""
+    """`test` and load_from_checkpoint read the best weights in full, even with ZeRO stage 3."""
     best = pl.callbacks.ModelCheckpoint(folder, monitor="valid", save_last=True)
     stops = pl.callbacks.EarlyStopping("valid", patience=3)
     rates = pl.callbacks.LearningRateMonitor("step")
@@ -321,7 +323,7 @@ def test_checkpoints_stopping_and_loggers(group, tmp_path):
 
 
 class Gan(pl.LightningModule):
-    """Two optimizers that step on their own, by hand."""
+    """Two optimizers that manual optimization steps separately."""
 
     def __init__(self, share=1, toggles=True):
         super().__init__()
@@ -444,7 +446,7 @@ def test_hooks_see_whole_gradients(group):
 
 
 class WithMesh(Model):
-    """As scripts for ModelParallelStrategy are written."""
+    """A module in the form of scripts for ModelParallelStrategy."""
 
     def configure_model(self):
         copy.deepcopy(self._device_mesh)
@@ -780,5 +782,5 @@ def fabric_resumed_case(world, folder, precision, zero, exact):
     ],
 )
 def test_a_resumed_fabric_goes_on_with_the_same_bits(group, tmp_path, precision, zero, exact):
-    """With an exact mean too, although losses of the next step weigh more."""
+    """This includes an exact mean, although losses of the next step have a higher weight."""
     ranks(group, 2)(fabric_resumed_case, str(tmp_path), precision, zero, exact)

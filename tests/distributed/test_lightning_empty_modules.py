@@ -137,7 +137,7 @@ class Rotary(Model):
 
 
 def meta_case(world, zero):
-    """As scripts for FSDPStrategy write it: their modules set themselves by reset_parameters."""
+    """Use modules that define reset_parameters, as in scripts for FSDPStrategy."""
     with torch.device("meta"):
         model = Rotary(world.size)
     fitted(ours(zero), model=model, max_epochs=1)

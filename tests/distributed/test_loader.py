@@ -43,7 +43,7 @@ class Stream(IterableDataset):
 
 
 class Sharded(Stream):
-    """As Hugging Face's: a stream that can be cut in shards."""
+    """A stream that can be sharded, like Hugging Face's."""
 
     def __init__(self, end, first=0, stride=1, num_shards=4):
         super().__init__(end, first, stride)

@@ -222,7 +222,7 @@ LOSSES = {
 
 
 def plain(loss_of):
-    """Return losses, gradient norms and weights of one process."""
+    """Return losses, gradient norms and weights of a single process."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     seen = []

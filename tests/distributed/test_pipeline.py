@@ -554,7 +554,7 @@ def test_names_misuse_and_continues(group, how, hint):
 
 
 class Backwards(nn.Module):
-    """Registers its layers in another order than it runs them."""
+    """Registers its layers in a different order from the one in which it runs them."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sharded parameters: models of every kind train as in one process."""
+"""Sharded parameters: models of every kind train as in a single process."""
 
 import pytest
 import torch
@@ -301,7 +301,7 @@ def one_unit_at_a_time(world):
 
 
 def few_buffers(world):
-    """After the first steps no pass allocates a buffer for whole buckets."""
+    """After the first steps, no pass allocates a buffer for gathered buckets."""
     model = seeded(Tied)
     engine = sharded(model)
     train(world, engine, model, squares, range(2))

@@ -1,4 +1,4 @@
-"""What only the transport over shared memory promises: one memory, bits, faults, nothing left."""
+"""Properties of the shared-memory transport: one memory, exact bits, faults, no leftovers."""
 
 import gc
 import os
@@ -101,7 +101,7 @@ def test_memory_is_used_again(group):
 
 
 def leaves_while_others_read(world):
-    """A rank that closes a group does not take back what another one still reads."""
+    """A rank that closes a group does not free memory that another rank still reads."""
     group = world.collectives.split([range(world.size)])
     beside = group.allocate(LARGE, torch.float32, CPU)  # so that the segment lives on
     usual = shared_buffers.SharedBuffers.read

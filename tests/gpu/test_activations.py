@@ -1,4 +1,4 @@
-"""Activations recomputed, and moved to the host or a disk, on a GPU: the bits of those kept."""
+"""Activations that are recomputed or offloaded to host or disk on a GPU give identical bits."""
 
 import pytest
 import torch

@@ -64,7 +64,7 @@ def build(world, dtype=torch.float32, **shape):
 
 
 def batch(world, step, dtype=torch.float32, width=WIDTH, rows=ROWS):
-    """Inputs and targets of a whole step."""
+    """Return inputs and targets of a full step."""
     draw = torch.Generator().manual_seed(step)
     x = torch.randn(rows, width, generator=draw).to(world.device, dtype)
     return x, torch.randint(CLASSES, (rows,), generator=draw).to(world.device)
@@ -78,7 +78,7 @@ def loss_of(model, x, y, scale=1.0):
 
 
 def train(world, *, dtype=torch.float32, micro=1, scales=None, **settings) -> Trained:
-    """By the engine; `micro` micro-batches, `scales` multiply the losses of steps."""
+    """Train with the engine, in `micro` micro-batches. `scales` multiply the losses of steps."""
     model, optimizer = build(world, dtype)
     engine = sw.Engine(model, optimizer, bucket_mb=0.01, **settings)
     told = Trained()
@@ -102,7 +102,7 @@ def train(world, *, dtype=torch.float32, micro=1, scales=None, **settings) -> Tr
 
 
 def train_plain(world, *, dtype=torch.float32, autocast=None, scales=None) -> Trained:
-    """By a plain loop on the same device; with fp16 `autocast` under a GradScaler."""
+    """Train with a plain loop on the same device, using a GradScaler for fp16 `autocast`."""
     model, optimizer = build(world, dtype)
     kind = world.device.type
     scaler = torch.amp.GradScaler(kind, enabled=autocast == torch.float16)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 BATCH = 18
-"""Rows of a total batch: three micro-batches for each of 1, 2, 3 and 4 workers."""
+"""Number of rows in a global batch: three micro-batches for each of 1, 2, 3 and 4 workers."""
 
 MICRO_ROWS = {1: 6, 2: 3, 3: 2, 4: 2}
 """Rows of a micro-batch by number of workers, so that a full window has three."""

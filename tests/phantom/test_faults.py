@@ -218,7 +218,7 @@ def test_harmless_missing_wait_is_not_reported(phantom, kind, places, case):
 
 
 def rounded_early(world, folder):
-    """Round a sum over the ranks before it is complete."""
+    """Round a sum across ranks before it is complete."""
     real = nccl.Nccl._handle
 
     def handle(self, work, after=None):
@@ -265,7 +265,7 @@ def unsettled(ring, real):
 
 
 def written_while_it_goes_up(world, folder):
-    """Refill a pinned block from a disk before its copy to the device has ended."""
+    """Refill a pinned block from a disk before its copy to the device has completed."""
     with replaced(StagingRing, "next", unsettled):
         cases.small_blocks(world, cases.activations, {"offload_activations": f"nvme:{folder}"})
 

@@ -1,4 +1,4 @@
-"""What tests of the command have in common."""
+"""Fixtures for the tests of the command."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +59,6 @@ def warm_with_libraries() -> Iterator[WarmPython]:
 
 @pytest.fixture
 def warm_library_programs(warm_with_libraries: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `warm_programs`, from processes that have imported accelerate, transformers, lightning."""
+    """Like `warm_programs`, but with accelerate, transformers and lightning imported."""
     for name, value in warm_with_libraries.environ().items():
         monkeypatch.setenv(name, value)

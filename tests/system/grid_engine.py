@@ -164,5 +164,5 @@ def _is_ready(made: GridEngine) -> bool:
 
 
 def missing() -> str | None:
-    """Return why a cell is impossible on this machine; None if it is possible."""
+    """Return why a cell is impossible on this machine, or None if it is possible."""
     return two_hosts.missing(*COMPONENTS)

@@ -18,7 +18,10 @@ TINY = ["--width", "32", "--layers", "2", "--vocabulary", "64", "--sequence", "8
 
 
 def run(command: str, *arguments: str | Path, code: int = 0) -> str:
-    """What `python benchmarks/COMMAND ARGUMENTS` writes; it must end with `code`."""
+    """Run `python benchmarks/COMMAND ARGUMENTS`, expecting exit status `code`.
+
+    Return its output.
+    """
     done = subprocess.run(
         [sys.executable, BENCHMARKS / command, *arguments],
         capture_output=True,

@@ -94,7 +94,7 @@ def test_trainers_scripts_run_unchanged(shardwise: Launcher, zero: str) -> None:
 
 @pytest.mark.full
 def test_a_rank_that_leaves_the_loop_is_named(shardwise: Launcher) -> None:
-    """By rank, call and line, and the run ends, where others wait for hours."""
+    """The error names the rank, its call and its line, and the run stops instead of hanging."""
     short = ["--zero", "2", "--warn-after", "4", "--timeout", "12"]
     ran = run(shardwise, *WORDS, "-n", "2", *short, "--adopt", "accelerate", LEAVES)
     assert ran.code == 1
@@ -134,7 +134,7 @@ def figures(ran: Ran) -> list[str]:
 
 
 def test_a_language_model_by_the_trainer(shardwise: Launcher, text: str) -> None:
-    """As run_clm.py trains one: in one process by the stock Trainer, in two at ZERO_3, resumed."""
+    """Train like run_clm.py: with the stock Trainer, on two processes with ZeRO 3, resumed."""
     every = ["--folder", text, "--report_to", "none", "--max_grad_norm", "0.5", "--seed", "3"]
     every += [
         "--optim",
@@ -162,8 +162,10 @@ def test_a_language_model_by_the_trainer(shardwise: Launcher, text: str) -> None
 
 @pytest.mark.full
 def test_a_language_model_by_a_loop(shardwise: Launcher, text: str) -> None:
-    """As run_clm_no_trainer.py trains one, and saves it by a call on all ranks: the figures of
-    stock Accelerate with DistributedDataParallel; resumed."""
+    """Train like run_clm_no_trainer.py, save from all ranks, and resume.
+
+    The results match stock Accelerate with DistributedDataParallel.
+    """
     stock = [TORCHRUN, "--standalone", "--nproc-per-node=2", script("clm_loop"), text, "stock", "2"]
     expected = figures(run(shardwise, "env", "ACCELERATE_USE_CPU=true", *stock))
     assert len(expected) == 2

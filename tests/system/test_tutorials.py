@@ -50,7 +50,7 @@ def example(name: str, *flags: str, folder: Path) -> str:
 
 
 def run(workers: int, name: str, *flags: str, folder: Path, settings: tuple[str, ...] = ()) -> Any:
-    """What an example writes to its --result on so many workers."""
+    """Run an example on `workers` workers, and return the contents of its --result."""
     result = folder / "result.json"
     command = [sys.executable, "-m", "shardwise", "run", "-n", str(workers), *settings]
     words = [*command, str(EXAMPLES / name), *flags, "--result", str(result)]
@@ -144,7 +144,7 @@ class TestPtb:
     def test_the_exact_mode_has_the_bits_of_one_worker(
         self, tmp_path: Path, sizes: tuple[int, ...]
     ) -> None:
-        """Of the whole run, dropout and the evaluations included; lanes are remembered."""
+        """Covers the complete run, including dropout and evaluations. Lanes are cached."""
         write_text(tmp_path, (400, 100, 100))
         flags = ("--data", str(tmp_path), "--config", "medium", "--hidden", "24", "--epochs", "2")
         runs = [

@@ -183,7 +183,7 @@ def test_modules_of_horovods_names_have_the_same(module):
 
 @pytest.fixture
 def no_horovod(monkeypatch):
-    """As if Horovod were not installed, and nothing of it after the test."""
+    """Simulate that Horovod is not installed, and undo its import after the test."""
     before = {name for name in sys.modules if name.partition(".")[0] == "horovod"}
     assert not before
     yield

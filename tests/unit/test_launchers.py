@@ -481,7 +481,7 @@ def test_refuses_process_with_signs_of_others(environ: dict[str, str], sign: str
 
 
 def test_refuses_process_below_launcher_without_variables() -> None:
-    """As in a container without the environment of its host."""
+    """Simulates a container without the environment of its host."""
     with pytest.raises(LaunchError, match=r"several \(started by hydra_pmi_proxy\)"):
         launcher_detection.detect({}, ["hydra_pmi_proxy"])
 

@@ -23,7 +23,7 @@ def looks_across(program: Program) -> bool:
 
 
 def counts_forwards(program: Program) -> bool:
-    """Return whether it depends on the number of forwards."""
+    """Return whether a program depends on the number of forward passes."""
     return any(name in blocks.COUNT_FORWARDS for net in program.nets for name in net.blocks)
 
 

@@ -103,7 +103,7 @@ def test_hosts_have_files_of_their_own() -> None:
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path, anew: bool) -> None:
-    """As a worker of a DataLoader may be while the thread writes."""
+    """A DataLoader worker may be forked while the thread writes."""
     path = tmp_path / "t.json"
     file = joined(path)
     read, write = os.pipe()

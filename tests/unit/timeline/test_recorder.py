@@ -204,7 +204,7 @@ def test_every_line_fits_into_a_page() -> None:
 
 
 class Answering(StatusServer):
-    """A rank whose clock is `behind` ns behind, at an end of a way of some ms."""
+    """A rank whose clock is `behind` ns behind, over a link with a latency of some ms."""
 
     def __init__(self, behind: int) -> None:
         super().__init__(1, 2)
