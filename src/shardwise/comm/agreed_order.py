@@ -6,9 +6,9 @@ example if one rank takes a branch of the model that another rank skips. Therefo
 entries of a common list. A rank that needs an entry further down the list first takes part in the
 entries before it ("catching up"). At the end of its pass it takes part in the remaining entries:
 
-list          embed   a   b   c   head
-rank 0        embed   a       c   head       gathers b on the way to c, and frees it
-rank 1        embed   a   b       head       gathers c on the way to head, and frees it
+    list          embed   a   b   c   head
+    rank 0        embed   a       c   head       gathers b on the way to c, and frees it
+    rank 1        embed   a   b       head       gathers c on the way to head, and frees it
 
 Ranks agree on the list during the first pass. Each rank sends the entry that it needs next. All
 ranks run the one with the lowest number (in a backward pass, the highest), until all of them have

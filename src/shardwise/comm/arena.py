@@ -8,11 +8,11 @@ garbage-collected, its pages return to the system and its range can be reused.
 A forked child must see the values at the time of the fork, and its writes must not reach its
 parent. A shared mapping provides neither, so there are two kinds of segments:
 
-forkable   tensors that user code sees: parameters. Before a fork they become private mappings
-           of their file, which parent and child copy page by page as they write. The next step
-           calls `share_again`, which gives the parent a new file that other ranks can read.
-           The old file is freed when the last child that maps it exits.
-others     buffers of the engine, which a child never uses. They read as zeros in the child.
+    forkable   tensors that user code sees: parameters. Before a fork they become private mappings
+               of their file, which parent and child copy page by page as they write. The next step
+               calls `share_again`, which gives the parent a new file that other ranks can read.
+               The old file is freed when the last child that maps it exits.
+    others     buffers of the engine, which a child never uses. They read as zeros in the child.
 """
 
 from __future__ import annotations

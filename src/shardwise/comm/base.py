@@ -3,13 +3,13 @@
 To add a transport, subclass `Collectives` and add an entry to `TRANSPORTS` in connect.py, which
 chooses the transport of a process.
 
-must define     all_reduce  reduce_scatter  all_gather  broadcast    launch, return a Handle
-                split                                                creates smaller groups
-                close
-has a default   all_to_all  gather_rows  barrier  second_group       override for speed
-                allocate  common                                     the transport's own memory
-                *_pieces  reduce_scatter_onto                        save a pass over memory
-flags           sends_pieces  sums_onto  looks  in_one_order         what callers should know
+    must define     all_reduce  reduce_scatter  all_gather  broadcast    launch, return a Handle
+                    split                                                creates smaller groups
+                    close
+    has a default   all_to_all  gather_rows  barrier  second_group       override for speed
+                    allocate  common                                     the transport's own memory
+                    *_pieces  reduce_scatter_onto                        save a pass over memory
+    flags           sends_pieces  sums_onto  looks  in_one_order         what callers should know
 
 Rules that callers rely on:
 
