@@ -244,9 +244,7 @@ class Arena:
         return taken
 
     def allocate_alone(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor in a separate segment, because other ranks may use it longer than this
-        one.
-        """
+        """Allocate a tensor in a separate segment, because other ranks may use it longer."""
         segment, memory = self._open(numel * dtype.itemsize)
         segment.is_full = True
         return tensor_at(memory, 0, numel, dtype)

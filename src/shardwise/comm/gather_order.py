@@ -33,7 +33,7 @@ class Member(Protocol):
         """Start the parts of entry `number`, the next entry, that need not wait for their turn."""
 
     def is_past(self, number: int) -> None:
-        """Called when the current backward pass will not need entry `number` again."""
+        """Handle that the current backward pass will not need entry `number` again."""
 
     def end_dead_pass(self) -> None:
         """End the pass that this member opened, if that pass failed without being closed."""

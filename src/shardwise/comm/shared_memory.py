@@ -253,9 +253,7 @@ class SharedMemory(MappedMemory):
         self.buffers.take_back(public, sent)
 
     def _broadcast(self, begin: MeshMessage, buffer: Tensor, source: int) -> Steps:
-        """Copy from the source, which waits until all ranks have read, because its buffer may then
-        change.
-        """
+        """Copy from the source, which waits for all reads because its buffer may then change."""
         small = buffer.nbytes <= INLINE
         if self.rank == source:
             public = self.buffers.publish(begin, buffer, small=small)

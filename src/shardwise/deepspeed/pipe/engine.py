@@ -213,15 +213,15 @@ class PipelineEngine(DeepSpeedEngine):
     # -- calls that a plain engine supports ---------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Raises UsageError, because stages run different micro-batches at a time."""
+        """Raise UsageError, because stages run different micro-batches at a time."""
         raise _of_batches("forward")
 
     def backward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Raises UsageError, because stages run different micro-batches at a time."""
+        """Raise UsageError, because stages run different micro-batches at a time."""
         raise _of_batches("backward")
 
     def step(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Raises UsageError, because stages run different micro-batches at a time."""
+        """Raise UsageError, because stages run different micro-batches at a time."""
         raise _of_batches("step")
 
     def is_first_stage(self) -> bool:
