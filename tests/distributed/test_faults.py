@@ -1,6 +1,7 @@
-"""A rank that is killed or stopped in any phase of training is named by all others, in time.
+"""If a rank is killed or stopped in any phase of training, all other ranks name it in time.
 
-Each case runs once; with TEST_REPEATS=100 in the environment 100 times, and stops in every phase.
+Each case runs once. With TEST_REPEATS=100 in the environment it runs 100 times, and ranks are
+stopped in every phase.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""One rank of a warm group: joins once, then runs the cases that its group sends.
+"""One rank of a warm group: it joins once, then runs the cases that its group sends.
 
-group.py has it forked from a process that has imported torch. It is given one end of a connection
-and keywords of `shardwise.init`; `hosts` among them is by rank the host that it is to take itself
-to be on. A message is ("run", pickled (function, args)), ("sync",) or ("end",); end of file means
-the session died.
+group.py forks it from a process that has imported torch, and passes one end of a connection and
+keyword arguments for `shardwise.init`. The argument `hosts` lists the simulated host of each rank.
+A message is ("run", pickled (function, args)), ("sync",) or ("end",). End of file means that the
+session has died.
 """
 
 import faulthandler

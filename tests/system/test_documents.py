@@ -1,6 +1,6 @@
-"""What README.md and the guides say to type and to write works as it stands there.
+"""The commands and code in README.md and the guides work as written.
 
-A block that a test cannot run says why in a comment above it: <!-- not run: needs two hosts -->
+The comment above a block that a test cannot run gives the reason: <!-- not run: needs two hosts -->
 """
 
 import os

@@ -267,9 +267,7 @@ class Arena:
         return number in self._segments
 
     def leave_to_others(self) -> None:
-        """Preserve all current contents until the segments end, because other ranks may still read
-        them.
-        """
+        """Preserve all contents until the segments end, for ranks that may still read them."""
         for segment in list(self._segments.values()):
             segment.is_read = segment.is_full = True
 

@@ -1,9 +1,9 @@
-"""Another user of the host, who tries to be rank 1 of a run, and then to disturb it.
+"""Simulates another user of the host, who tries to join a run as rank 1 and then to disturb it.
 
-    python intruder.py PORT FOLDER            as root: it becomes nobody once all is imported
+    python intruder.py PORT FOLDER            as root: it becomes nobody after all imports
 
-Rank 0 listens at PORT; notes of what was done are left in FOLDER. Where other sockets of the run
-are it is told on standard input: lines of `tcp PORT` or `unix NAME`.
+Rank 0 listens at PORT. The script writes notes of its actions to FOLDER. It reads the addresses of
+the run's other sockets from standard input, as lines of `tcp PORT` or `unix NAME`.
 """
 
 import contextlib

@@ -1,8 +1,9 @@
-"""A warm process: it has imported what programs of tests import, torch above all, and forks them.
+"""A warm process, which has imported the modules that test programs need and forks these programs.
 
     python server.py SOCKET MODULES ...
 
-As shardwise.tools.verify.fork_server, whose forks are ranks that record; these are whole programs.
+It resembles shardwise.tools.verify.fork_server, but its forks are complete programs instead of
+ranks that record.
 """
 
 import builtins
