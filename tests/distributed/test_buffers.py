@@ -67,7 +67,7 @@ def same_model(engine, model, plain):
 
 
 def weighted_case(world, zero, kind, steps):
-    """The loss counts only some rows, and ranks have different numbers of these."""
+    """Train with a loss that counts only some rows, a different number on each rank."""
 
     def loss_of(model, x, counted):
         return (model(x).square() * counted).sum() / counted.sum()

@@ -152,7 +152,7 @@ def checksums(path):
 
 
 def gloo_case(world, folder):
-    """Every gather sends messages, and a file is larger than its limit."""
+    """Save and load with messages for every gather, and a file above the size limit."""
     path, values = saves(world, folder, zero=3)
     alike(loads(world, path, zero=3), values)
 

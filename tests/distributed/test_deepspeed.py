@@ -65,7 +65,7 @@ def plain(size, accumulation, max_norm, *, averages=True):
 
 
 def trained(world, config, steps=range(STEPS)):
-    """The same by DeepSpeed's interface; the engine is left open."""
+    """Train the same model with DeepSpeed's API, and leave the engine open."""
     import shardwise.deepspeed as deepspeed
 
     model = net()
@@ -336,7 +336,7 @@ def test_every_way_to_write_a_backward_is_the_same(group):
 
 
 def one_loss_case(world, zero):
-    """One loss.backward() of several engines; a model without an engine keeps torch's own."""
+    """Run one loss.backward() for several engines. A model without an engine uses torch's own."""
     import shardwise.deepspeed as deepspeed
 
     seen = []
@@ -456,7 +456,7 @@ def test_several_engines(group):
 
 
 def data_case(world, folder):
-    """Each worker has its share of training_data; values are written as files."""
+    """Give each worker its share of training_data, and write metrics to files."""
     import shardwise.deepspeed as deepspeed
 
     rows = torch.utils.data.TensorDataset(torch.arange(16.0).reshape(16, 1))

@@ -261,7 +261,7 @@ def test_the_trainer_under_accelerate_launch(group, tmp_path):
 
 
 def kept_case(world, folder):
-    """Copies of TrainingArguments keep the JSON, which may be given as text."""
+    """Copy TrainingArguments, which keep a config that may be given as text."""
     import transformers
 
     import shardwise.transformers
@@ -330,7 +330,7 @@ def test_a_json_that_contradicts_the_arguments(group, tmp_path):
 
 
 def optimizer_case(world, folder):
-    """The JSON's optimizer and schedule, with "auto" as the arguments say."""
+    """Use the config's optimizer and schedule, with values for "auto" from the arguments."""
     from shardwise.deepspeed.schedules import WarmupLR
 
     tree = JSON | {"optimizer": OPTIMIZER, "scheduler": SCHEDULER, "gradient_clipping": 0.5}

@@ -34,7 +34,7 @@ def loss_fn(outputs, labels):
 
 
 def specs(pipe):
-    """A language model whose embedding is its head too, and a function between the layers."""
+    """Return a language model whose embedding is also its head, with a function between layers."""
     blocks = [pipe.LayerSpec(Block, WIDTH) for _ in range(3)]
     return [
         pipe.TiedLayerSpec("embed", nn.Embedding, WORDS, WIDTH),

@@ -32,7 +32,7 @@ def texts():
 
 
 def in_order():
-    """The batches of `texts`, again and again."""
+    """Yield the batches of `texts` repeatedly."""
     dataset = texts()
     while True:
         for first in range(0, len(dataset), ROWS):
@@ -47,7 +47,7 @@ def steps_of(engine, data=None):
 
 
 def training_data_case(world):
-    """The engine reads a dataset in its order, and counts steps that are all boundaries."""
+    """Read a dataset in order. Every step is an accumulation boundary."""
     import shardwise.deepspeed as deepspeed
 
     expected, _ = plain(1, 0.5, [in_order()])
@@ -69,7 +69,7 @@ def test_training_data_is_read_in_its_order(group):
 
 
 def loader_case(world):
-    """A Loader that was made before the stages gives both workers of a pipeline the same."""
+    """Use a Loader created before the stages. Both workers of a pipeline get the same batches."""
     loader = sw.Loader(texts(), batch_size=ROWS)
     assert world.data_size == 2
     expected, _ = plain(1, 0.5, [in_order()])

@@ -15,7 +15,7 @@ ROWS, BATCH, WINDOW = 21, 8, 2
 
 
 def plain(rows=ROWS, step=BATCH * WINDOW, epochs=2):
-    """Losses by step, and the weights in the end, of plain PyTorch."""
+    """Train in plain PyTorch. Return losses by step and the final weights."""
     model = net(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     x, y = data(torch.float64, rows).tensors
@@ -32,7 +32,7 @@ def plain(rows=ROWS, step=BATCH * WINDOW, epochs=2):
 
 
 def train(accelerator, rows=ROWS, batch=BATCH, epochs=2, dataset=None):
-    """The same by Accelerate, in micro-batches of `batch` rows of each rank."""
+    """Train with Accelerate, in micro-batches of `batch` rows on each rank."""
     model = net(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     loader = DataLoader(dataset or data(torch.float64, rows), batch_size=batch)
@@ -94,7 +94,7 @@ class Centred(nn.Module):
 
 
 def running_mean_case(world):
-    """The last batch has three rows on one rank and two on the other, at another weight each."""
+    """Train with a last batch of three rows on one rank and two on the other."""
     model, plain = Centred(), Centred()
     accelerator = ours(exact_mean=True)
     loader = DataLoader(data(torch.float64, ROWS), batch_size=BATCH // world.size)
@@ -183,7 +183,7 @@ def test_means_over_other_items(group):
 
 
 def ignored_labels(model, x):
-    """A mean over the rows whose first number is positive, which cross_entropy alone knows."""
+    """Return a mean over rows whose first number is positive, which only cross_entropy knows."""
     labels = torch.where(x[:, 0] > 0, (x[:, 1] > 0).long(), -100)
     scores = model(x).sum(1, keepdim=True) * torch.tensor([1.0, -1.0], dtype=torch.float64)
     return nn.functional.cross_entropy(scores, labels)

@@ -256,7 +256,7 @@ def test_subprocesses_leave_the_run_alone(group, transport):
 
 
 def _files_of_arenas():
-    """The inodes of the files of segments that this process has open."""
+    """Return the inodes of the segment files that this process has open."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:

@@ -75,7 +75,7 @@ def plain(way, count):
 
 
 def rows(step, number=0):
-    """A short third batch."""
+    """Return a batch. The third batch is short."""
     return batch(10 * step + number, rows=5 if step == 2 else 8)
 
 

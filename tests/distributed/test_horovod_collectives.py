@@ -308,7 +308,7 @@ def test_handles_are_waited_for_in_any_order(group, size):
 
 
 def _sets(world):
-    """Three sets that overlap, added and removed; operations on them at the same time."""
+    """Add and remove three overlapping sets, and run operations on them concurrently."""
     with initialized():
         sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 2, 3])]
         assert [s.process_set_id for s in sets] == [1, 2, 3]

@@ -89,7 +89,7 @@ def words_of(step, turn, rank):
 
 
 def train(world, how, make, passes=1):
-    """The largest difference to a plain process, after some steps of `make`'s optimizers."""
+    """Return the largest difference from a plain process after some steps."""
     torch.manual_seed(0)
     model = Words().double()
     plain = copy.deepcopy(model)

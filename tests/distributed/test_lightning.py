@@ -132,7 +132,7 @@ def ours(zero, **settings):
 
 
 def fitted(strategy, share=1, model=None, ckpt=None, **options):
-    """The trainer, its model and learning rates by batch, after `fit`."""
+    """Return the trainer, its model and the learning rates by batch, after `fit`."""
     rates = Rates()
     with calm():
         made = trainer(strategy, [rates, *options.pop("callbacks", [])], **options)
@@ -541,7 +541,7 @@ class Ordered(pl.LightningModule):
 
 
 def order_case(world):
-    """The rows of all workers by epoch, in total order."""
+    """Return the rows of all workers by epoch, in their common order."""
     found = []
     for options in ({"sampler": Falling()}, {}, {"shuffle": True}):
         with calm():

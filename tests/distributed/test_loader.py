@@ -73,7 +73,7 @@ def _run(world, dataset, batch, options, epochs=1):
 
 
 def _total(ranks, epoch=0):
-    """The steps of an epoch as lists of rows in total order, stand-ins left out."""
+    """Return the steps of an epoch as lists of rows for all ranks, without stand-ins."""
     assert len({tuple(record[:3] for record in records) for records in ranks}) == 1
     steps = {}
     for records in ranks:
@@ -343,7 +343,7 @@ def _some_steps(world, dataset, batch, options, state, most):
 
 
 def _in_legs(group, dataset, legs, options):
-    """The rows of an epoch trained in `legs` of (ranks, batch, steps), and the state at its end."""
+    """Train an epoch in `legs` of (ranks, batch, steps). Return its rows and final state."""
     rows, state = [], None
     for size, batch, steps in legs:
         said = group(size)(_some_steps, dataset, batch, options, state, steps)

@@ -54,7 +54,7 @@ def cross_entropy(out, labels, **how):
 
 
 def boxes(out, kept):
-    """A loss over the boxes of each row, whose number differs between rows."""
+    """Return a loss over the boxes of each row, whose number differs between rows."""
     return tokens(out)[kept]
 
 
@@ -280,7 +280,7 @@ def test_losses_of_sharded_models_are_those_of_one_process(group, zero):
 
 
 def mixed(out, ys):
-    """A sum of means over different items: labels that count, and all elements."""
+    """Return a sum of means over different items: labels that count, and all elements."""
     return cross_entropy(out, ys) + 0.1 * out.square().mean()
 
 

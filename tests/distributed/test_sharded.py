@@ -195,7 +195,7 @@ def test_models(group, ranks, make):
 
 
 def loss_with_a_weight(model, x, step, rank):
-    """The loss uses a weight of the model's rest after forward."""
+    """Return a loss that uses weights outside all units after forward."""
     return (model(x) @ model.head.weight).square().mean() + model.stem.bias.square().sum()
 
 

@@ -227,7 +227,7 @@ def users_own():
 
 
 def around_ours():
-    """The engine's autocast inside the user's."""
+    """Use the engine's autocast inside the user's."""
     return {"precision": "bf16-mixed"}, *users_own()[1:]
 
 

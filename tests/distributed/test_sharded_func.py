@@ -51,7 +51,7 @@ def agree_forward(world, *arguments):
 
 
 def mean_flow(model, x, step, rank):
-    """The loss of MeanFlow: an output and its derivative in a direction."""
+    """Return the loss of MeanFlow: an output and its directional derivative."""
     out, moved = jvp(model, (x,), (x.flip(1),))
     return (out - moved.detach()).square().mean() + 0.1 * moved.mean()
 

@@ -306,7 +306,7 @@ def test_a_rank_that_is_stopped_inside_a_collective_is_named_in_time(group, phas
 
 
 def dies_beside_a_child(world):
-    """A process forked off rank 1, as DataLoader's workers are, outlives it."""
+    """Fork a process from rank 1, like a DataLoader worker, that outlives the rank."""
     child = os.fork() if world.rank == 1 else -1
     if child == 0:
         time.sleep(60)

@@ -126,7 +126,7 @@ def train_plain(world, *, dtype=torch.float32, autocast=None, scales=None) -> Tr
 
 
 def assert_close(ours: Trained, plain: Trained, tolerance: float, *, values: bool = False) -> None:
-    """Losses and norms, relative to the largest; `values`: every tensor as well."""
+    """Compare losses and norms, relative to the largest. With `values`, compare every tensor."""
     pairs = [
         (torch.tensor(getattr(t, name)) for t in (ours, plain)) for name in ("losses", "norms")
     ]

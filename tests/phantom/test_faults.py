@@ -80,12 +80,12 @@ ALONE = (
 
 
 def often(kind, places, case):
-    """A fault that `make test` plants; there is at least one of each kind."""
+    """Return a fault that `make test` plants. There is at least one of each kind."""
     return pytest.param(kind, places, case, id=_name(kind, places, case))
 
 
 def rarely(kind, places, case):
-    """A fault that `make test-all` plants."""
+    """Return a fault that `make test-all` plants."""
     return pytest.param(kind, places, case, marks=pytest.mark.full, id=_name(kind, places, case))
 
 

@@ -119,7 +119,7 @@ def test_what_cannot_be_adopted(shardwise: Launcher) -> None:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory, warm_with_libraries: WarmPython) -> str:
-    """A folder with a text, a tokenizer and the configuration of a tiny model."""
+    """Create a folder with a text, a tokenizer and the config of a tiny model."""
     pytest.importorskip("transformers", reason="the transformers package is not there")
     folder = str(tmp_path_factory.mktemp("text"))
     environ = os.environ | dict(warm_with_libraries.environ())

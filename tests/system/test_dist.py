@@ -47,7 +47,7 @@ def run(*words: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that `make dist` builds; it builds it from the sdist that it builds first."""
+    """Return the wheel that `make dist` builds from the sdist that it builds first."""
     folder = tmp_path_factory.mktemp("dist")
     command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     run(*command, cwd=folder)
